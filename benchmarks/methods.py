@@ -1,0 +1,181 @@
+"""Ways to run a training step: plain PyTorch, ebbtide, and the peers it is compared with."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ebbtide.demo.workloads import Workload
+from ebbtide.run.allocator import set_tuned
+from ebbtide.run.budget import Budget
+
+MOST_STEPS_TO_SETTLE = 12
+_FINAL_STATES = ("planned", "idle")
+_LEAST_ELEMENTS = 1000
+"""Saved tensors with fewer elements stay in memory, as in PyTorch's tutorial on saved-tensor hooks."""
+
+
+class Method(Protocol):
+    """A way to run steps. `active` wraps each of them."""
+
+    def active(self) -> AbstractContextManager[Any]:
+        """The context in which one forward and backward pass runs."""
+        ...
+
+    def settled(self) -> bool:
+        """Whether the next step runs as all later ones will."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """What the method knows about itself, for the results."""
+        ...
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        ...
+
+
+class Plain:
+    """PyTorch as it is, with glibc's own allocator settings or with those that ebbtide uses."""
+
+    def __init__(self, *, tuned: bool) -> None:
+        if tuned:
+            set_tuned()
+
+    def active(self) -> AbstractContextManager[Any]:
+        """Nothing around the step."""
+        return contextlib.nullcontext()
+
+    def settled(self) -> bool:
+        """Always."""
+        return True
+
+    def facts(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class Ebbtide(Plain):
+    """Steps within a budget of ``limit_bytes``, moving to the directory ``spill``."""
+
+    def __init__(self, limit_bytes: int, spill: str | None) -> None:
+        super().__init__(tuned=False)
+        self._memory = Budget(limit_bytes, spill=spill)
+
+    def active(self) -> AbstractContextManager[Any]:
+        """The budget's own context."""
+        return self._memory.step()
+
+    def settled(self) -> bool:
+        """Once the plan has been observed, made and checked."""
+        return self._memory.state in _FINAL_STATES
+
+    def facts(self) -> dict[str, Any]:
+        """What the plan promised."""
+        plan = self._memory.plan
+        if plan is None:
+            return {}
+        return {
+            "predicted_peak_bytes": plan.peak_bytes,
+            "predicted_seconds": plan.seconds,
+            "predicted_plain_seconds": plan.plain_seconds,
+            "bound_seconds": plan.bound_seconds,
+        }
+
+    def close(self) -> None:
+        """End the budget."""
+        self._memory.close()
+
+
+class CheckpointBlocks(Plain):
+    """`torch.utils.checkpoint` around each of the workload's blocks."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(tuned=False)
+        self._blocks = workload.blocks
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """The blocks' forward passes go through `checkpoint` in here."""
+        for block in self._blocks:
+            block.forward = _checkpointed(block.forward)
+        try:
+            yield
+        finally:
+            for block in self._blocks:
+                del block.forward  # uncovers the class's own
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *inputs: checkpoint(forward, *inputs, use_reentrant=False)
+
+
+class EverythingToDisk(Plain):
+    """Each saved tensor but the parameters goes to a file of its own, as in PyTorch's tutorial on the hooks."""
+
+    def __init__(self, workload: Workload, spill: str | None) -> None:
+        super().__init__(tuned=False)
+        self._parameters = {parameter.untyped_storage().data_ptr() for parameter in workload.model.parameters()}
+        self._directory = tempfile.TemporaryDirectory(prefix="benchmark-", dir=spill)
+
+    def active(self) -> AbstractContextManager[Any]:
+        """The hooks are on in here."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+
+    def close(self) -> None:
+        """Remove the files."""
+        self._directory.cleanup()
+
+    def _pack(self, tensor: Tensor) -> Tensor | _TemporaryTensorFile:
+        if tensor.numel() < _LEAST_ELEMENTS or tensor.untyped_storage().data_ptr() in self._parameters:
+            return tensor
+        return _TemporaryTensorFile(tensor, Path(self._directory.name))
+
+
+class _TemporaryTensorFile:
+    """A tensor in a file that goes when this object goes."""
+
+    def __init__(self, tensor: Tensor, directory: Path) -> None:
+        self._path = directory / uuid.uuid4().hex
+        torch.save(tensor, self._path)
+
+    def load(self) -> Tensor:
+        tensor: Tensor = torch.load(self._path)
+        return tensor
+
+    def __del__(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
+
+
+def _unpack(packed: Tensor | _TemporaryTensorFile) -> Tensor:
+    return packed if isinstance(packed, Tensor) else packed.load()
+
+
+def make_method(name: str, workload: Workload, *, limit_bytes: int | None, spill: str | None) -> Method:
+    """The method called ``name``; only ``ebbtide`` uses ``limit_bytes``, which it needs."""
+    match name:
+        case "plain":
+            return Plain(tuned=False)
+        case "plain-tuned":
+            return Plain(tuned=True)
+        case "ebbtide" if limit_bytes is not None:
+            return Ebbtide(limit_bytes, spill)
+        case "checkpoint":
+            return CheckpointBlocks(workload)
+        case "disk-hook":
+            return EverythingToDisk(workload, spill)
+    raise ValueError(f"no method {name!r} with limit {limit_bytes}")

@@ -1,0 +1,274 @@
+"""What a budget costs: ebbtide and its peers against plain PyTorch, in memory and time.
+
+    python -m benchmarks.overhead --models vgg19,resnet50 --fractions 0.5,0.25 --repeats 5 --json FILE
+
+A fraction is of the bytes that a plain step needs above its resting ones. See benchmarks/README.md for the fields.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ebbtide.demo.workloads import WORKLOADS
+from ebbtide.units import format_bytes, format_seconds
+
+NOT_BINDING = 1.1
+"""A fraction at which a budget does not bind: what remains is what ebbtide costs when it has nothing to do."""
+PEERS = ("checkpoint", "disk-hook")
+MARGIN = 1.01
+"""Where a limit cannot be met, the least reachable peak times this is used instead."""
+_TRIES = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One case. Bytes of peaks include resting ones, resident bytes are above rest, times are medians of steps.
+
+    Attributes:
+        model, method: names.
+        fraction: asked for; None for peers, which have no budget.
+        limit_bytes: the budget that was used; above the one asked for if that cannot be met.
+        least_reachable_bytes: the least peak that the planner can reach, if it had to say so.
+        plain_peak_bytes, peak_bytes: counted bytes of live tensors.
+        plain_rss_bytes, rss_bytes: the most over the timed steps, by the operating system.
+        plain_default_seconds, plain_tuned_seconds: plain steps with glibc's own and with ebbtide's allocator settings.
+        plain_seconds: the smaller of the two.
+        ratio: ``seconds / plain_seconds``.
+        bound: a ratio that no plan can beat, on the planner's own figures.
+        gradients_identical, buffers_identical: bit for bit those of a plain step from the same state.
+    """
+
+    model: str
+    method: str
+    fraction: float | None
+    limit_bytes: int | None
+    least_reachable_bytes: int | None
+    resting_bytes: int
+    plain_peak_bytes: int
+    peak_bytes: int
+    predicted_peak_bytes: int | None
+    plain_rss_bytes: int
+    rss_bytes: int
+    plain_default_seconds: float
+    plain_tuned_seconds: float
+    plain_seconds: float
+    seconds: float
+    predicted_seconds: float | None
+    ratio: float
+    bound: float | None
+    gradients_identical: bool
+    buffers_identical: bool
+    all_seconds: list[float]
+
+
+class WorkerProcess:
+    """A `benchmarks.worker` in a process of its own; a context manager."""
+
+    def __init__(self, model: str, method: str, *, limit_bytes: int | None = None, spill: str | None = None) -> None:
+        self._name = f"{model} by {method}"
+        command = [sys.executable, "-m", "benchmarks.worker", "--model", model, "--method", method]
+        command += [] if limit_bytes is None else ["--limit-bytes", str(limit_bytes)]
+        command += [] if spill is None else ["--spill", spill]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """The answer to a command. Raises `RuntimeError` if the worker has ended."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+            self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self._name}: the worker ended with code {self._process.wait()} at {do!r}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def __enter__(self) -> WorkerProcess:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with self._process:  # closes its input, which ends it
+            pass
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainPair:
+    """Two settled workers that run plain steps, with either allocator setting, and what such a step needs."""
+
+    default: WorkerProcess
+    tuned: WorkerProcess
+    peak_bytes: int
+    resting_bytes: int
+
+    def limit_bytes(self, fraction: float) -> int:
+        """The budget that a fraction means."""
+        return self.resting_bytes + int(fraction * (self.peak_bytes - self.resting_bytes))
+
+
+@contextlib.contextmanager
+def plain_pair(model: str) -> Iterator[PlainPair]:
+    """A `PlainPair` for ``model``, for the time of a ``with`` block."""
+    with WorkerProcess(model, "plain") as default, WorkerProcess(model, "plain-tuned") as tuned:
+        default.ask("settle")
+        tuned.ask("settle")
+        counted = default.ask("count")
+        yield PlainPair(default, tuned, counted["peak_bytes"], counted["resting_bytes"])
+
+
+def run_case(
+    model: str, method: str, fraction: float | None, pair: PlainPair, repeats: int, spill: str | None
+) -> Record:
+    """Measure one method, step by step in turn with the plain workers."""
+    limit_bytes = None if fraction is None else pair.limit_bytes(fraction)
+    least_bytes = None
+    for _ in range(_TRIES):
+        with WorkerProcess(model, method, limit_bytes=limit_bytes, spill=spill) as worker:
+            unreachable = worker.ask("settle")["unreachable"]
+            if unreachable is None:
+                return _measure(model, method, fraction, limit_bytes, least_bytes, pair, worker, repeats)
+            least_bytes = int(unreachable)
+            limit_bytes = int(max(least_bytes, limit_bytes or 0) * MARGIN)
+    raise RuntimeError(f"{model} by {method}: no plan even within {limit_bytes} bytes")
+
+
+def _measure(
+    model: str,
+    method: str,
+    fraction: float | None,
+    limit_bytes: int | None,
+    least_bytes: int | None,
+    pair: PlainPair,
+    worker: WorkerProcess,
+    repeats: int,
+) -> Record:
+    same = worker.ask("compare")
+    counted = worker.ask("count")
+    for each in (pair.default, pair.tuned, worker):
+        each.ask("step", number=0)  # all heaps are full again after the untimed steps
+    takes: dict[WorkerProcess, list[dict[str, Any]]] = {pair.default: [], pair.tuned: [], worker: []}
+    turn = list(takes)
+    for number in range(repeats):
+        for each in turn:
+            takes[each].append(each.ask("step", number=number))
+        turn = [*turn[1:], turn[0]]  # nobody always runs after the same one
+    seconds = {each: statistics.median(take["seconds"] for take in takes[each]) for each in takes}
+    rss_bytes = {each: max(take["rss_bytes"] for take in takes[each]) for each in takes}
+    facts = worker.ask("facts")
+    plain_seconds = min(seconds[pair.default], seconds[pair.tuned])
+    bound_seconds = facts.get("bound_seconds")
+    return Record(
+        model=model,
+        method=method,
+        fraction=fraction,
+        limit_bytes=limit_bytes,
+        least_reachable_bytes=least_bytes,
+        resting_bytes=pair.resting_bytes,
+        plain_peak_bytes=pair.peak_bytes,
+        peak_bytes=counted["peak_bytes"],
+        predicted_peak_bytes=facts.get("predicted_peak_bytes"),
+        plain_rss_bytes=rss_bytes[pair.default],
+        rss_bytes=rss_bytes[worker],
+        plain_default_seconds=seconds[pair.default],
+        plain_tuned_seconds=seconds[pair.tuned],
+        plain_seconds=plain_seconds,
+        seconds=seconds[worker],
+        predicted_seconds=facts.get("predicted_seconds"),
+        ratio=seconds[worker] / plain_seconds,
+        bound=None if bound_seconds is None else bound_seconds / facts["predicted_plain_seconds"],
+        gradients_identical=same["gradients_identical"],
+        buffers_identical=same["buffers_identical"],
+        all_seconds=[take["seconds"] for take in takes[worker]],
+    )
+
+
+def table_of(records: Sequence[Record]) -> Table:
+    """The records, one a row; peaks as shares of what a plain step needs above rest."""
+    table = Table(title="Peak and time of a training step against plain PyTorch", title_justify="left")
+    table.add_column("model")
+    table.add_column("method")
+    for heading in ("asked", "limit", "peak", "share", "resident", "step", "x plain", "bound", "predicted"):
+        table.add_column(heading, justify="right")
+    table.add_column("same")
+    for index, record in enumerate(records):
+        above = record.plain_peak_bytes - record.resting_bytes
+        last = index + 1 == len(records) or records[index + 1].model != record.model
+        table.add_row(
+            record.model if index == 0 or records[index - 1].model != record.model else "",
+            record.method,
+            "" if record.fraction is None else f"{record.fraction:.0%}",
+            "" if record.limit_bytes is None else format_bytes(record.limit_bytes),
+            format_bytes(record.peak_bytes),
+            f"{(record.peak_bytes - record.resting_bytes) / above:.0%}",
+            f"{record.rss_bytes / record.plain_rss_bytes:.0%}",
+            format_seconds(record.seconds),
+            f"{record.ratio:.3f}",
+            "" if record.bound is None else f"{record.bound:.3f}",
+            "" if record.predicted_seconds is None else format_seconds(record.predicted_seconds),
+            "yes"
+            if record.gradients_identical and record.buffers_identical
+            else "gradients"
+            if record.gradients_identical
+            else "NO",
+            end_section=last,
+        )
+    return table
+
+
+def run(
+    models: Sequence[str], fractions: Sequence[float], repeats: int, spill: str | None, console: Console
+) -> list[Record]:
+    """All cases of all models, with a progress bar on ``console``."""
+    cases: list[tuple[str, float | None]] = [("ebbtide", fraction) for fraction in (*fractions, NOT_BINDING)]
+    cases += [(peer, None) for peer in PEERS]
+    columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    records = []
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("starting", total=len(models) * len(cases))
+        for model in models:
+            progress.update(task, description=f"{model}, plain")
+            with plain_pair(model) as pair:
+                for method, fraction in cases:
+                    share = "" if fraction is None else f" within {fraction:.0%}"
+                    progress.update(task, description=f"{model}, {method}{share}")
+                    records.append(run_case(model, method, fraction, pair, repeats, spill))
+                    progress.advance(task)
+    return records
+
+
+def main() -> None:
+    """Run what the command line asks for, print the table, and write the records if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(WORKLOADS), help="comma-separated; default: all")
+    parser.add_argument("--fractions", default="0.5,0.25", help="comma-separated; default: 0.5,0.25")
+    parser.add_argument("--repeats", type=int, default=5, help="timed steps of each case; default: 5")
+    parser.add_argument("--spill", help="directory for what is moved out; default: the system's temporary one")
+    parser.add_argument("--json", type=Path, help="file for the records")
+    options = parser.parse_args()
+    models = options.models.split(",")
+    for model in models:
+        if model not in WORKLOADS:
+            parser.error(f"no model {model!r}; there are {', '.join(WORKLOADS)}")
+    fractions = [float(fraction) for fraction in options.fractions.split(",")]
+    console = Console(width=None if sys.stdout.isatty() else 132)
+    records = run(models, fractions, options.repeats, options.spill, console)
+    console.print(table_of(records))
+    if options.json is not None:
+        options.json.write_text(json.dumps([dataclasses.asdict(record) for record in records], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

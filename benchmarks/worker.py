@@ -1,0 +1,130 @@
+"""A process that runs steps of one workload by one method, one command at a time.
+
+Several workers are alive at once and take turns, so that a busy moment of a shared machine hits all methods alike, and
+each has an allocator and a resident memory of its own. Commands and answers are JSON, one a line, on standard input
+and output:
+
+    {"do": "settle"}              -> {"unreachable": bytes or null}   run until all later steps are alike
+    {"do": "step", "number": 3}   -> {"seconds": s, "rss_bytes": n}   one measured step on batch 3
+    {"do": "count"}               -> {"peak_bytes": n, "resting_bytes": n}  one step with its live bytes counted
+    {"do": "compare"}             -> {"gradients_identical": bool, "buffers_identical": bool}  against a plain step
+    {"do": "facts"}               -> what the method knows about itself
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.methods import MOST_STEPS_TO_SETTLE, Method, make_method
+from ebbtide.demo.measure import Gauge
+from ebbtide.demo.workloads import Workload, make_workload
+from ebbtide.errors import BudgetError
+from ebbtide.run.meter import PeakMeter
+
+
+class Worker:
+    """The commands of the module's description, as methods."""
+
+    def __init__(self, workload: Workload, method: Method) -> None:
+        self._workload = workload
+        self._method = method
+        self._gauge = Gauge()
+
+    def settle(self) -> dict[str, Any]:
+        """Run steps until all later ones are alike, take the memory at rest, and run one more to fill the heap."""
+        try:
+            for number in range(MOST_STEPS_TO_SETTLE):
+                self._run(number)
+                if number > 0 and self._method.settled():
+                    break
+            else:
+                raise RuntimeError(f"not settled after {MOST_STEPS_TO_SETTLE} steps")
+        except BudgetError as error:
+            return {"unreachable": error.reachable_bytes}
+        self._clear()
+        self._gauge.rest()
+        self._run(0)
+        return {"unreachable": None}
+
+    def step(self, number: int) -> dict[str, Any]:
+        """One measured step."""
+        measurement = self._gauge.measure()
+        self._clear()
+        batch = self._workload.batch(number)
+        torch.manual_seed(number)
+        with measurement as measured, self._method.active():
+            self._workload.step(batch)
+        return {"seconds": measured.seconds, "rss_bytes": measured.rss_bytes}
+
+    def count(self) -> dict[str, Any]:
+        """One step under the meter."""
+        with PeakMeter() as meter:
+            self._run(0)
+        return {"peak_bytes": meter.peak_bytes, "resting_bytes": meter.resting_bytes}
+
+    def compare(self) -> dict[str, Any]:
+        """The same step plain and by the method, from the same state."""
+        model = self._workload.model
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        outcomes = []
+        for active in (contextlib.nullcontext, self._method.active):
+            for name, buffer in model.named_buffers():
+                buffer.copy_(before[name])
+            loss = self._run(0, active)
+            gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            outcomes.append(([loss, *gradients], [buffer.clone() for buffer in model.buffers()]))
+        (plain_gradients, plain_buffers), (gradients, buffers) = outcomes
+        return {
+            "gradients_identical": _identical(plain_gradients, gradients),
+            "buffers_identical": _identical(plain_buffers, buffers),
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """What the method knows about itself."""
+        return self._method.facts()
+
+    def _clear(self) -> None:
+        for parameter in self._workload.model.parameters():
+            parameter.grad = None
+
+    def _run(self, number: int, active: Callable[[], AbstractContextManager[Any]] | None = None) -> Tensor:
+        self._clear()
+        batch = self._workload.batch(number)
+        torch.manual_seed(number)
+        with (active or self._method.active)():
+            return self._workload.step(batch)
+
+
+def _identical(these: list[Tensor], those: list[Tensor]) -> bool:
+    return len(these) == len(those) and all(map(torch.equal, these, those))
+
+
+def main() -> None:
+    """Serve commands until standard input ends."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--method", required=True)
+    parser.add_argument("--limit-bytes", type=int)
+    parser.add_argument("--spill")
+    options = parser.parse_args()
+    workload = make_workload(options.model)
+    method = make_method(options.method, workload, limit_bytes=options.limit_bytes, spill=options.spill)
+    worker = Worker(workload, method)
+    with contextlib.closing(method):
+        for line in sys.stdin:
+            command = json.loads(line)
+            answer = getattr(worker, command.pop("do"))(**command)
+            print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""A plan together with the step and the machine it was made for, in one file."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from ebbtide.decisions import Plan
+from ebbtide.errors import RecordError
+from ebbtide.machine import Machine
+from ebbtide.step import Step, read_json, write_json
+
+FORMAT = "ebbtide-bundle"
+VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bundle:
+    """What `ebbtide plan` writes and `ebbtide report` reads."""
+
+    step: Step
+    machine: Machine
+    plan: Plan
+
+    def save(self, path: str | Path) -> None:
+        """Write the bundle as JSON; gzip-compressed if the name ends in ``.gz``."""
+        parts = {name: getattr(self, name).document() for name in ("step", "machine", "plan")}
+        write_json(path, {"format": FORMAT, "version": VERSION, **parts})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Bundle:
+        """Read a bundle that `save` wrote.
+
+        Raises:
+            RecordError: if the file, or a part of it, is missing, malformed or of another version.
+        """
+        document = read_json(path, FORMAT, VERSION)
+        for part in ("step", "machine", "plan"):
+            if part not in document:
+                raise RecordError(f"{path}: has no {part}; make it again with `ebbtide plan`")
+        step = Step.from_document(document["step"], f"{path}, step")
+        machine = Machine.from_document(document["machine"], f"{path}, machine")
+        plan = Plan.from_document(document["plan"], f"{path}, plan")
+        if len(plan.decisions) != len(step.absences):
+            found = f"{len(plan.decisions)} decisions for {len(step.absences)} absences"
+            raise RecordError(f"{path}: its plan is for another step: {found}")
+        return cls(step, machine, plan)

@@ -1,0 +1,269 @@
+"""The ``ebbtide`` command: demo, calibrate, observe, plan, report.
+
+Each subcommand is thin: it reads files, calls the package, prints. PyTorch is imported only by those that need it, so
+that ``--help`` is quick. Results go to standard output, progress and errors to standard error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from ebbtide.bundle import Bundle
+from ebbtide.decisions import Keep
+from ebbtide.errors import EbbtideError
+from ebbtide.machine import Machine
+from ebbtide.step import Step
+from ebbtide.units import format_bytes, format_seconds, parse_bytes, parse_fraction
+
+if TYPE_CHECKING:
+    from ebbtide.demo.workloads import Workload
+
+_WIDTH = 100
+"""Columns of a table that does not go to a terminal."""
+
+app = typer.Typer(
+    help="Train PyTorch models within a memory budget, with the same gradients bit for bit.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Spill = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Directory on a disk for what moves out (default: the one for temporary files)."),
+]
+
+
+@app.command()
+def demo(
+    models: Annotated[str, typer.Option(help="Comma-separated models out of vgg19, resnet50, gpt2.")] = "",
+    steps: Annotated[int, typer.Option(min=7, help="Training steps of each case.")] = 9,
+    spill: Spill = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the rows as JSON.")
+    ] = None,
+) -> None:
+    """Train three models on real data, plain and within 50 % and 25 % of the memory, and compare.
+
+    VGG-19 and ResNet-50 learn crops of two photographs, a byte-level GPT learns the Python standard library's sources.
+    Takes some minutes. Ends with code 1 if a peak is above its budget or a number differs from plain PyTorch's.
+    """
+    from ebbtide.demo.run import demo_notes, demo_table, faults, run_demo
+
+    names = [name for name in models.split(",") if name]
+    rows = run_demo(_errors(), models=names, steps=steps, spill=None if spill is None else str(spill))
+    output = _output()
+    output.print(demo_table(rows))
+    for note in demo_notes(rows):
+        output.print(note, highlight=False, style="dim")
+    if json_path is not None:
+        json_path.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
+    if found := faults(rows):
+        raise EbbtideError("; ".join(found))
+
+
+@app.command()
+def calibrate(
+    spill: Spill = None,
+    output: Annotated[Path | None, typer.Option("-o", metavar="FILE", help="Also write the machine as JSON.")] = None,
+) -> None:
+    """Measure how fast tensors move to the spill directory and back.
+
+    The answer is remembered for this machine and directory, and used by every budget from then on.
+    """
+    from ebbtide.run.calibrate import calibrate as measure
+
+    columns = (TextColumn("{task.description:24}"), BarColumn())
+    with Progress(*columns, console=_errors(), transient=True) as progress:
+        task = progress.add_task("calibrating", total=1.0)
+        machine = measure(
+            _spill_or_default(spill),
+            progress=lambda done, what: progress.update(task, completed=done, description=what),
+        )
+    _output().print(_links_table(machine))
+    if output is not None:
+        machine.save(output)
+
+
+@app.command()
+def observe(
+    what: Annotated[
+        str, typer.Argument(metavar="MODEL|FILE:FUNCTION", help="A demo model, or a function of yours in a file.")
+    ],
+    output: Annotated[Path, typer.Option("-o", metavar="FILE", help="Where to write the step; .gz compresses it.")],
+    batch: Annotated[int | None, typer.Option(min=1, help="Images or passages in a step of a demo model.")] = None,
+) -> None:
+    """Record one training step: its ops, the tensors it makes and when they are needed.
+
+    For example `ebbtide observe resnet50 --batch 16 -o step.json.gz`, or `ebbtide observe train.py:one_step -o
+    step.json`, where one_step() runs one forward and backward pass. It is called twice.
+    """
+    with _errors().status("observing"):
+        step = _observe_model(what, batch) if ":" not in what else _observe_twice(_load_function(what), _nothing)
+    step.save(output)
+    moved = sum(step.values[absence.value].size_bytes for absence in step.absences)
+    _output().print(
+        f"{len(step.ops)} ops, {len(step.values)} values, {len(step.absences)} absences of {format_bytes(moved)}; "
+        f"{format_seconds(step.plain_seconds)}; written to {output}",
+        highlight=False,
+    )
+
+
+@app.command()
+def plan(
+    step_path: Annotated[Path, typer.Argument(metavar="STEP", help="A step from `ebbtide observe`.")],
+    budget: Annotated[str, typer.Option(help='Most bytes to hold: "6GiB", "750MB", or "50%" of the plain peak.')],
+    output: Annotated[Path, typer.Option("-o", metavar="FILE", help="Where to write the plan; .gz compresses it.")],
+    machine_path: Annotated[
+        Path | None, typer.Option("--machine", metavar="FILE", help="A machine from `ebbtide calibrate -o`.")
+    ] = None,
+    spill: Spill = None,
+) -> None:
+    """Decide what each saved tensor of a step does: stay, move out and come back, or be computed again.
+
+    The file holds the step and the machine too, so that `ebbtide report` needs nothing else.
+    """
+    from ebbtide.plan import solve
+    from ebbtide.report.summary import summarise
+
+    step = Step.load(step_path)
+    with _errors().status("planning"):
+        machine = _machine(machine_path, spill)
+        made = solve(step, machine, _limit_bytes(budget, step, machine))
+    Bundle(step, machine, made).save(output)
+    _output().print(summarise(step, machine, made))
+    _output().print(f"written to {output}", highlight=False)
+
+
+@app.command()
+def report(
+    plan_path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan from `ebbtide plan`.")],
+    output: Annotated[Path, typer.Option("-o", metavar="FILE", help="Where to write the page.")],
+) -> None:
+    """Draw memory over the step with and without the plan, and the transfers under it, as one HTML page."""
+    from ebbtide.report.timeline import write_timeline
+
+    bundle = Bundle.load(plan_path)
+    with _errors().status("drawing"):
+        write_timeline(bundle.step, bundle.machine, bundle.plan, output)
+    _output().print(f"written to {output}", highlight=False)
+
+
+def _observe_model(name: str, batch_size: int | None) -> Step:
+    from ebbtide.demo.workloads import make_workload
+
+    workload: Workload = make_workload(name, batch_size=batch_size)
+    batch = workload.batch(0)
+    return _observe_twice(lambda: workload.step(batch), workload.model.zero_grad)
+
+
+def _observe_twice(run: Callable[[], Any], prepare: Callable[[], Any]) -> Step:
+    """Observe with the memory inside ops, which slows them down, then without; keep the smaller durations."""
+    from ebbtide.run.kinds import Kind
+    from ebbtide.run.observing import observe_step
+
+    prepare()
+    kind = Kind(observe_step(run, probe_workspace=True))
+    prepare()
+    kind.observed_again(observe_step(run))
+    return kind.step
+
+
+def _nothing() -> None:
+    """A user's function prepares its step itself."""
+
+
+def _load_function(what: str) -> Callable[[], Any]:
+    path, _, name = what.rpartition(":")
+    specification = importlib.util.spec_from_file_location("_observed_script", path)
+    if not Path(path).is_file() or specification is None or specification.loader is None:
+        raise EbbtideError(f"{path}: there is no such Python file")
+    module = importlib.util.module_from_spec(specification)
+    sys.path.insert(0, str(Path(path).resolve().parent))  # as Python does for a script, for the imports beside it
+    try:
+        specification.loader.exec_module(module)
+    except Exception as fault:
+        raise EbbtideError(f"{path}: cannot be imported: {type(fault).__name__}: {fault}") from fault
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise EbbtideError(f"{path}: has no function {name!r}")
+
+    def run() -> None:
+        try:
+            function()
+        except EbbtideError:
+            raise
+        except Exception as fault:
+            raise EbbtideError(f"{what}: {type(fault).__name__}: {fault}") from fault
+
+    return run
+
+
+def _machine(path: Path | None, spill: Path | None) -> Machine:
+    if path is not None:
+        return Machine.load(path)
+    from ebbtide.run.calibrate import machine_for
+
+    return machine_for(_spill_or_default(spill))
+
+
+def _limit_bytes(budget: str, step: Step, machine: Machine) -> int:
+    from ebbtide.plan import simulate
+
+    try:
+        fraction = parse_fraction(budget)
+        if fraction is None:
+            return parse_bytes(budget)
+    except ValueError as fault:
+        raise typer.BadParameter(str(fault), param_hint="--budget") from fault
+    return int(fraction * simulate(step, machine, [Keep()] * len(step.absences)).peak_bytes)
+
+
+def _links_table(machine: Machine) -> Table:
+    table = Table(title=machine.name, title_justify="left")
+    table.add_column("transfer")
+    for heading in ("latency", "one way", "both ways", "slows compute"):
+        table.add_column(heading, justify="right")
+    for link in machine.links:
+        table.add_row(
+            f"{link.source} to {link.target}",
+            format_seconds(link.latency_seconds),
+            f"{format_bytes(link.bandwidth_bytes_per_second)}/s",
+            f"{format_bytes(link.duplex_bytes_per_second)}/s",
+            f"{link.compute_slowdown:.0%}",
+        )
+    return table
+
+
+def _spill_or_default(spill: Path | None) -> Path:
+    return spill if spill is not None else Path(tempfile.gettempdir())
+
+
+def _output() -> Console:
+    return Console() if sys.stdout.isatty() else Console(width=_WIDTH)
+
+
+def _errors() -> Console:
+    return Console(stderr=True)
+
+
+def main() -> None:
+    """Run the command line. Ends with code 1 after an error of ours or the system's, 2 after a wrong command line."""
+    try:
+        app()
+    except (EbbtideError, OSError) as error:
+        print(f"ebbtide: {error}", file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,196 @@
+"""Runs the demo's cases one after the other, each in its own process, and shows what came out."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ebbtide.demo.case import TUNED_STEPS, CaseResult
+from ebbtide.errors import EbbtideError
+from ebbtide.units import format_bytes, format_seconds
+
+BATCH_SIZES = {"vgg19": 12, "resnet50": 16, "gpt2": 4}
+"""Models of the demo and the batch with which a step takes about a second on two cores."""
+FRACTIONS = (0.5, 0.25)
+STEPS = 9
+MARGIN = 1.01
+"""Where a budget cannot be met, the least reachable peak times this is used instead."""
+_TRIES = 3
+
+Advance = Callable[[], None]
+Describe = Callable[..., None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One case of one model.
+
+    Attributes:
+        model: its name.
+        fraction: of the plain activation bytes that was asked for, or None for plain PyTorch.
+        limit_bytes: the budget that was used.
+        reachable: whether the budget that was asked for can be met; if not, `limit_bytes` is the least that can.
+        result: what was measured.
+    """
+
+    model: str
+    fraction: float | None
+    limit_bytes: int | None
+    reachable: bool
+    result: CaseResult
+
+
+def limit_for(plain: CaseResult, fraction: float) -> int:
+    """The budget that leaves ``fraction`` of what plain PyTorch needs above the resting bytes."""
+    return plain.resting_bytes + int(fraction * (plain.peak_bytes - plain.resting_bytes))
+
+
+def run_demo(
+    console: Console, *, models: Sequence[str] = (), steps: int = STEPS, spill: str | None = None
+) -> list[Row]:
+    """Train each model plain and within each of `FRACTIONS`, with a progress bar on ``console``.
+
+    Args:
+        console: where progress is shown.
+        models: names out of `BATCH_SIZES`; all of them if empty.
+        steps: of each case.
+        spill: directory for what is moved out.
+
+    Raises:
+        EbbtideError: if a model is unknown or a case fails.
+    """
+    names = list(models) or list(BATCH_SIZES)
+    for name in names:
+        if name not in BATCH_SIZES:
+            raise EbbtideError(f"the demo has no model {name!r}; it has {', '.join(BATCH_SIZES)}")
+    columns = (TextColumn("{task.description:26}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"))
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
+        total = len(names) * ((1 + len(FRACTIONS)) * steps + TUNED_STEPS)
+        task = progress.add_task("starting", total=total)
+        describe = functools.partial(progress.update, task)
+        advance = functools.partial(progress.advance, task)
+        return [row for name in names for row in _run_model(name, steps, spill, describe, advance)]
+
+
+def _run_model(name: str, steps: int, spill: str | None, describe: Describe, advance: Advance) -> Iterator[Row]:
+    describe(description=f"{name}, plain")
+    plain = _run_case(name, steps, None, spill, advance)
+    if isinstance(plain, int):
+        raise AssertionError("a plain case has no budget to miss")
+    yield Row(name, None, None, True, plain)
+    for fraction in FRACTIONS:
+        describe(description=f"{name}, within {fraction:.0%}")
+        limit_bytes = limit_for(plain, fraction)
+        reachable = True
+        for _ in range(_TRIES):
+            result = _run_case(name, steps, limit_bytes, spill, advance)
+            if isinstance(result, CaseResult):
+                yield Row(name, fraction, limit_bytes, reachable, result)
+                break
+            reachable = False
+            limit_bytes = int(max(result, limit_bytes) * MARGIN)
+        else:
+            raise EbbtideError(f"{name}: no plan even within the {format_bytes(limit_bytes)} said to be reachable")
+
+
+def _run_case(name: str, steps: int, limit_bytes: int | None, spill: str | None, advance: Advance) -> CaseResult | int:
+    """The result of a case, or the least reachable peak in bytes if its budget cannot be met."""
+    command = [sys.executable, "-m", "ebbtide.demo.case", "--model", name, "--steps", str(steps)]
+    command += ["--batch", str(BATCH_SIZES[name])]
+    if limit_bytes is not None:
+        command += ["--limit-bytes", str(limit_bytes)]
+    if spill is not None:
+        command += ["--spill", spill]
+    done = 0
+    with (
+        tempfile.TemporaryFile("w+") as complaints,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, text=True) as process,
+    ):
+        for line in process.stdout or ():
+            message = json.loads(line)
+            if "unreachable" in message:
+                return int(message["unreachable"])
+            if "result" in message:
+                return CaseResult(**message["result"])
+            done += 1
+            advance()
+        process.wait()
+        complaints.seek(0)
+        last = (complaints.read().strip().splitlines() or ["it said nothing"])[-1]
+    raise EbbtideError(f"{name}: the case ended early, after {done} steps: {last}")
+
+
+def faults(rows: Sequence[Row]) -> list[str]:
+    """What must not be: a peak above its budget, or numbers that differ from plain PyTorch's. Empty if all is well."""
+    plain = {row.model: row.result for row in rows if row.fraction is None}
+    found = []
+    for row in rows:
+        if row.limit_bytes is not None and row.result.peak_bytes > row.limit_bytes:
+            peak, limit = format_bytes(row.result.peak_bytes), format_bytes(row.limit_bytes)
+            found.append(f"{row.model} within {row.fraction:.0%}: peak {peak} is above the budget {limit}")
+        if row.result.digest != plain[row.model].digest:
+            found.append(f"{row.model} within {row.fraction:.0%}: parameters or gradients differ from plain PyTorch's")
+    return found
+
+
+def demo_table(rows: Sequence[Row]) -> Table:
+    """The demo's outcome as a table of at most 100 columns."""
+    table = Table(title="One training run, plain and within a budget", title_justify="left")
+    table.add_column("model")
+    for heading in ("budget", "limit", "peak", "resident", "step", "x plain", "loss"):
+        table.add_column(heading, justify="right")
+    table.add_column("same numbers")
+    plain: CaseResult | None = None
+    for row in rows:
+        result = row.result
+        if row.fraction is None:
+            plain = result
+        assert plain is not None
+        same = "" if row.fraction is None else "yes" if result.digest == plain.digest else "NO"
+        table.add_row(
+            row.model if row.fraction is None else "",
+            _budget_name(row, plain),
+            "" if row.limit_bytes is None else format_bytes(row.limit_bytes),
+            format_bytes(result.peak_bytes),
+            format_bytes(result.rss_bytes),
+            format_seconds(result.seconds),
+            f"{result.seconds / plain.seconds:.2f}",
+            f"{result.loss:.4f}",
+            same,
+            end_section=row is rows[-1] or row.fraction == FRACTIONS[-1],
+        )
+    return table
+
+
+def _budget_name(row: Row, plain: CaseResult) -> str:
+    if row.fraction is None or row.limit_bytes is None:
+        return "plain"
+    if row.reachable:
+        return f"{row.fraction:.0%}"
+    used = (row.limit_bytes - plain.resting_bytes) / (plain.peak_bytes - plain.resting_bytes)
+    return f"{used:.0%}*"
+
+
+def demo_notes(rows: Sequence[Row]) -> list[str]:
+    """What a reader of the table must know."""
+    resident = "resident: the process's memory above rest, as the operating system sees it. "
+    return [
+        "budget, in percent: of what plain PyTorch needs above parameters, buffers and inputs.",
+        "peak: bytes of all live tensors, counted in one step. " + resident,
+        "step: median time; of plain steps, with the faster of glibc's own and ebbtide's allocator settings.",
+        "same numbers: parameters, gradients and buffers after the last step equal plain PyTorch's, bit for bit.",
+        *(
+            f"* {row.model} cannot run within {row.fraction:.0%}: one op alone needs more. This is the least it can."
+            for row in rows
+            if not row.reachable
+        ),
+    ]

@@ -1,0 +1,50 @@
+"""Every error that ebbtide raises on purpose.
+
+One base class, a few named kinds. Each message says what happened, with the numbers, and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class EbbtideError(Exception):
+    """Base class of all errors raised by ebbtide."""
+
+
+class RecordError(EbbtideError):
+    """A step, machine or plan file cannot be read, or describes something impossible."""
+
+
+class BudgetError(EbbtideError):
+    """No plan keeps the step within its budget.
+
+    Attributes:
+        limit_bytes: the budget that was asked for.
+        reachable_bytes: the least peak that the planner can reach for this step.
+        tick: index of the op at which that peak occurs.
+        op: name of that op, as in ``aten.convolution_backward.default``.
+        module: path of the module that the op belongs to, or an empty string.
+    """
+
+    def __init__(self, message: str, *, limit_bytes: int, reachable_bytes: int, tick: int, op: str, module: str) -> None:
+        super().__init__(message)
+        self.limit_bytes = limit_bytes
+        self.reachable_bytes = reachable_bytes
+        self.tick = tick
+        self.op = op
+        self.module = module
+
+
+class PlanError(EbbtideError):
+    """A plan does not fit the step or the machine it is used with."""
+
+
+class SpillError(EbbtideError):
+    """The slower memory cannot be used: missing, not writable, full, or it returned an error."""
+
+
+class StepError(EbbtideError):
+    """`Budget.step()` was used in a way that cannot work: nested, from two threads, or after a fault."""
+
+
+class RecipeError(EbbtideError):
+    """A value that was to be computed again cannot be, because something it depends on was changed."""

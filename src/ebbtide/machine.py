@@ -1,0 +1,139 @@
+"""The memories a plan may use and the links between them. Plain records, no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+from ebbtide.errors import RecordError
+from ebbtide.step import check_document, read_json, write_json
+
+FORMAT = "ebbtide-machine"
+VERSION = 1
+
+TierKind = Literal["device", "host", "disk"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tier:
+    """A memory: the training device, host RAM, or a file on a disk.
+
+    Attributes:
+        name: how links and decisions name it.
+        kind: what it is.
+        capacity_bytes: how much it can take, or None if not known.
+    """
+
+    name: str
+    kind: TierKind
+    capacity_bytes: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Link:
+    """A direction of transfer between two tiers: one transfer at a time, in issue order.
+
+    Attributes:
+        source, target: names of tiers.
+        latency_seconds: fixed time of a transfer.
+        bandwidth_bytes_per_second: with the opposite direction idle.
+        duplex_bytes_per_second: with the opposite direction busy too.
+        compute_slowdown: share of compute speed lost while a transfer runs; 0.1 means that one second of transfer
+            costs 0.1 s of compute.
+    """
+
+    source: str
+    target: str
+    latency_seconds: float
+    bandwidth_bytes_per_second: float
+    duplex_bytes_per_second: float
+    compute_slowdown: float = 0.0
+
+    def seconds(self, size_bytes: int) -> float:
+        """Time of one transfer of ``size_bytes``, with the opposite direction idle."""
+        return self.latency_seconds + size_bytes / self.bandwidth_bytes_per_second
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Machine:
+    """What a plan is made for: the training device ``fast`` and the slower tiers reachable from it."""
+
+    name: str
+    fast: str
+    tiers: tuple[Tier, ...]
+    links: tuple[Link, ...]
+
+    def tier(self, name: str) -> Tier:
+        """The tier called ``name``. Raises `RecordError` if there is none."""
+        for tier in self.tiers:
+            if tier.name == name:
+                return tier
+        raise RecordError(f"machine {self.name} has no tier {name!r}; it has {', '.join(t.name for t in self.tiers)}")
+
+    def link(self, source: str, target: str) -> Link:
+        """The link from ``source`` to ``target``. Raises `RecordError` if there is none."""
+        for link in self.links:
+            if (link.source, link.target) == (source, target):
+                return link
+        raise RecordError(f"machine {self.name} has no link from {source!r} to {target!r}")
+
+    def slow_tiers(self) -> tuple[Tier, ...]:
+        """The tiers that can take values from the training device and give them back, fastest return first."""
+        reachable = {link.target for link in self.links if link.source == self.fast}
+        returning = {link.source: link for link in self.links if link.target == self.fast}
+        tiers = [tier for tier in self.tiers if tier.name in reachable and tier.name in returning]
+        return tuple(sorted(tiers, key=lambda tier: -returning[tier.name].bandwidth_bytes_per_second))
+
+    def save(self, path: str | Path) -> None:
+        """Write the machine as JSON."""
+        write_json(path, self.document())
+
+    def document(self) -> dict[str, Any]:
+        """The machine as what its JSON says."""
+        return {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
+
+    @classmethod
+    def load(cls, path: str | Path) -> Machine:
+        """Read a machine that `save` wrote.
+
+        Raises:
+            RecordError: if the file is missing, malformed, of another version, or describes an impossible machine.
+        """
+        return cls.from_document(read_json(path, FORMAT, VERSION), str(path))
+
+    @classmethod
+    def from_document(cls, document: dict[str, Any], name: str) -> Machine:
+        """The machine that `document` described; ``name`` is what errors call it. Raises `RecordError` as `load`."""
+        check_document(document, name, FORMAT, VERSION)
+        try:
+            machine = cls(
+                name=str(document["name"]),
+                fast=str(document["fast"]),
+                tiers=tuple(Tier(**tier) for tier in document["tiers"]),
+                links=tuple(Link(**link) for link in document["links"]),
+            )
+        except (KeyError, TypeError) as fault:
+            raise RecordError(f"{name}: not a whole machine: {fault!r}; calibrate again") from fault
+        check_machine(machine, name)
+        return machine
+
+
+def check_machine(machine: Machine, name: str = "machine") -> None:
+    """Check that the machine can exist.
+
+    Raises:
+        RecordError: naming what cannot be.
+    """
+    names = [tier.name for tier in machine.tiers]
+    if machine.fast not in names or len(set(names)) != len(names):
+        raise RecordError(f"{name}: the fast tier {machine.fast!r} must be one of its tiers, each with its own name")
+    for link in machine.links:
+        if link.source not in names or link.target not in names:
+            raise RecordError(f"{name}: the link {link.source} -> {link.target} names an unknown tier")
+        for rate in (link.bandwidth_bytes_per_second, link.duplex_bytes_per_second):
+            if not (math.isfinite(rate) and rate > 0):
+                raise RecordError(f"{name}: the link {link.source} -> {link.target} has bandwidth {rate}; it must be > 0")
+        if not (math.isfinite(link.latency_seconds) and link.latency_seconds >= 0 and link.compute_slowdown >= 0):
+            raise RecordError(f"{name}: the link {link.source} -> {link.target} has a negative latency or slowdown")

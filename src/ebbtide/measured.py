@@ -1,0 +1,24 @@
+"""What was measured of a step that ran. A plain record, no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measured:
+    """One step that ran.
+
+    Attributes:
+        state: ``observe``, ``verify``, ``audit``, ``planned`` or ``idle``.
+        seconds: wall time of the step's context.
+        peak_bytes: the most bytes of live tensors, where they were counted.
+        rss_bytes: the most resident bytes above rest, where they were read.
+        left: why the step left its plan, or an empty string.
+    """
+
+    state: str = ""
+    seconds: float | None = None
+    peak_bytes: int | None = None
+    rss_bytes: int | None = None
+    left: str = ""

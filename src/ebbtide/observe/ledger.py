@@ -1,0 +1,108 @@
+"""Who is alive: the storages that a piece of code touches or makes, each followed until it dies."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+
+def tensors_in(items: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors in arguments or results of an ATen call, in order; lists and tuples are entered."""
+    for item in items:
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, (list, tuple)):
+            yield from tensors_in(item)
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` has one storage of its own that can be followed (sparse and wrapped ones do not)."""
+    return tensor.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+class StorageRecord:
+    """One storage, from when it was first seen until it died.
+
+    Attributes:
+        number: order of first sight.
+        size_bytes: bytes of the storage.
+        external: whether the code touched it without having made it.
+        cdata: its identity while it lives; the number is reused after its death.
+    """
+
+    __slots__ = ("cdata", "external", "number", "reference", "size_bytes")
+
+    def __init__(self, number: int, size_bytes: int, external: bool, cdata: int) -> None:
+        self.number = number
+        self.size_bytes = size_bytes
+        self.external = external
+        self.cdata = cdata
+        self.reference: weakref.ref[torch.UntypedStorage] | None = None
+
+
+class Ledger:
+    """Counts live bytes, exactly: external storages for as long as the ledger runs, made ones until they die."""
+
+    def __init__(self, on_death: Callable[[StorageRecord], None] | None = None) -> None:
+        self.resting_bytes = 0
+        self.made_bytes = 0
+        self.peak_made_bytes = 0
+        self.open = True
+        self._living: dict[int, StorageRecord] = {}
+        self._count = 0
+        self._on_death = on_death
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes alive now: those at rest and those made."""
+        return self.resting_bytes + self.made_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that were ever alive."""
+        return self.resting_bytes + self.peak_made_bytes
+
+    def find(self, storage: torch.UntypedStorage) -> StorageRecord | None:
+        """The record of a storage, if it was seen before and lives."""
+        return self._living.get(storage._cdata)
+
+    def touch(self, storage: torch.UntypedStorage) -> StorageRecord:
+        """The record of a storage that is used; one that was never seen before is external."""
+        return self._living.get(storage._cdata) or self._enter(storage, external=True)
+
+    def make(self, storage: torch.UntypedStorage) -> tuple[StorageRecord, bool]:
+        """The record of a storage that an op returned, and whether the op made it."""
+        record = self._living.get(storage._cdata)
+        if record is not None:
+            return record, False
+        return self._enter(storage, external=False), True
+
+    def _enter(self, storage: torch.UntypedStorage, external: bool) -> StorageRecord:
+        record = StorageRecord(self._count, storage.nbytes(), external, storage._cdata)
+        self._count += 1
+        self._living[record.cdata] = record
+        if external:
+            self.resting_bytes += record.size_bytes
+        else:
+            self.made_bytes += record.size_bytes
+            self.peak_made_bytes = max(self.peak_made_bytes, self.made_bytes)
+
+        def died(_: weakref.ref[torch.UntypedStorage]) -> None:
+            # The address may be in use again when this runs late: only this very record is forgotten.
+            if self._living.get(record.cdata) is record:
+                del self._living[record.cdata]
+            if self.open:
+                if not external:
+                    self.made_bytes -= record.size_bytes
+                if self._on_death is not None:
+                    self._on_death(record)
+
+        record.reference = weakref.ref(storage, died)
+        return record
+
+    def close(self) -> None:
+        """Stop counting. Deaths after this are not reported."""
+        self.open = False

@@ -1,0 +1,368 @@
+"""Turns a running training step into a `Step`.
+
+NOTE [What is a value, and when does it die]
+1. A storage is known by its address while it lives; its death is reported by a weak reference, so an address that is
+   used again is a new storage.
+2. A storage that is first seen as an argument was made outside: a parameter, a buffer, an input. It is external.
+3. An op that writes an argument in place makes a new version of that storage: a new value.
+4. A storage that is alive only because autograd saved it is *exclusive*: every reference to it is one of ours. This is
+   looked up from its reference count at the start of each moment, so the moment found is the one at which the storage
+   would have died, had autograd not saved it.
+5. A saved storage that was moved out under the safe policy (and so died) is the same value still: it lives until the
+   last saved tensor that shows it is dropped and its restored storage has died.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ebbtide.errors import StepError
+from ebbtide.observe.ledger import Ledger, StorageRecord, has_storage, tensors_in
+from ebbtide.observe.modules import ModuleTrail
+from ebbtide.observe.schema import OperatorInfo, operator_info
+from ebbtide.observe.workspace import WorkspaceProbe
+from ebbtide.step import EXTERNAL, NEVER, Absence, Event, Op, Phase, Saved, Step, Value
+
+_use_count = torch._C._storage_Use_Count
+
+
+def storage_wrapper_count() -> int:
+    """What PyTorch counts for a storage whose only tensor is ours but which has a Python object."""
+    tensor = torch.empty(1)
+    storage = tensor.untyped_storage()
+    reference, identity = weakref.ref(storage), storage._cdata
+    del storage
+    return int(_use_count(identity)) if reference is not None else 0
+
+
+class _Storage:
+    """What the recorder knows of one storage over the whole step."""
+
+    __slots__ = ("aliases", "born", "cdata", "dies", "evicted", "exclusive", "number", "size_bytes", "views", "versions")
+
+    def __init__(self, number: int, size_bytes: int, born: int, cdata: int) -> None:
+        self.number = number
+        self.size_bytes = size_bytes
+        self.born = born
+        self.cdata = cdata
+        self.dies = -1
+        self.exclusive = NEVER
+        self.aliases = 0
+        self.views = 0
+        self.evicted = False
+        self.versions: list[int] = []
+
+
+class _OpDraft:
+    __slots__ = ("duration", "info", "inputs", "module", "mutated", "outputs", "phase", "replay", "workspace")
+
+    def __init__(self, info: OperatorInfo, inputs: tuple[int, ...], phase: Phase, module: str) -> None:
+        self.info = info
+        self.replay = info.replay
+        self.inputs = inputs
+        self.outputs: tuple[int, ...] = ()
+        self.mutated: tuple[tuple[int, int], ...] = ()
+        self.duration = 0.0
+        self.workspace = 0
+        self.phase = phase
+        self.module = module
+
+
+class _ValueDraft:
+    __slots__ = ("maker", "storage", "uses")
+
+    def __init__(self, storage: _Storage, maker: int) -> None:
+        self.storage = storage
+        self.maker = maker
+        self.uses: list[int] = []
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[misc]
+    """A dispatch mode that writes down every ATen op; saved-tensor hooks report to it through `pack` and `unpack`.
+
+    Args:
+        probe_workspace: read the memory that each op takes and gives back inside itself from the system.
+
+    Attributes:
+        hidden: while true, ops are run without being recorded; the runtime sets it around its own ops.
+    """
+
+    def __init__(self, probe_workspace: bool = False) -> None:
+        super().__init__()
+        self.hidden = False
+        self.ledger = Ledger(self._died)
+        self._probe = WorkspaceProbe() if probe_workspace else None
+        self._trail = ModuleTrail()
+        self._wrapper = storage_wrapper_count()
+        self._records: dict[StorageRecord, _Storage] = {}
+        self._storages: list[_Storage] = []
+        self._watched: dict[int, _Storage] = {}
+        self._ops: list[_OpDraft] = []
+        self._values: list[_ValueDraft] = []
+        self._saved: list[Saved] = []
+        self._saved_modules: list[str] = []
+        self._unpacked: list[list[int]] = []
+        self._events: list[Event] = []
+        self._clock = 0
+        self._left = 0.0
+        self._backward_module = ""
+
+    def __enter__(self) -> Recorder:
+        gc.collect()  # garbage of earlier steps must not die in this one
+        self._trail.start()
+        super().__enter__()
+        self._left = time.perf_counter()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._trail.stop()
+        self.ledger.close()
+
+    # --- ops -----------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.hidden:
+            return func(*args, **kwargs)
+        self._tick_over(time.perf_counter())
+        info = operator_info(func)
+        tick = len(self._ops)
+        trains = info.replay == "batch_norm" and args[5] is True
+        # Running statistics do not enter the result of batch norm in training.
+        read = (*args[:3], *args[5:]) if trains else args
+        draft = _OpDraft(info, self._inputs(read, kwargs, tick), *self._place())
+        if info.replay == "batch_norm" and not trains:
+            draft.replay = "pure"
+        self._ops.append(draft)
+        self._clock += 1
+        if self._probe is not None:
+            self._probe.before()
+        started = time.perf_counter()
+        result = func(*args, **kwargs)
+        draft.duration = time.perf_counter() - started
+        # Reads the system's mark before anything else can move it; outputs are subtracted once they are known.
+        grown = self._probe.after() if self._probe is not None else 0
+        made = self._outputs(draft, info, args, kwargs, result, tick)
+        draft.workspace = max(0, grown - made)
+        self._left = time.perf_counter()
+        return result
+
+    def _place(self) -> tuple[Phase, str]:
+        if torch._C._current_graph_task_id() == -1:
+            return "forward", self._trail.path
+        return "backward", self._backward_module
+
+    def _tick_over(self, now: float) -> None:
+        """What every moment begins with: time since the last belongs to the last op; who has become exclusive."""
+        if self._ops:
+            self._ops[-1].duration += now - self._left
+        if self._watched:
+            for number, storage in list(self._watched.items()):
+                if _use_count(storage.cdata) <= storage.aliases + self._wrapper - 1:
+                    storage.exclusive = self._clock
+                    del self._watched[number]
+
+    def _inputs(self, args: Any, kwargs: Any, tick: int) -> tuple[int, ...]:
+        values: dict[int, None] = {}
+        for tensor in tensors_in((*args, *kwargs.values())):
+            if has_storage(tensor):
+                value = self._touch(tensor).versions[-1]
+                if value not in values:
+                    values[value] = None
+                    self._values[value].uses.append(tick)
+        return tuple(values)
+
+    def _outputs(self, draft: _OpDraft, info: OperatorInfo, args: Any, kwargs: Any, result: Any, tick: int) -> int:
+        """Note what the op made; returns the bytes of new storages."""
+        outputs: list[int] = []
+        mutated: list[tuple[int, int]] = []
+        made = 0
+        statistics = draft.replay == "batch_norm"
+        positions = () if statistics else info.written
+        written = [args[i] for i in positions if i < len(args)] + [kwargs.get(n) for n in info.written_names]
+        seen: set[int] = set()
+        for tensor in tensors_in(written):
+            if has_storage(tensor):
+                storage = self._touch(tensor)
+                if storage.number not in seen:
+                    seen.add(storage.number)
+                    mutated.append((storage.versions[-1], self._add_value(storage, tick)))
+                    outputs.append(storage.versions[-1])
+        if statistics:
+            self._note_statistics(args, outputs, tick)
+        for tensor in tensors_in(result if isinstance(result, (list, tuple)) else (result,)):
+            if has_storage(tensor):
+                record, new = self.ledger.make(tensor.untyped_storage())
+                if new:
+                    made += record.size_bytes
+                    outputs.append(self._add_storage(record, tensor, self._clock - 1, tick).versions[-1])
+        draft.outputs, draft.mutated = tuple(outputs), tuple(mutated)
+        return made
+
+    def _note_statistics(self, args: Any, outputs: list[int], tick: int) -> None:
+        """Batch norm in training makes new versions of its running statistics, which its schema may not say.
+
+        They are outputs, but not ``mutated``: a replay does not touch them.
+        """
+        for tensor in tensors_in(args[3:5]):
+            outputs.append(self._add_value(self._touch(tensor), tick))
+
+    def _touch(self, tensor: torch.Tensor) -> _Storage:
+        record = self.ledger.touch(tensor.untyped_storage())
+        return self._records.get(record) or self._add_storage(record, tensor, 0, EXTERNAL)
+
+    def _add_storage(self, record: StorageRecord, tensor: torch.Tensor, born: int, maker: int) -> _Storage:
+        if tensor.device.type not in ("cpu", "meta"):
+            raise StepError(f"a tensor on {tensor.device} was used; this version plans steps on the CPU only")
+        storage = _Storage(len(self._storages), record.size_bytes, born, record.cdata)
+        self._storages.append(storage)
+        self._records[record] = storage
+        self._add_value(storage, maker)
+        return storage
+
+    def _add_value(self, storage: _Storage, maker: int) -> int:
+        self._values.append(_ValueDraft(storage, maker))
+        storage.versions.append(len(self._values) - 1)
+        return len(self._values) - 1
+
+    def _died(self, record: StorageRecord) -> None:
+        storage = self._records.pop(record, None)
+        if storage is not None and not storage.evicted:
+            storage.dies = self._clock
+            self._watched.pop(storage.number, None)
+
+    # --- saved tensors -------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> int:
+        """Record a save; returns the number of the saved tensor, or -1 if it cannot be followed."""
+        self._tick_over(time.perf_counter())
+        number = -1
+        if has_storage(tensor):
+            storage = self._touch(tensor)
+            number = len(self._saved)
+            self._unpacked.append([])
+            self._saved_modules.append(self._trail.path)
+            self._saved.append(
+                Saved(
+                    value=storage.versions[-1],
+                    dtype=str(tensor.dtype).removeprefix("torch."),
+                    shape=tuple(tensor.shape),
+                    stride=tuple(tensor.stride()),
+                    offset=int(tensor.storage_offset()),
+                    unpacked=(),
+                )
+            )
+            self._events.append(Event("pack", len(self._ops), number))
+            self._clock += 1
+        self._left = time.perf_counter()
+        return number
+
+    def unpack(self, number: int) -> None:
+        """Record that autograd asks for saved tensor ``number``."""
+        if number < 0 or not self.ledger.open:
+            return
+        self._tick_over(time.perf_counter())
+        self._events.append(Event("unpack", len(self._ops), number))
+        self._unpacked[number].append(self._clock)
+        self._backward_module = self._saved_modules[number]
+        self._clock += 1
+        self._left = time.perf_counter()
+
+    def resume(self) -> None:
+        """The hook that called `pack` or `unpack` is done: what passes from now on is the step's own time."""
+        self._left = time.perf_counter()
+
+    def storage_of(self, number: int) -> _Storage:
+        """The storage that saved tensor ``number`` shows."""
+        return self._values[self._saved[number].value].storage
+
+    def is_external(self, number: int) -> bool:
+        """Whether saved tensor ``number`` shows a storage that the step did not make."""
+        storage = self.storage_of(number)
+        return self._values[storage.versions[0]].maker == EXTERNAL
+
+    def held(self, storage: _Storage, aliases: int) -> None:
+        """A holding took (+1) or let go of (-1) its own tensor of ``storage``."""
+        storage.aliases += aliases
+        if aliases > 0 and storage.exclusive == NEVER and not storage.evicted and storage.versions:
+            self._watched[storage.number] = storage
+
+    def shown(self, storage: _Storage, views: int) -> None:
+        """Autograd took (+1) or dropped (-1) a saved tensor that shows ``storage``."""
+        storage.views += views
+        if storage.views == 0 and storage.evicted and storage.dies < 0 and self.ledger.open:
+            storage.dies = self._clock
+
+    def evicted(self, storage: _Storage) -> None:
+        """``storage`` leaves under the safe policy: its death is not the value's."""
+        storage.evicted = True
+        self._watched.pop(storage.number, None)
+
+    def restored(self, storage: _Storage, memory: torch.UntypedStorage) -> None:
+        """``storage`` is back, in new memory."""
+        record, _ = self.ledger.make(memory)
+        storage.cdata = record.cdata
+        storage.evicted = False
+        self._records[record] = storage
+
+    # --- the result ----------------------------------------------------------------------------------------------
+
+    def finish(self) -> Step:
+        """The step that was recorded, up to now."""
+        moments = len(self._ops) + len(self._events)
+        ops = tuple(
+            Op(
+                name=draft.info.name,
+                inputs=draft.inputs,
+                outputs=draft.outputs,
+                mutated=draft.mutated,
+                duration_seconds=round(draft.duration, 9),
+                workspace_bytes=draft.workspace,
+                replay=draft.replay,
+                phase=draft.phase,
+                module=draft.module,
+            )
+            for draft in self._ops
+        )
+        values = tuple(
+            Value(
+                size_bytes=draft.storage.size_bytes,
+                storage=draft.storage.number,
+                maker=draft.maker,
+                uses=tuple(draft.uses),
+                dies=draft.storage.dies if draft.storage.dies >= 0 else moments,
+                exclusive=draft.storage.exclusive,
+            )
+            for draft in self._values
+        )
+        saved = tuple(
+            Saved(s.value, s.dtype, s.shape, s.stride, s.offset, tuple(self._unpacked[n])) for n, s in enumerate(self._saved)
+        )
+        return Step(ops, values, saved, tuple(self._events), self._absences(values))
+
+    def _absences(self, values: tuple[Value, ...]) -> tuple[Absence, ...]:
+        """For each saved value the gap from when only autograd held it to when autograd asked for it."""
+        first_asked: dict[int, int] = {}
+        written_later: set[int] = set()
+        for number, saved in enumerate(self._saved):
+            storage = self._values[saved.value].storage
+            if storage.versions[-1] != saved.value:
+                written_later.add(storage.number)
+            after = [m for m in self._unpacked[number] if m > storage.exclusive]
+            if after:
+                first_asked[saved.value] = min(after[0], first_asked.get(saved.value, after[0]))
+        absences = []
+        for value in sorted(first_asked):
+            storage = self._values[value].storage
+            external = self._values[storage.versions[0]].maker == EXTERNAL
+            opens = storage.exclusive
+            if not external and opens != NEVER and storage.number not in written_later and opens < first_asked[value]:
+                absences.append(Absence(value, opens, first_asked[value]))
+        return tuple(absences)

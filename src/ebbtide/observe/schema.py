@@ -1,0 +1,63 @@
+"""What can be known about an ATen operator without running it: what it writes, and how it may be run again."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ebbtide.step import Replay
+
+_BATCH_NORM = frozenset({"native_batch_norm", "_native_batch_norm_legit"})
+_UNINITIALISED = ("empty", "new_empty", "resize", "_resize", "as_strided_scatter", "set_")
+_DATA_DEPENDENT = frozenset({"_local_scalar_dense", "item", "nonzero", "unique2", "_unique2", "masked_select", "bincount"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OperatorInfo:
+    """Facts about one operator.
+
+    Attributes:
+        name: qualified name, as in ``aten.relu_.default``.
+        written: positions of the arguments that it writes in place.
+        written_names: names of the keyword-only arguments that it writes in place.
+        replay: see `ebbtide.step.Op.replay`.
+    """
+
+    name: str
+    written: tuple[int, ...]
+    written_names: tuple[str, ...]
+    replay: Replay
+
+
+@lru_cache(maxsize=None)
+def operator_info(func: Any) -> OperatorInfo:
+    """Facts about ``func``, an `OpOverload` or a higher-order operator."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return OperatorInfo(str(func), (), (), "opaque")
+    written = [i for i, a in enumerate(schema.arguments) if _is_written(a) and not a.kwarg_only]
+    names = [a.name for a in schema.arguments if _is_written(a) and a.kwarg_only]
+    return OperatorInfo(str(func), tuple(written), tuple(names), _replay(func, schema, bool(written), bool(names)))
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and bool(argument.alias_info.is_write)
+
+
+def _replay(func: Any, schema: Any, writes: bool, writes_out: bool) -> Replay:
+    namespace, base = schema.name.split("::")
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return "random"
+    # A recipe must not end in memory that a kernel unknown to us fills, nor run what is not ATen's own.
+    if namespace not in ("aten", "prims") or base.startswith(_UNINITIALISED) or base in _DATA_DEPENDENT or writes_out:
+        return "opaque"
+    if base in _BATCH_NORM and func._overloadname in ("default", ""):
+        return "batch_norm"
+    if writes:
+        return "in_place" if base.endswith("_") and not base.startswith("_foreach") else "opaque"
+    if any(result.alias_info is not None for result in schema.returns):
+        return "view"
+    return "pure"

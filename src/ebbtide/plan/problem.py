@@ -1,0 +1,160 @@
+"""A step and a machine, indexed for planning: clocks, plain memory, versions, places where a plan may act."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+
+import numpy as np
+import numpy.typing as npt
+
+from ebbtide.machine import Link, Machine
+from ebbtide.step import EXTERNAL, Step
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Facts:
+    """What follows from a step alone. Moments are those of NOTE [The clock] in `ebbtide.step`.
+
+    Attributes:
+        step: the step.
+        op_moments, event_moments: moment of each op and of each event.
+        slots: moments at which a plan may act, ascending: the last event of each tick that has one.
+        slot_of_tick: the slot of a tick.
+        external: storages that the step did not make.
+        makes_storage: per value, whether it is the first version of a storage that the step made.
+        superseded: per value, the moment of the op that writes the next version of its storage; `Step.moments` if none.
+        dies: per value, the moment from which its storage is gone; `Step.moments` for external ones.
+        packed: per saved value, the moment at which it was first saved.
+    """
+
+    step: Step
+    op_moments: list[int]
+    event_moments: list[int]
+    slots: list[int]
+    slot_of_tick: dict[int, int]
+    external: frozenset[int]
+    makes_storage: list[bool]
+    superseded: list[int]
+    dies: list[int]
+    packed: dict[int, int]
+
+    @classmethod
+    def of(cls, step: Step) -> Facts:
+        """Index ``step``."""
+        op_moments, event_moments = step.op_moments(), step.event_moments()
+        slot_of_tick = {event.tick: moment for event, moment in zip(step.events, event_moments, strict=True)}
+        packed: dict[int, int] = {}
+        for event, moment in zip(step.events, event_moments, strict=True):
+            if event.kind == "pack":
+                packed.setdefault(step.saved[event.saved].value, moment)
+        versions: dict[int, list[int]] = {}
+        for number in sorted(range(len(step.values)), key=lambda number: step.values[number].maker):
+            versions.setdefault(step.values[number].storage, []).append(number)
+        external = frozenset(s for s, chain in versions.items() if step.values[chain[0]].maker == EXTERNAL)
+        makes_storage = [False] * len(step.values)
+        superseded = [step.moments] * len(step.values)
+        dies = [step.moments] * len(step.values)
+        for storage, chain in versions.items():
+            makes_storage[chain[0]] = storage not in external
+            for older, newer in itertools.pairwise(chain):
+                superseded[older] = op_moments[step.values[newer].maker]
+            if storage not in external:
+                last = max(step.values[number].dies for number in chain)
+                for number in chain:
+                    dies[number] = last
+        slots = sorted(slot_of_tick.values())
+        return cls(
+            step, op_moments, event_moments, slots, slot_of_tick, external, makes_storage, superseded, dies, packed
+        )
+
+    def first_slot(self, moment: int) -> int | None:
+        """The first slot at or after ``moment``, or None."""
+        place = bisect.bisect_left(self.slots, moment)
+        return self.slots[place] if place < len(self.slots) else None
+
+    def last_slot(self, moment: int) -> int | None:
+        """The last slot before ``moment``, or None."""
+        place = bisect.bisect_left(self.slots, moment)
+        return self.slots[place - 1] if place else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Problem:
+    """A step on a machine.
+
+    Attributes:
+        facts: the indexed step.
+        machine: the machine.
+        routes: for each slow tier its links out and in.
+        clock: start of each moment without a plan, seconds; one more entry than moments, the last is the end.
+        plain: bytes of the storages alive in each moment without a plan, external ones included.
+        workspace: bytes of workspace in each moment.
+        resting_bytes: bytes of external storages.
+        earliest_out: per absence, the first moment at which its bytes may be copied: after its value was first saved
+            and after the storage's former absence has ended; None if it was never saved.
+    """
+
+    facts: Facts
+    machine: Machine
+    routes: dict[str, tuple[Link, Link]]
+    clock: Floats
+    plain: Ints
+    workspace: Ints
+    resting_bytes: int
+    earliest_out: list[int | None]
+
+    @classmethod
+    def of(cls, step: Step, machine: Machine) -> Problem:
+        """Index ``step`` and ``machine``."""
+        facts = Facts.of(step)
+        durations = np.zeros(step.moments)
+        workspace = np.zeros(step.moments, dtype=np.int64)
+        for moment, op in zip(facts.op_moments, step.ops, strict=True):
+            durations[moment] = op.duration_seconds
+            workspace[moment] = op.workspace_bytes
+        clock = np.concatenate(([0.0], np.cumsum(durations)))
+        routes = {
+            tier.name: (machine.link(machine.fast, tier.name), machine.link(tier.name, machine.fast))
+            for tier in machine.slow_tiers()
+        }
+        plain = _plain_memory(facts)
+        return cls(facts, machine, routes, clock, plain, workspace, step.resting_bytes, _earliest_outs(facts))
+
+    @property
+    def step(self) -> Step:
+        """The step."""
+        return self.facts.step
+
+
+def plain_peak_bytes(step: Step) -> int:
+    """Most bytes held at once without a plan."""
+    return int(_plain_memory(Facts.of(step)).max(initial=step.resting_bytes))
+
+
+def _plain_memory(facts: Facts) -> Ints:
+    step = facts.step
+    change = np.zeros(step.moments + 1, dtype=np.int64)
+    change[0] = step.resting_bytes
+    for number, value in enumerate(step.values):
+        if facts.makes_storage[number]:
+            change[facts.op_moments[value.maker]] += value.size_bytes
+            change[facts.dies[number]] -= value.size_bytes
+    return np.cumsum(change[: step.moments], dtype=np.int64)
+
+
+def _earliest_outs(facts: Facts) -> list[int | None]:
+    step = facts.step
+    earliest: list[int | None] = [facts.packed.get(absence.value) for absence in step.absences]
+    latest_end: dict[int, int] = {}
+    for number in sorted(range(len(step.absences)), key=lambda number: step.absences[number].opens):
+        absence, moment = step.absences[number], earliest[number]
+        storage = step.values[absence.value].storage
+        if moment is not None:
+            earliest[number] = max(moment, latest_end.get(storage, 0))
+        latest_end[storage] = absence.closes
+    return earliest

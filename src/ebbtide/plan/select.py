@@ -1,0 +1,124 @@
+"""Choosing modes by price: what to move so that memory fits, at the least cost for the bytes and moments it frees."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from ebbtide.plan.problem import Floats, Ints, Problem
+from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Mask, Modes, Profile, profile
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Room:
+    """What memory may be used.
+
+    Attributes:
+        cap: bytes allowed per moment, workspaces of the step's own ops taken off.
+        headroom: bytes per moment that workspaces of recomputed ops may take beyond the limit.
+    """
+
+    cap: Ints
+    headroom: Ints
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prices:
+    """Seconds that each candidate is thought to cost if offloaded or recomputed."""
+
+    offload: Floats
+    recompute: Floats
+
+
+class Selector:
+    """Fills and prunes modes for one problem and one `Room`."""
+
+    def __init__(self, problem: Problem, candidates: Candidates, room: Room) -> None:
+        self.problem, self.candidates, self.room = problem, candidates, room
+        self.can_recompute = np.array([replay is not None for replay in candidates.replays], dtype=np.bool_)
+        self.profiles = 0
+
+    def profile(self, modes: Modes) -> Profile:
+        """Memory under ``modes``."""
+        self.profiles += 1
+        return profile(self.problem, self.candidates, modes, self.room.headroom)
+
+    def fill(self, modes: Modes, prices: Prices, stay: Mask, peak_only: bool, pivot: float) -> Profile | None:
+        """Move candidates, in place, until memory fits; returns the profile, or None if that was not reached.
+
+        Args:
+            modes: modes to start from.
+            prices: what moving costs.
+            stay: candidates that must not be moved if they are kept now.
+            peak_only: whether to value what is freed at the worst moment only, rather than wherever memory is short.
+            pivot: where to cut a chain of recipes that brings back too much at once, as a share of its bytes.
+        """
+        locked = ~self.can_recompute
+        while True:
+            found = self.profile(modes)
+            over = found.level - self.room.cap
+            moment = int(np.argmax(over)) if len(over) else 0
+            if not len(over) or (over[moment] <= 0 and not found.nested):
+                return found
+            if not self._move(modes, prices, stay, locked, over, moment, peak_only) and not self._cut(
+                modes, locked, found, moment, pivot
+            ):
+                return None
+
+    def _move(
+        self, modes: Modes, prices: Prices, stay: Mask, locked: Mask, over: Ints, moment: int, peak_only: bool
+    ) -> bool:
+        """Move the cheapest kept candidates that free the worst moment; False if there are none."""
+        candidates = self.candidates
+        if over[moment] <= 0:
+            return False
+        free = (modes == KEEP) & ~stay & (candidates.closes > moment)
+        offload = free & candidates.can_offload & (candidates.release <= moment)
+        recompute = free & ~locked & (candidates.opens <= moment)
+        if not (offload.any() or recompute.any()):
+            return False
+        if peak_only:
+            gain_offload = gain_recompute = candidates.size_bytes.astype(np.float64)
+        else:
+            short = np.concatenate(([0.0], np.cumsum(np.maximum(over, 0), dtype=np.float64), [0.0, 0.0]))
+            short[-2:] = short[-3]
+            gain_offload = candidates.size_bytes * (short[candidates.closes] - short[candidates.release])
+            gain_recompute = candidates.size_bytes * (short[candidates.closes] - short[candidates.opens])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            cost_offload = np.where(offload, prices.offload / gain_offload, np.inf)
+            cost_recompute = np.where(recompute, prices.recompute / gain_recompute, np.inf)
+        missing = int(over[moment])
+        for place in np.argsort(np.minimum(cost_offload, cost_recompute), kind="stable").tolist():
+            if missing <= 0 or not (offload[place] or recompute[place]):
+                break
+            modes[place] = OFFLOAD if cost_offload[place] <= cost_recompute[place] else RECOMPUTE
+            missing -= int(candidates.size_bytes[place])
+        return True
+
+    def _cut(self, modes: Modes, locked: Mask, found: Profile, moment: int, pivot: float) -> bool:
+        """Stop recomputing one candidate of those that a recipe brings back too early; False if there is none."""
+        early = (modes == RECOMPUTE) & (found.end <= moment) & (self.candidates.closes >= moment)
+        if found.nested and not early.any():
+            early = modes == RECOMPUTE
+        places = np.flatnonzero(early)
+        if not places.size:
+            return False
+        places = places[np.argsort(self.candidates.closes[places], kind="stable")]
+        share = np.cumsum(self.candidates.size_bytes[places])
+        place = int(places[min(int(np.searchsorted(share, pivot * float(share[-1]))), places.size - 1)])
+        locked[place] = True
+        modes[place] = OFFLOAD if self.candidates.can_offload[place] else KEEP
+        return True
+
+    def prune(self, modes: Modes, found: Profile, prices: Prices) -> None:
+        """Keep, in place, what need not be moved, the dearest first."""
+        candidates = self.candidates
+        cost = np.where(modes == OFFLOAD, prices.offload, prices.recompute)
+        moved = np.flatnonzero(modes)
+        room = self.room.cap - found.level
+        for place in moved[np.argsort(-cost[moved], kind="stable")].tolist():
+            begin, end, size = int(found.begin[place]), int(found.end[place]), int(candidates.size_bytes[place])
+            if begin >= end or int(room[begin:end].min()) >= size:
+                room[begin:end] -= size
+                modes[place] = KEEP

@@ -1,0 +1,1 @@
+"""Runs plans: `Budget`, the conductor, holdings, recipes, tiers."""

@@ -1,0 +1,355 @@
+"""`Budget`: the one object that users see."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ebbtide.decisions import Plan
+from ebbtide.errors import StepError
+from ebbtide.machine import Machine
+from ebbtide.measured import Measured
+from ebbtide.observe.recorder import Recorder
+from ebbtide.run import allocator
+from ebbtide.run.calibrate import machine_for
+from ebbtide.run.conductor import Conductor
+from ebbtide.run.kinds import Kind
+from ebbtide.run.meter import PeakMeter
+from ebbtide.run.safe import SafePolicy
+from ebbtide.run.tiers import DiskTier, QueuedTier
+from ebbtide.run.verify import Truth
+from ebbtide.step import Step
+from ebbtide.units import parse_bytes, parse_fraction
+
+if TYPE_CHECKING:
+    from ebbtide.report.summary import Summary
+
+_RSS_SLACK = 0.06
+"""Resident bytes above rest may exceed the planned ones by this share before the heap's holes are given back."""
+
+
+class Budget:
+    """Runs training steps within a number of bytes, with gradients bit for bit those of plain PyTorch.
+
+    The first two steps are observed (under a safe policy that keeps them within the limit too), then a plan is made;
+    if it computes values again, the next step verifies them; from then on steps run as planned.
+
+    Args:
+        limit: bytes of all tensors alive that a step touches or makes, parameters and gradients included: an int,
+            ``"6GiB"``, or ``"50%"`` of the plain peak.
+        spill: directory on a disk for tensors that leave; the system's directory for temporary files by default.
+        verify: compare every value that is computed again with the truth, once.
+        tune_allocator: let glibc's allocator keep its pages while this budget lives. See `ebbtide.run.allocator`.
+        machine: the links to plan for; measured on first use by default.
+        checksum: check the bytes that come back from the disk.
+
+    Raises:
+        ValueError: if ``limit`` is not a size.
+        SpillError: if ``spill`` cannot be used.
+    """
+
+    def __init__(
+        self,
+        limit: int | str,
+        *,
+        spill: str | Path | None = None,
+        verify: bool = True,
+        tune_allocator: bool = True,
+        machine: Machine | None = None,
+        checksum: bool = False,
+    ) -> None:
+        self._fraction = parse_fraction(limit) if isinstance(limit, str) else None
+        self._limit_bytes = parse_bytes(limit) if self._fraction is None else None
+        self._spill = Path(spill) if spill is not None else Path(tempfile.gettempdir())
+        self._verify = verify
+        self._tune = tune_allocator
+        self._machine = machine
+        self.tiers: dict[str, QueuedTier] = {"disk": DiskTier(self._spill, checksum=checksum)}
+        self.measured: list[Measured] = []
+        self._kinds: dict[int, Kind] = {}
+        self._current: Kind | None = None
+        self._observe_next = True
+        self._running: _Running | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    # --- what users read -----------------------------------------------------------------------------------------
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The limit in bytes; None while it is a percentage of a peak that was not observed yet."""
+        return self._limit_bytes
+
+    @property
+    def machine(self) -> Machine:
+        """The machine that plans are made for; measured on first use."""
+        if self._machine is None:
+            self._machine = machine_for(self._spill)
+        return self._machine
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the latest kind of step, or None while it is observed."""
+        return self._current.plan if self._current is not None else None
+
+    @property
+    def observed(self) -> Step | None:
+        """The latest kind of step, as observed."""
+        return self._current.step if self._current is not None else None
+
+    @property
+    def plain_peak_bytes(self) -> int | None:
+        """The peak of that step without a plan."""
+        return self.plan.plain_peak_bytes if self.plan is not None else None
+
+    @property
+    def state(self) -> str:
+        """What the next step is for: ``observe``, ``verify``, ``audit``, ``planned``, or ``idle`` if nothing binds."""
+        return "observe" if self._observe_next or self._current is None else self._current.state
+
+    def report(self) -> Summary:
+        """What was planned and measured, to print.
+
+        Raises:
+            StepError: if no step has been planned yet.
+        """
+        # The report is a floor above; this is the only call upwards, for the user's convenience.
+        from ebbtide.report.summary import summarise
+
+        kind = self._current
+        if kind is None or kind.plan is None:
+            raise StepError("nothing to report yet: run two steps under `with budget.step():` first")
+        planned = sorted(m.seconds for m in self.measured if m.state == kind.state and m.seconds and not m.left)
+        seconds = planned[len(planned) // 2] if planned else None
+        measured = Measured(kind.state, seconds, kind.audited_peak_bytes)
+        return summarise(kind.step, self.machine, kind.plan, measured)
+
+    # --- steps ---------------------------------------------------------------------------------------------------
+
+    def step(self) -> _Running:
+        """A context in which one training step, forward and backward, runs within the budget.
+
+        Raises:
+            StepError: on entry, if another step of this budget is under way, or the budget was closed.
+            BudgetError: on exit of an observed step, if no plan can meet the limit.
+            SpillError: inside, if tensors cannot be moved.
+        """
+        return _Running(self)
+
+    def close(self) -> None:
+        """Give back files, threads and the allocator's settings. Saved tensors that are away are lost."""
+        if not self._closed:
+            self._closed = True
+            for tier in self.tiers.values():
+                tier.drain()
+                tier.close()
+            if self._tune:
+                allocator.set_default()
+
+    def __enter__(self) -> Budget:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _tier(self) -> QueuedTier:
+        return self.tiers["disk"]
+
+    def _learn(self, step: Step) -> None:
+        """A step was observed: plan it, or take it as a second look at a known kind."""
+        kind = Kind(step)
+        known = self._kinds.get(kind.key)
+        if known is not None and known.plan is None:
+            known.observed_again(step)
+            kind = known
+        elif known is not None:
+            self._current, self._observe_next = known, False
+            return
+        else:
+            self._kinds[kind.key] = self._current = kind
+            return  # look once more, without the page faults of the first time
+        self._current = kind
+        if self._limit_bytes is None:
+            assert self._fraction is not None
+            self._limit_bytes = int(self._fraction * _plain_peak(step))
+        kind.make_plan(self.machine, self._limit_bytes, self._verify)
+        self._observe_next = False
+
+
+class _Running:
+    """The context of one step."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._recorder: Recorder | None = None
+        self._conductor: Conductor | None = None
+        self._meter: PeakMeter | None = None
+        self._truth: Truth | None = None
+        self._light: _LightWatch | None = None
+        self._kind: Kind | None = None
+        self._state = "observe"
+        self._began = 0.0
+
+    def __enter__(self) -> None:
+        budget = self._budget
+        with budget._lock:
+            if budget._closed:
+                raise StepError("this Budget was closed; make a new one")
+            if budget._running is not None:
+                raise StepError(
+                    "a step of this Budget is under way already (nested, or in another thread); "
+                    "leave it first, or use one Budget for each loop"
+                )
+            budget._running = self
+        try:
+            self._state = budget.state
+            self._kind = None if self._state == "observe" else budget._current
+            self._begin()
+        except BaseException:
+            budget._running = None
+            raise
+        self._began = time.perf_counter()
+
+    def _begin(self) -> None:
+        budget, kind = self._budget, self._kind
+        if kind is None or kind.script is None or kind.plan is None:
+            self._observe()
+        elif self._state == "idle":
+            self._light = _LightWatch(kind)
+            _push(self._light.pack, self._light.unpack)
+        else:
+            self._truth = Truth() if self._state == "verify" else None
+            self._conductor = Conductor(
+                kind.script,
+                [k.script for k in budget._kinds.values() if k.script is not None and k is not kind],
+                budget._tier,
+                SafePolicy(kind.plan.limit_bytes, budget._tier, other_bytes=_assumed_bytes(kind.plan)),
+                self._truth,
+                self._trimmer(kind.plan),
+            )
+            if self._state == "audit":
+                self._meter = PeakMeter()
+                self._meter.__enter__()
+            _push(self._conductor.pack, self._conductor.unpack)
+            self._conductor.start()
+
+    def _observe(self) -> None:
+        budget = self._budget
+        again = any(kind.plan is None for kind in budget._kinds.values())
+        if budget._tune:
+            allocator.set_tuned() if again else allocator.set_exact()
+        self._recorder = Recorder(probe_workspace=budget._tune and not again)
+        policy = SafePolicy(budget._limit_bytes, budget._tier, self._recorder)
+        _push(policy.pack, policy.unpack)
+        self._recorder.__enter__()
+
+    def _trimmer(self, plan: Plan) -> allocator.Trimmer | None:
+        if not self._budget._tune:
+            return None
+        allocator.trim()
+        above = int((plan.peak_bytes - plan.resting_bytes) * (1 + _RSS_SLACK))
+        return allocator.Trimmer(allocator.rss_bytes() + above)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        ended = time.perf_counter()
+        budget = self._budget
+        try:
+            self._take_down()
+            if fault is not None:
+                for tier in budget.tiers.values():
+                    tier.drain()
+                return
+            self._note(ended)
+        finally:
+            budget._running = None
+
+    def _take_down(self) -> None:
+        if self._conductor is not None:
+            self._conductor.stop()
+        if self._recorder is not None:
+            self._recorder.__exit__(None, None, None)
+        if self._meter is not None:
+            self._meter.__exit__(None, None, None)
+        if self._light is None or self._light.watching:
+            _pop()
+
+    def _note(self, ended: float) -> None:
+        budget, kind, conductor = self._budget, self._kind, self._conductor
+        left = conductor.left if conductor is not None else self._light.left if self._light is not None else ""
+        peak = self._meter.peak_bytes if self._meter is not None else None
+        budget.measured.append(Measured(self._state, ended - self._began, peak, left=left))
+        if self._recorder is not None:
+            budget._learn(self._recorder.finish())
+        elif left:
+            budget._observe_next = True
+        elif kind is not None and conductor is not None:
+            self._advance(kind, conductor, peak, ended)
+
+    def _advance(self, kind: Kind, conductor: Conductor, peak: int | None, ended: float) -> None:
+        """Move the kind of step along, if the step ran as planned from beginning to end."""
+        budget = self._budget
+        for other in budget._kinds.values():
+            if other.script is conductor.script:
+                budget._current = other
+        if not conductor.finished or conductor.script is not kind.script:
+            return
+        if self._truth is not None:
+            kind.state = "audit"
+            if self._truth.differing:
+                kind.ban(self._truth.differing)
+                kind.make_plan(budget.machine, kind.plan.limit_bytes if kind.plan else 0, budget._verify)
+        elif self._state == "audit":
+            kind.audited_peak_bytes = peak
+            kind.state = "planned"
+        else:
+            kind.pace.add(self._began, conductor.stamps, ended)
+            kind.refine(budget.machine)
+
+
+class _LightWatch:
+    """Watches a step whose budget does not bind: looks at the first saved tensor, then takes its hooks out."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.watching = True
+        self.left = ""
+        self._first = kind.step.saved[0] if kind.step.saved else None
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        from ebbtide.run.holdings import Kept
+
+        self.watching = False
+        _pop()
+        first = self._first
+        if first is None or tensor.dim() != len(first.shape) or tensor.numel() > torch.Size(first.shape).numel():
+            self.left = f"the first saved tensor is {list(tensor.shape)}, expected {first.shape if first else 'none'}"
+        return Kept(tensor, -1)
+
+    def unpack(self, handle: Any) -> torch.Tensor:
+        return handle.show()  # type: ignore[no-any-return]
+
+
+def _push(pack: Any, unpack: Any) -> None:
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def _pop() -> None:
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def _plain_peak(step: Step) -> int:
+    from ebbtide.plan.problem import Facts, _plain_memory
+
+    return int(_plain_memory(Facts.of(step)).max(initial=0))
+
+
+def _assumed_bytes(plan: Plan) -> int:
+    """Bytes that a step which left its plan is assumed to have alive besides what is held: rest and working set."""
+    return plan.resting_bytes + (plan.limit_bytes - plan.resting_bytes) // 4

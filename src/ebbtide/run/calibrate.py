@@ -1,0 +1,309 @@
+"""Measure what a plan must know of this machine: the links between RAM and the spill directory.
+
+NOTE [What is measured]
+Everything goes through the tier that runs will use, so threads, alignment and the faulting in of memory all count.
+1. Latency is the median of single transfers of 4 KiB. Bandwidth is the slope, by least squares of relative errors, of
+   the medians of single transfers of 1 to 64 MiB above that latency. A slow disk has no time for the larger sizes.
+2. Duplex bandwidth: both directions are kept busy, and each one's bytes are counted.
+3. Compute slowdown: a loop of products and element-wise ops, alone and while one direction is kept busy, in turns. The
+   best of the turns counts: whatever else runs on the machine can only make a turn slower.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import logging
+import os
+import platform
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from ebbtide.errors import RecordError, SpillError
+from ebbtide.machine import Link, Machine, Tier
+from ebbtide.run.tiers.base import Slot
+from ebbtide.run.tiers.disk import DiskTier, free_bytes
+from ebbtide.run.tiers.memory import take_memory
+from ebbtide.units import format_bytes
+
+Progress = Callable[[float, str], None]
+"""Called with the fraction that is done, 0 to 1, and what is being measured."""
+Direction = Literal["out", "back"]
+
+METHOD = 1
+"""Part of the cache's key: higher when the measurement, or the disk tier's way of transfer, changes."""
+LATENCY_BYTES = 4096
+LATENCY_REPEATS = 25
+SIZES_BYTES = tuple(mib << 20 for mib in (1, 4, 16, 64))
+STREAM_BYTES = 16 << 20
+STREAM_TRANSFER_SECONDS = 0.05
+"""Largest transfer that streams are made of; and the longest, so that they stop soon on a slow disk, too."""
+REPEATS = 5
+SIZE_SECONDS = 0.3
+"""Time for one size, and the longest that a pair of transfers of the next size may be expected to take."""
+STREAM_SECONDS = 0.35
+COMPUTE_SECONDS = 0.04
+COMPUTE_TURNS = 5
+FREE_BYTES = 4 * SIZES_BYTES[-1]
+"""Space wanted on the disk: the largest transfer and what two streams have under way, with room to spare."""
+
+_log = logging.getLogger(__name__)
+
+
+def machine_for(spill: str | Path) -> Machine:
+    """This machine with ``spill`` as its disk: from the cache, or calibrated now, which takes 2 to 4 s.
+
+    Raises:
+        SpillError: if the directory cannot be used.
+    """
+    path = _cache_path(Path(spill))
+    if path.exists():
+        try:
+            return Machine.load(path)
+        except RecordError as fault:
+            _log.warning("%s; calibrating again", fault)
+    return calibrate(spill)
+
+
+def calibrate(spill: str | Path, *, progress: Progress | None = None) -> Machine:
+    """Measure this machine with ``spill`` as its disk, and remember the answer for `machine_for`.
+
+    Raises:
+        SpillError: if the directory cannot be used, or has less than `FREE_BYTES` free.
+    """
+    report = progress or _unreported
+    with contextlib.closing(DiskTier(spill)) as tier:
+        free = free_bytes(tier.directory)
+        if free < FREE_BYTES:
+            raise SpillError(
+                f"spill directory {tier.directory} has {format_bytes(free)} free, and calibrating needs "
+                f"{format_bytes(FREE_BYTES)}; free some space there, or choose another with spill=..."
+            )
+        links = _measure(tier, report)
+    machine = Machine(
+        name=f"{platform.machine()}, {os.cpu_count()} CPUs",
+        fast="ram",
+        tiers=(Tier("ram", "device"), Tier(tier.name, tier.kind)),
+        links=links,
+    )
+    _remember(machine, _cache_path(Path(spill)))
+    report(1.0, "done")
+    return machine
+
+
+def _measure(tier: DiskTier, report: Progress) -> tuple[Link, Link]:
+    source = _random_storage(SIZES_BYTES[-1])
+    report(0.0, "latency")
+    small = _timed(tier, source, LATENCY_BYTES, LATENCY_REPEATS)
+    latency = {way: statistics.median(small[way]) for way in small}
+    medians: dict[int, dict[Direction, float]] = {}
+    expected_seconds = 0.0
+    for size_bytes in SIZES_BYTES:
+        if expected_seconds > SIZE_SECONDS:
+            break
+        report(0.1 + 0.1 * len(medians), f"transfers of {format_bytes(size_bytes)}")
+        times = _timed(tier, source, size_bytes, REPEATS)
+        medians[size_bytes] = {way: statistics.median(times[way]) for way in times}
+        expected_seconds = 4 * sum(medians[size_bytes].values())
+    bandwidth: dict[Direction, float] = {
+        way: _slope({size: times[way] for size, times in medians.items()}, latency[way]) for way in latency
+    }
+    short = [size for size, times in medians.items() if max(times.values()) <= STREAM_TRANSFER_SECONDS]
+    streamed = _part(source, min(STREAM_BYTES, max(short, default=SIZES_BYTES[0])))
+    report(0.5, "both directions at once")
+    duplex = _duplex(tier, streamed)
+    report(0.7, "compute beside transfers")
+    slowdown = _slowdowns(tier, streamed)
+
+    def link(way: Direction, origin: str, target: str) -> Link:
+        return Link(origin, target, latency[way], bandwidth[way], min(duplex[way], bandwidth[way]), slowdown[way])
+
+    return link("out", "ram", tier.name), link("back", tier.name, "ram")
+
+
+def _timed(tier: DiskTier, source: torch.UntypedStorage, size_bytes: int, repeats: int) -> dict[Direction, list[float]]:
+    """Seconds of single transfers in each direction."""
+    part = _part(source, size_bytes)
+    seconds: dict[Direction, list[float]] = {"out": [], "back": []}
+    end = time.perf_counter() + SIZE_SECONDS
+    for _ in range(repeats):
+        start = time.perf_counter()
+        slot = tier.write(part)
+        slot.wait()
+        written = time.perf_counter()
+        tier.read(slot).wait()
+        seconds["out"].append(written - start)
+        seconds["back"].append(time.perf_counter() - written)
+        tier.free(slot)
+        if time.perf_counter() > end:
+            break
+    return seconds
+
+
+def _slope(seconds: dict[int, float], latency_seconds: float) -> float:
+    """Bytes per second: least squares of relative errors of ``latency + bytes / bandwidth``."""
+    weighted = [(size / taken, 1 - latency_seconds / taken) for size, taken in seconds.items()]
+    above = sum(share * rest for share, rest in weighted)
+    square = sum(share * share for share, _ in weighted)
+    # Where even large transfers take no longer than the smallest, their plain rate is all that is known.
+    return square / above if above > 0 else max(size / taken for size, taken in seconds.items())
+
+
+class _Stream:
+    """Keeps one direction busy from a thread of its own, two transfers at a time, until it is stopped."""
+
+    def __init__(self, tier: DiskTier, source: torch.UntypedStorage, way: Direction) -> None:
+        self._tier = tier
+        self._source = source
+        self._way = way
+        self._stopped = threading.Event()
+        self._fault: BaseException | None = None
+        self._thread = threading.Thread(target=self._guarded, name="ebbtide-calibrate", daemon=True)
+        self.bytes_per_second = 0.0
+
+    def __enter__(self) -> _Stream:
+        self._slot = self._tier.write(self._source)
+        self._slot.wait()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+        self._tier.free(self._slot)
+        if self._fault is not None:
+            raise self._fault
+
+    def _guarded(self) -> None:
+        try:
+            self._run()
+        except SpillError as fault:
+            self._fault = fault
+
+    def _run(self) -> None:
+        start = time.perf_counter()
+        transfer = self._transfers()
+        next(transfer)
+        for count in itertools.count(1):
+            next(transfer)
+            self.bytes_per_second = count * self._source.nbytes() / (time.perf_counter() - start)
+            if self._stopped.is_set():
+                return
+
+    def _transfers(self) -> Iterator[None]:
+        """Yields each time that another transfer has ended; before the first, once both are queued."""
+        if self._way == "back":
+            load = self._tier.read(self._slot)
+            while True:
+                following = self._tier.read(self._slot)
+                yield
+                load.wait()
+                load = following
+        slots: list[Slot] = [self._tier.write(self._source)]
+        try:
+            while True:
+                slots.append(self._tier.write(self._source))
+                yield
+                slots[0].wait()
+                self._tier.free(slots.pop(0))
+        finally:
+            for slot in slots:
+                self._tier.free(slot)
+
+
+def _duplex(tier: DiskTier, source: torch.UntypedStorage) -> dict[Direction, float]:
+    with _Stream(tier, source, "out") as out, _Stream(tier, source, "back") as back:
+        time.sleep(STREAM_SECONDS)
+    return {"out": out.bytes_per_second, "back": back.bytes_per_second}
+
+
+def _slowdowns(tier: DiskTier, source: torch.UntypedStorage) -> dict[Direction, float]:
+    """Share of compute speed lost while a direction is busy."""
+    compute = _Compute()
+    alone = 0.0
+    beside: dict[Direction, float] = {"out": 0.0, "back": 0.0}
+    for _ in range(COMPUTE_TURNS):
+        alone = max(alone, compute.rate())
+        for way in beside:
+            with _Stream(tier, source, way):
+                beside[way] = max(beside[way], compute.rate())
+    return {way: max(1 - rate / alone, 0.0) for way, rate in beside.items()}
+
+
+class _Compute:
+    """A loop like a step's: a product that fills the cores, and an element-wise op that fills the memory bus."""
+
+    def __init__(self) -> None:
+        self._matrix = torch.ones(384, 384)
+        self._product = torch.empty(384, 384)
+        self._vector = torch.ones(1 << 20)
+        self._run()
+
+    def _run(self) -> None:
+        torch.mm(self._matrix, self._matrix, out=self._product)
+        self._vector.mul_(1.0)
+
+    def rate(self) -> float:
+        """Loops per second."""
+        start = time.perf_counter()
+        for count in itertools.count(1):
+            self._run()
+            taken = time.perf_counter() - start
+            if taken > COMPUTE_SECONDS:
+                return count / taken
+        raise AssertionError
+
+
+def _random_storage(size_bytes: int) -> torch.UntypedStorage:
+    """Bytes that no disk can compress, made without touching torch's generators."""
+    storage = take_memory(size_bytes)
+    piece = torch.frombuffer(bytearray(os.urandom(1 << 20)), dtype=torch.uint8)
+    torch.empty(0, dtype=torch.uint8).set_(storage).view(-1, 1 << 20).copy_(piece)
+    return storage
+
+
+def _part(storage: torch.UntypedStorage, size_bytes: int) -> torch.UntypedStorage:
+    """A storage of the first ``size_bytes`` of another."""
+    part = take_memory(size_bytes)
+    part.copy_(storage[:size_bytes])
+    return part
+
+
+def _cache_path(spill: Path) -> Path:
+    """Where the answer for this machine and this directory is kept."""
+    real = spill.resolve()
+    try:
+        device = real.stat().st_dev
+    except OSError as fault:
+        raise SpillError(
+            f"spill directory {spill} does not exist; make it, or choose another with spill=..."
+        ) from fault
+    mount = next(path for path in (real, *real.parents) if path.is_mount() or path == path.parent)
+    key = json.dumps([METHOD, platform.node(), os.cpu_count(), device, str(mount), str(real)])
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "ebbtide" / f"machine-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+
+def _remember(machine: Machine, path: Path) -> None:
+    """Write the cache file at once, so that nobody reads half of it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
+        os.close(descriptor)
+        machine.save(name)
+        os.replace(name, path)
+    except OSError as fault:
+        _log.warning("the calibration is not remembered: %s cannot be written (%s)", path, fault.strerror)
+
+
+def _unreported(done: float, doing: str) -> None:
+    """Nobody wants to know."""

@@ -1,0 +1,248 @@
+"""Runs a plan under the user's loop.
+
+Autograd's saves and requests are the clock: at each of them the conductor does what the script says, and nothing runs
+between them. A dispatch mode runs only over the stretches of the forward pass in which recipes capture their calls.
+
+NOTE [Leaving the plan]
+If a tensor is saved that the script does not expect there, the conductor first looks for another script that agrees
+with all that was saved so far and goes on with that; a tensor that is only smaller than expected is no reason to leave.
+Otherwise the plan is left: what is held stays valid (a holding never needs the script), new saves go to the safe
+policy, and what is asked for comes back on demand.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ebbtide.run.allocator import Trimmer
+from ebbtide.run.holdings import Holding, Kept, View, is_plain
+from ebbtide.run.recipes import CaptureMode, Recipe
+from ebbtide.run.safe import SafePolicy
+from ebbtide.run.script import Actions, Saving, Script, Treatment
+from ebbtide.run.tiers import SlowTier
+from ebbtide.run.verify import Truth
+
+
+class Conductor:
+    """One planned step.
+
+    Args:
+        script: what to do.
+        others: scripts of other kinds of step, to go over to if the step turns out to be one of them.
+        tier: where values move to; called when the first one moves.
+        safe: takes over when the plan is left.
+        truth: if given, every value that the plan computes again is also kept and compared.
+        trimmer: keeps the resident size near the live bytes; None to leave it alone.
+
+    Attributes:
+        script: the script that is followed, which may have changed since.
+        left: why the plan was left, or an empty string.
+        stamps: time of each event, seconds, and how long the conductor then held it up.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        others: Sequence[Script],
+        tier: Callable[[], SlowTier],
+        safe: SafePolicy,
+        truth: Truth | None = None,
+        trimmer: Trimmer | None = None,
+    ) -> None:
+        self.script = script
+        self.left = ""
+        self.stamps: list[tuple[float, float]] = []
+        self._others = others
+        self._tier = tier
+        self._safe = safe
+        self._truth = truth
+        self._trimmer = trimmer
+        self._event = 0
+        self._packed = 0
+        self._exact = True
+        self._held: dict[int, weakref.ref[Holding]] = {}
+        self._capture = CaptureMode(script.known, self.leave) if script.remakes else None
+        self._hide_meter = False
+
+    def start(self) -> None:
+        """Call when the step begins."""
+        self._stretch(self.script.stretches[-1])
+
+    def stop(self) -> None:
+        """Call when the context ends; a later backward pass still follows the script."""
+        if self._capture is not None:
+            self._capture.end()
+
+    @property
+    def finished(self) -> bool:
+        """Whether everything that the script expects has happened, as it expects it."""
+        return not self.left and self._exact and self._event == len(self.script.expected)
+
+    # --- hooks ---------------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """The pack hook."""
+        began = time.perf_counter()
+        capture = self._capture
+        if capture is not None:
+            capture.hidden = True
+        number = self._packed
+        self._packed = number + 1
+        if not self.left and not self._fits(tensor, number):
+            self._go_over(tensor, number)
+        if self.left:
+            handle = self._safe.pack(tensor)
+        else:
+            handle = self._hold(tensor, number, self.script.savings[number])
+            self._act()
+            self.stamps.append((began, time.perf_counter() - began))
+        if capture is not None:
+            capture.hidden = False
+        return handle
+
+    def unpack(self, handle: Kept | View) -> torch.Tensor:
+        """The unpack hook."""
+        if self.left:
+            return self._safe.unpack(handle)
+        began = time.perf_counter()
+        if self._event >= len(self.script.expected) or self.script.expected[self._event] != ~handle.number:
+            self.leave(f"saved tensor {handle.number} was asked for out of turn")
+            return handle.show()
+        tensor = handle.show()
+        self._act()
+        self.stamps.append((began, time.perf_counter() - began))
+        return tensor
+
+    def _act(self) -> None:
+        """What the script says to do at this event."""
+        event = self._event
+        self._event = event + 1
+        actions = self.script.actions[event]
+        if actions is not None:
+            self._perform(actions)
+        if self._capture is not None:
+            self._stretch(self.script.stretches[event])
+        if self._trimmer is not None:
+            self._trimmer.check(self.script.headroom[event])
+
+    def _perform(self, actions: Actions) -> None:
+        for value in actions.releases:
+            holding = self._holding(value)
+            if holding is not None:
+                holding.release()
+        for value in actions.outs:
+            holding = self._holding(value)
+            if holding is not None:
+                holding.send(self._tier())
+        for value in actions.loads:
+            holding = self._holding(value)
+            if holding is not None:
+                holding.fetch()
+
+    def _stretch(self, tick: int) -> None:
+        if self._capture is not None:
+            if tick >= 0:
+                self._capture.begin(tick)
+            else:
+                self._capture.end()
+
+    # --- holdings ------------------------------------------------------------------------------------------------
+
+    def _holding(self, value: int) -> Holding | None:
+        reference = self._held.get(value)
+        return reference() if reference is not None else None
+
+    def _hold(self, tensor: torch.Tensor, number: int, saving: Saving) -> Kept | View:
+        if saving.treatment == Treatment.KEEP or not is_plain(tensor):
+            return Kept(tensor, number)
+        holding = self._holding(saving.value)
+        if holding is None:
+            holding = Holding()
+            self._held[saving.value] = weakref.ref(holding)
+        if saving.first:
+            holding.fill(tensor)
+            if saving.treatment == Treatment.REMAKE:
+                self._remake(holding, saving)
+        elif holding.tensor is None and holding.recipe is None:
+            return Kept(tensor, number)
+        return View(holding, tensor, number)
+
+    def _remake(self, holding: Holding, saving: Saving) -> None:
+        assert self._capture is not None
+        calls = [self._capture.calls.get(op) for op in saving.ops]
+        leaves = {value: self._holding(value) for value in saving.leaves}
+        if any(call is None for call in calls) or any(leaf is None for leaf in leaves.values()):
+            return  # The plan was left and taken up again in between: the value just stays.
+        present = {value: leaf for value, leaf in leaves.items() if leaf is not None}
+        recipe = Recipe(saving.value, [call for call in calls if call is not None], present, saving.leaves)
+        if self._truth is not None:
+            self._truth.watch(holding, recipe, self._tier())
+        else:
+            holding.recipe = recipe
+            holding.drop()
+
+    # --- deviation -----------------------------------------------------------------------------------------------
+
+    def _fits(self, tensor: torch.Tensor, number: int) -> bool:
+        """Whether ``tensor`` is what the script expects here, or the same but smaller."""
+        script = self.script
+        if self._event >= len(script.expected) or script.expected[self._event] != number:
+            return False
+        saving = script.savings[number]
+        if tensor.dtype is not saving.dtype:
+            return False
+        if tensor.shape == saving.shape:
+            return self._same_value(tensor, saving)
+        if tensor.dim() == len(saving.shape) and tensor.numel() <= saving.shape.numel() and not self._known(tensor, number):
+            self._exact = False
+            return self._same_value(tensor, saving)
+        return False
+
+    def _same_value(self, tensor: torch.Tensor, saving: Saving) -> bool:
+        """Whether a value that was saved before is saved again, if that is what the script expects."""
+        if saving.treatment == Treatment.KEEP or saving.first:
+            return True
+        holding = self._holding(saving.value)
+        return holding is None or holding.tensor is None or holding.identity == tensor.untyped_storage()._cdata
+
+    def _known(self, tensor: torch.Tensor, number: int) -> bool:
+        """Whether another script expects exactly this tensor here."""
+        return self._match(tensor, number) is not None
+
+    def _match(self, tensor: torch.Tensor, number: int) -> Script | None:
+        prefix = self.script.prefixes[number] if number < len(self.script.prefixes) else None
+        for script in self._others:
+            if (
+                number < len(script.savings)
+                and script.prefixes[number] == prefix
+                and script.expected[self._event : self._event + 1] == (number,)
+                and script.savings[number].shape == tensor.shape
+                and script.savings[number].dtype is tensor.dtype
+            ):
+                return script
+        return None
+
+    def _go_over(self, tensor: torch.Tensor, number: int) -> None:
+        """Take up the script that this step agrees with, if there is one; else leave the plan."""
+        script = self._match(tensor, number) if self._exact else None
+        if script is None:
+            self.leave(f"saved tensor {number} is {tensor.dtype} {list(tensor.shape)}, which no known kind of step expects there")
+            return
+        if number > 0:
+            self._exact = False  # what was done so far followed another plan
+        self.script = script
+        if self._capture is not None:
+            self._capture.end()
+        self._capture = CaptureMode(script.known, self.leave) if script.remakes else None
+
+    def leave(self, reason: str) -> None:
+        """Leave the plan. See NOTE [Leaving the plan]."""
+        if not self.left:
+            self.left = reason
+            if self._capture is not None:
+                self._capture.end()

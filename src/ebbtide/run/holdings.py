@@ -1,0 +1,201 @@
+"""What autograd is given in place of a saved tensor. It can always produce the tensor again.
+
+NOTE [Holdings]
+1. A `Holding` stands for one version of one storage, whatever number of saved tensors show it; each of those is a
+   `View` of it. A saved tensor that no plan touches is a `Kept`.
+2. They hold a *detached* tensor: the saved tensor itself may be the output of the node that saves it, and would keep
+   that node alive for ever. A detached tensor shares the version counter, so a later in-place change is seen.
+3. A holding lives exactly as long as autograd keeps one of its views, or a recipe needs it. When it dies its slot is
+   given back.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ebbtide.errors import StepError
+from ebbtide.run.meter import note_memory
+
+if TYPE_CHECKING:
+    from ebbtide.run.recipes import Recipe
+    from ebbtide.run.tiers.base import Load, SlowTier, Slot
+
+_use_count = torch._C._storage_Use_Count
+
+
+def changed_error(tensor: torch.Tensor, version: int) -> RuntimeError:
+    """The error that PyTorch itself raises when a saved tensor was written in place."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{tensor.dtype} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} instead."
+    )
+
+
+class Kept:
+    """A saved tensor that stays where it is."""
+
+    __slots__ = ("number", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, number: int) -> None:
+        self.tensor = tensor.detach()
+        self.version = self.tensor._version
+        self.number = number
+
+    def show(self) -> torch.Tensor:
+        """The saved tensor. Raises `RuntimeError` if it was changed in place, as PyTorch would."""
+        if self.tensor._version != self.version:
+            raise changed_error(self.tensor, self.version)
+        return self.tensor
+
+
+class Holding:
+    """One version of one storage, here, on its way, or away. See NOTE [Holdings].
+
+    Attributes:
+        tensor: shows the storage while it is here, else None.
+        size_bytes: bytes of the storage.
+    """
+
+    __slots__ = ("__weakref__", "identity", "load", "recipe", "size_bytes", "slot", "tensor", "tier", "version")
+
+    def __init__(self) -> None:
+        self.tensor: torch.Tensor | None = None
+        self.version = 0
+        self.identity = 0
+        self.size_bytes = 0
+        self.tier: SlowTier | None = None
+        self.slot: Slot | None = None
+        self.load: Load | None = None
+        self.recipe: Recipe | None = None
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        """Hold the storage of ``tensor``."""
+        self.tensor = tensor.detach()
+        self.version = tensor._version
+        storage = tensor.untyped_storage()
+        self.identity = storage._cdata
+        self.size_bytes = storage.nbytes()
+
+    @property
+    def intact(self) -> bool:
+        """Whether what is here has not been written in place since it was saved."""
+        return self.tensor is not None and self.tensor._version == self.version
+
+    def send(self, tier: SlowTier) -> None:
+        """Queue the copy out; nothing to do if it is away or was changed."""
+        if self.intact and self.slot is None:
+            assert self.tensor is not None
+            self.tier = tier
+            self.slot = tier.write(self.tensor.untyped_storage())
+
+    def release(self) -> None:
+        """Wait until the copy out is done and let go of the bytes.
+
+        A tensor that was changed in place stays, so that asking for it raises the error that PyTorch would raise.
+        """
+        if self.slot is not None and self.tensor is not None:
+            self.slot.wait()
+            if self.intact:
+                self.tensor = None
+
+    def drop(self) -> None:
+        """Let go of the bytes; the recipe makes them again."""
+        self.tensor = None
+
+    def fetch(self) -> None:
+        """Take memory and queue the copy back, if it is away."""
+        if self.tensor is None and self.load is None and self.slot is not None:
+            assert self.tier is not None
+            self.load = self.tier.read(self.slot)
+            note_memory(self.load.storage)
+
+    def arrive(self, like: View | None = None) -> torch.Tensor:
+        """Make the storage present, whatever that takes, and return a tensor that shows it."""
+        if self.tensor is not None:
+            return self.tensor
+        self.fetch()
+        if self.load is not None:
+            storage = self.load.wait()
+            self.load = None
+            self._free_slot()
+            self._adopt(like.over(storage) if like is not None else _bytes_of(storage))
+        elif self.recipe is not None:
+            recipe, self.recipe = self.recipe, None
+            self._adopt(recipe.replay())
+        else:
+            raise StepError("a saved tensor is asked for that was never filled; please report this with the program")
+        assert self.tensor is not None
+        return self.tensor
+
+    def _adopt(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.version = tensor._version
+        self.identity = tensor.untyped_storage()._cdata
+
+    def _free_slot(self) -> None:
+        if self.slot is not None and self.tier is not None:
+            self.tier.free(self.slot)
+        self.slot = None
+
+    def __del__(self) -> None:
+        self._free_slot()
+
+
+class View:
+    """A saved tensor as a view of a holding: data type, shape, strides and offset (elements)."""
+
+    __slots__ = ("dtype", "holding", "number", "offset", "shape", "stride")
+
+    def __init__(self, holding: Holding, tensor: torch.Tensor, number: int) -> None:
+        self.holding = holding
+        self.number = number
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+
+    def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """This view of ``storage``."""
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return tensor.set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload,no-any-return]
+
+    def show(self) -> torch.Tensor:
+        """The saved tensor. Raises `RuntimeError` if it was changed in place, as PyTorch would."""
+        holding = self.holding
+        tensor = holding.tensor
+        if tensor is None:
+            tensor = holding.arrive(self)
+        elif tensor._version != holding.version:
+            raise changed_error(tensor, holding.version)
+        if (
+            tensor.dtype is self.dtype
+            and tensor.shape == self.shape
+            and tensor.stride() == self.stride
+            and tensor.storage_offset() == self.offset
+        ):
+            return tensor
+        return self.over(tensor.untyped_storage())
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    tensor = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return tensor.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload,no-any-return]
+
+
+def only_held_once(identity: int, wrapper: int) -> bool:
+    """Whether one tensor, ours, is all that keeps the living storage ``identity``."""
+    return bool(_use_count(identity) <= wrapper)
+
+
+def is_plain(tensor: Any) -> bool:
+    """Whether a saved tensor is one that can be moved: dense, unwrapped, not lazily conjugated, of no subclass."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not tensor.is_quantized
+    )

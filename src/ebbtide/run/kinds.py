@@ -1,0 +1,70 @@
+"""One kind of step: what was observed of it, what is planned for it, and how far along it is."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from ebbtide.decisions import Plan
+from ebbtide.machine import Machine
+from ebbtide.plan import simulate, solve
+from ebbtide.run.pace import Pace
+from ebbtide.run.script import Script, signature, write_script
+from ebbtide.step import Step
+
+State = Literal["observe", "verify", "audit", "planned", "idle"]
+
+
+class Kind:
+    """A kind of step is told by the tensors that autograd saves, in order.
+
+    Attributes:
+        step: as observed; its durations are refined as planned steps run.
+        plan, script: None until planned.
+        state: what the next step of this kind is for.
+        banned: absences that must not be computed again: their recomputation was seen to differ.
+        audited_peak_bytes: the peak counted in a planned step, None until then.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.key = hash(tuple(signature(saved) for saved in step.saved))
+        self.plan: Plan | None = None
+        self.script: Script | None = None
+        self.state: State = "observe"
+        self.banned: frozenset[int] = frozenset()
+        self.audited_peak_bytes: int | None = None
+        self.pace = Pace()
+        self.refined = False
+
+    def observed_again(self, step: Step) -> None:
+        """Take the smaller of two observations of each op's duration: the other had page faults in it."""
+        if len(step.ops) == len(self.step.ops):
+            pairs = zip(self.step.ops, step.ops, strict=True)
+            ops = [
+                dataclasses.replace(a, duration_seconds=min(a.duration_seconds, b.duration_seconds)) for a, b in pairs
+            ]
+            self.step = dataclasses.replace(self.step, ops=tuple(ops))
+
+    def make_plan(self, machine: Machine, limit_bytes: int, verify: bool) -> None:
+        """Plan this kind of step. Raises `BudgetError` if no plan meets the limit."""
+        self.plan = solve(self.step, machine, limit_bytes, banned=self.banned)
+        outcome = simulate(self.step, machine, self.plan.decisions)
+        self.script = write_script(self.step, self.plan, outcome.memory)
+        if not self.plan.binds:
+            self.state = "idle"
+        else:
+            self.state = "verify" if verify and self.script.remakes else "audit"
+
+    def ban(self, values: set[int]) -> None:
+        """Never again compute these values a second time."""
+        self.banned |= {i for i, absence in enumerate(self.step.absences) if absence.value in values}
+
+    def refine(self, machine: Machine) -> None:
+        """Refine the durations and what the plan predicts from them, once enough planned steps were seen."""
+        if self.refined or not self.pace.ready or self.plan is None:
+            return
+        self.refined = True
+        self.step = self.pace.refine(self.step)
+        outcome = simulate(self.step, machine, self.plan.decisions)
+        self.plan = dataclasses.replace(self.plan, seconds=outcome.seconds, plain_seconds=self.step.plain_seconds)

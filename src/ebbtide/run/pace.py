@@ -1,0 +1,49 @@
+"""How long the ops of a step take when nothing but the plan watches: durations refined from planned steps.
+
+The observed durations contain the observer. Planned steps give the time between one event and the next, without the
+time that the conductor itself took there; the median over a few steps, shared out over the ops in between in
+proportion to their observed durations, is the better estimate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Sequence
+
+from ebbtide.step import Step
+
+STEPS = 3
+"""Planned steps to watch before durations are refined."""
+
+
+class Pace:
+    """Collects the times of events over planned steps of one kind."""
+
+    def __init__(self) -> None:
+        self._runs: list[list[float]] = []
+
+    @property
+    def ready(self) -> bool:
+        """Whether enough steps were seen."""
+        return len(self._runs) >= STEPS
+
+    def add(self, start: float, stamps: Sequence[tuple[float, float]], end: float) -> None:
+        """Add a step: when it began and ended, and for each event its time and how long it was held up, seconds."""
+        times = [(start, 0.0), *stamps, (end, 0.0)]
+        self._runs.append([max(0.0, b[0] - a[0] - a[1]) for a, b in zip(times, times[1:], strict=False)])
+
+    def refine(self, step: Step) -> Step:
+        """``step`` with the durations of its ops refined."""
+        ticks = [0, *(event.tick for event in step.events), len(step.ops)]
+        ops = list(step.ops)
+        for index in range(len(ticks) - 1):
+            span = range(ticks[index], ticks[index + 1])
+            observed = math.fsum(ops[tick].duration_seconds for tick in span)
+            if observed > 0:
+                scale = statistics.median(run[index] for run in self._runs) / observed
+                for tick in span:
+                    seconds = ops[tick].duration_seconds * scale
+                    ops[tick] = dataclasses.replace(ops[tick], duration_seconds=round(seconds, 9))
+        return dataclasses.replace(step, ops=tuple(ops))

@@ -1,0 +1,231 @@
+"""Computing a value again: capture the calls that make it in this very step, replay them when it is needed.
+
+The arguments are captured afresh in every step, because a number among them may change from step to step. Tensors
+among them are remembered as values and views of them, never kept alive for their own sake, unless they are external.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ebbtide.errors import RecipeError
+from ebbtide.observe.ledger import has_storage, tensors_in
+from ebbtide.observe.schema import operator_info
+from ebbtide.run.holdings import Holding, View, changed_error
+
+_NO_STATISTICS = {torch.ops.aten._native_batch_norm_legit.default: torch.ops.aten._native_batch_norm_legit.no_stats}
+
+
+@dataclasses.dataclass(slots=True)
+class _Argument:
+    """A tensor among the captured arguments: a view of value ``value``, or an external tensor and its version."""
+
+    value: int
+    view: View
+    external: torch.Tensor | None = None
+    version: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class Call:
+    """One captured ATen call: what is needed to run it again.
+
+    Attributes:
+        outputs: values it makes, in the order of the step's record: those written in place, then new storages.
+        written: values that it writes in place, old and new.
+        grad: whether gradients were enabled: some kernels return more when they are.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[int, ...]
+    written: dict[int, int]
+    grad: bool
+
+
+def capture(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: KnownOp) -> Call:
+    """Remember a call, its tensors as values in the order in which the step's record names them."""
+    if known.batch_norm:
+        args = (*args[:3], *args[5:]) if func in _NO_STATISTICS else (*args[:3], None, None, *args[5:])
+        func = _NO_STATISTICS.get(func, func)
+    numbers: dict[int, int] = {}
+    remaining: Iterator[int] = iter(known.inputs)
+
+    def remember(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            if not has_storage(item):
+                raise RecipeError(f"{func} was recorded with plain tensors and is now called with another kind")
+            identity = item.untyped_storage()._cdata
+            value = numbers.get(identity)
+            if value is None:
+                value = numbers[identity] = next(remaining, -1)
+            if value in known.external or value < 0:
+                kept = item.detach()
+                return _Argument(value, View(_NOWHERE, item, -1), kept, kept._version)
+            return _Argument(value, View(_NOWHERE, item, -1))
+        if isinstance(item, (list, tuple)):
+            return type(item)(remember(part) for part in item) if type(item) in (list, tuple) else item
+        return item
+
+    args = tuple(remember(item) for item in args)
+    kwargs = {name: remember(item) for name, item in kwargs.items()}
+    return Call(func, args, kwargs, known.outputs, dict(known.mutated), torch.is_grad_enabled())
+
+
+_NOWHERE = Holding()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KnownOp:
+    """What the step's record says of an op that a recipe replays."""
+
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    mutated: tuple[tuple[int, int], ...]
+    external: frozenset[int]
+    batch_norm: bool
+
+
+class Recipe:
+    """The calls that make one value, and the holdings of the values they start from."""
+
+    __slots__ = ("calls", "last_use", "leaves", "order", "target")
+
+    def __init__(self, target: int, calls: list[Call], leaves: dict[int, Holding], order: tuple[int, ...]) -> None:
+        self.target = target
+        self.calls = calls
+        self.leaves = leaves
+        self.order = order
+        self.last_use: dict[int, int] = {}
+        for index, call in enumerate(calls):
+            for argument in _arguments(call):
+                self.last_use[argument.value] = index
+
+    def replay(self) -> torch.Tensor:
+        """Run the calls again; returns a tensor that shows the storage of the value.
+
+        Raises:
+            RecipeError: if something external that they read has been changed since.
+        """
+        for value in self.order:
+            self.leaves[value].arrive()
+        made: dict[int, torch.Tensor] = {}
+        # No tensor here requires grad, so nothing is saved whatever the mode.
+        with torch.autocast("cpu", enabled=False):
+            for index, call in enumerate(self.calls):
+                self._run(call, made)
+                for value in [v for v in made if v != self.target and self.last_use.get(v, -1) <= index]:
+                    del made[value]
+        return made[self.target]
+
+    def _run(self, call: Call, made: dict[int, torch.Tensor]) -> None:
+        for old, new in call.written.items():
+            # A fresh copy where the older version is still wanted: it is somebody's saved tensor.
+            made[new] = made.pop(old) if old in made else _copy(self.leaves[old].arrive())
+            made[old] = made[new]
+        args = tuple(_filled(item, made, self.leaves) for item in call.args)
+        kwargs = {name: _filled(item, made, self.leaves) for name, item in call.kwargs.items()}
+        known = {t.untyped_storage()._cdata for t in tensors_in((*args, *kwargs.values()))}
+        with torch.set_grad_enabled(call.grad):
+            result = call.func(*args, **kwargs)
+        for old in call.written:
+            del made[old]
+        fresh = iter([value for value in call.outputs if value not in call.written.values()])
+        for tensor in tensors_in(result if isinstance(result, (list, tuple)) else (result,)):
+            identity = tensor.untyped_storage()._cdata
+            if identity not in known:
+                known.add(identity)
+                made[next(fresh)] = tensor
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    source = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+    return source.clone()  # type: ignore[no-any-return]
+
+
+def _arguments(call: Call) -> Iterator[_Argument]:
+    def walk(items: Any) -> Iterator[_Argument]:
+        for item in items:
+            if isinstance(item, _Argument):
+                yield item
+            elif isinstance(item, (list, tuple)):
+                yield from walk(item)
+
+    yield from walk(call.args)
+    yield from walk(call.kwargs.values())
+
+
+def _filled(item: Any, made: dict[int, torch.Tensor], leaves: dict[int, Holding]) -> Any:
+    if isinstance(item, _Argument):
+        if item.external is not None:
+            if item.external._version != item.version:
+                raise RecipeError(
+                    f"a tensor {list(item.external.shape)} that a value is computed again from was changed in place "
+                    "between forward and backward; change it after the backward pass, or pass recompute=False"
+                )
+            return item.external
+        if item.value in made:
+            return item.view.over(made[item.value].untyped_storage())
+        leaf = leaves[item.value]
+        tensor = leaf.arrive()
+        if not leaf.intact:
+            raise changed_error(tensor, leaf.version)
+        return item.view.over(tensor.untyped_storage())
+    if type(item) in (list, tuple):
+        return type(item)(_filled(part, made, leaves) for part in item)
+    return item
+
+
+class CaptureMode(TorchDispatchMode):  # type: ignore[misc]
+    """Captures the calls that recipes need. It runs only over the stretches of the forward pass that hold such calls.
+
+    Args:
+        known: what the step's record says, by tick, of the ops that recipes replay.
+        on_mismatch: called with a reason when an op is not the recorded one.
+
+    Attributes:
+        tick: index of the next op; set when a stretch begins.
+        hidden: while true, ops are not counted; the runtime sets it around its own.
+        calls: captured calls by tick.
+    """
+
+    def __init__(self, known: dict[int, KnownOp], on_mismatch: Callable[[str], None]) -> None:
+        super().__init__()
+        self.tick = 0
+        self.hidden = False
+        self.entered = False
+        self.calls: dict[int, Call] = {}
+        self._known = known
+        self._on_mismatch = on_mismatch
+
+    def begin(self, tick: int) -> None:
+        """Start a stretch whose first op has index ``tick``, or go on with the one under way."""
+        self.tick = tick
+        if not self.entered:
+            self.__enter__()
+            self.entered = True
+
+    def end(self) -> None:
+        """End the stretch, if one is under way."""
+        if self.entered:
+            self.entered = False
+            self.__exit__(None, None, None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.hidden:
+            return func(*args, **(kwargs or {}))
+        known = self._known.get(self.tick)
+        self.tick += 1
+        if known is not None:
+            if operator_info(func).name != known.name:
+                self._on_mismatch(f"op {self.tick - 1} is {func}, expected {known.name}")
+            else:
+                self.calls[self.tick - 1] = capture(func, args, kwargs or {}, known)
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,173 @@
+"""The safe policy: an on-line tensor cache for steps that have no plan, in the manner of SuperNeurons (2018).
+
+Saved tensors stay until the live bytes come near the budget; then the least recently used one that only autograd holds
+moves out, and comes back when it is asked for. Transfers are waited for: this is for the few steps that are observed,
+or that leave their plan, not for speed.
+"""
+
+from __future__ import annotations
+
+import collections
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ebbtide.observe.ledger import has_storage
+from ebbtide.observe.recorder import Recorder, storage_wrapper_count
+from ebbtide.run.holdings import Holding, Kept, View, is_plain, only_held_once
+from ebbtide.run.tiers import SlowTier
+
+LEAST_MOVED_BYTES = 64 * 1024
+"""Smaller tensors stay: moving them costs more than they free."""
+
+
+class _CachedHolding(Holding):
+    """A holding that tells the recorder when it lets go of its tensor."""
+
+    __slots__ = ("record", "recorder")
+
+    def __init__(self, recorder: Recorder | None, record: Any) -> None:
+        super().__init__()
+        self.recorder = recorder
+        self.record = record
+
+    def __del__(self) -> None:
+        if self.recorder is not None and self.tensor is not None:
+            self.recorder.held(self.record, -1)
+        super().__del__()
+
+
+class _CachedView(View):
+    """A view that tells the recorder when autograd drops it."""
+
+    __slots__ = ("policy", "record")
+
+    def __init__(self, holding: Holding, tensor: torch.Tensor, number: int, policy: SafePolicy) -> None:
+        super().__init__(holding, tensor, number)
+        self.policy = policy
+        self.record: Any = None
+
+    def __del__(self) -> None:
+        if self.record is not None and self.policy.recorder is not None:
+            self.policy.recorder.shown(self.record, -1)
+
+
+class SafePolicy:
+    """Keeps the live bytes of a step near a limit without knowing what comes.
+
+    Args:
+        limit_bytes: bytes to stay below, or None to move nothing.
+        tier: where tensors go; called when the first one goes.
+        recorder: writes the step down, and knows the live bytes exactly.
+        other_bytes: without a recorder: bytes to assume alive besides what is held here.
+    """
+
+    def __init__(
+        self, limit_bytes: int | None, tier: Callable[[], SlowTier], recorder: Recorder | None = None, other_bytes: int = 0
+    ) -> None:
+        self.recorder = recorder
+        self._limit_bytes = limit_bytes
+        self._tier = tier
+        self._other_bytes = other_bytes
+        self._wrapper = storage_wrapper_count()
+        self._held: dict[int, weakref.ref[_CachedHolding]] = {}
+        self._cache: collections.OrderedDict[int, weakref.ref[_CachedHolding]] = collections.OrderedDict()
+        self._last_live_bytes = 0
+        self._growth_bytes = 0
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """The pack hook."""
+        recorder = self.recorder
+        if recorder is None or not recorder.ledger.open:
+            return self._take(tensor, -1)
+        recorder.hidden = True
+        try:
+            return self._take(tensor, recorder.pack(tensor))
+        finally:
+            recorder.hidden = False
+            recorder.resume()
+
+    def unpack(self, handle: Kept | View) -> torch.Tensor:
+        """The unpack hook."""
+        recorder = self.recorder
+        if recorder is None or not recorder.ledger.open:
+            return handle.show()
+        recorder.hidden = True
+        try:
+            recorder.unpack(handle.number)
+            return self._show(handle)
+        finally:
+            recorder.hidden = False
+            recorder.resume()
+
+    def _take(self, tensor: torch.Tensor, number: int) -> Kept | View:
+        recorder = self.recorder if number >= 0 else None
+        if not is_plain(tensor) or not has_storage(tensor) or (recorder is not None and recorder.is_external(number)):
+            return Kept(tensor, number)
+        identity = tensor.untyped_storage()._cdata
+        reference = self._held.get(identity)
+        holding = reference() if reference is not None else None
+        if holding is None or holding.identity != identity or holding.version != tensor._version or holding.tensor is None:
+            holding = self._hold(tensor, identity, number)
+        view = _CachedView(holding, tensor, number, self)
+        if recorder is not None:
+            view.record = recorder.storage_of(number)
+            recorder.shown(view.record, 1)
+        self._make_room()
+        return view
+
+    def _hold(self, tensor: torch.Tensor, identity: int, number: int) -> _CachedHolding:
+        recorder = self.recorder if number >= 0 else None
+        holding = _CachedHolding(recorder, recorder.storage_of(number) if recorder is not None else None)
+        holding.fill(tensor)
+        self._held[identity] = weakref.ref(holding)
+        if holding.size_bytes >= LEAST_MOVED_BYTES:
+            self._cache[id(holding)] = self._held[identity]
+        if recorder is not None:
+            recorder.held(holding.record, 1)
+        return holding
+
+    def _show(self, handle: Kept | View) -> torch.Tensor:
+        if not isinstance(handle, _CachedView):
+            return handle.show()
+        holding = handle.holding
+        away = holding.tensor is None
+        tensor = handle.show()
+        if away and isinstance(holding, _CachedHolding) and holding.recorder is not None:
+            holding.recorder.restored(holding.record, tensor.untyped_storage())
+            holding.recorder.held(holding.record, 1)
+        self._cache.pop(id(holding), None)
+        self._make_room()
+        return tensor
+
+    def _live_bytes(self) -> int:
+        if self.recorder is not None and self.recorder.ledger.open:
+            return self.recorder.ledger.live_bytes
+        here = (reference() for reference in self._held.values())
+        return self._other_bytes + sum(h.size_bytes for h in here if h is not None and h.tensor is not None)
+
+    def _make_room(self) -> None:
+        """Move tensors out until the next stretch of ops is likely to fit."""
+        if self._limit_bytes is None:
+            return
+        live = self._live_bytes()
+        self._growth_bytes = max(self._growth_bytes, live - self._last_live_bytes) if self._last_live_bytes else 0
+        self._last_live_bytes = live
+        for key, reference in list(self._cache.items()):
+            if self._live_bytes() + self._growth_bytes <= self._limit_bytes:
+                break
+            holding = reference()
+            if holding is None or holding.tensor is None:
+                del self._cache[key]
+            elif holding.intact and only_held_once(holding.identity, self._wrapper):
+                del self._cache[key]
+                self._evict(holding)
+
+    def _evict(self, holding: _CachedHolding) -> None:
+        holding.send(self._tier())
+        if holding.recorder is not None:
+            holding.recorder.evicted(holding.record)
+            holding.recorder.held(holding.record, -1)
+        holding.release()

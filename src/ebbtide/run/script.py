@@ -1,0 +1,226 @@
+"""A plan written out for the conductor: what to do at each save and each request of a step, by index.
+
+All that can be looked up is looked up here, once, so that the hooks only index lists.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+
+import torch
+
+from ebbtide.decisions import Decision, Offload, Plan, Recompute
+from ebbtide.errors import PlanError
+from ebbtide.run.recipes import KnownOp
+from ebbtide.step import EXTERNAL, Saved, Step
+
+
+class Treatment(enum.IntEnum):
+    """What becomes of a saved tensor: ``KEEP`` alone, ``SHARE`` through a holding, ``MOVE`` away, ``REMAKE``."""
+
+    KEEP = 0
+    SHARE = 1
+    MOVE = 2
+    REMAKE = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Saving:
+    """What is expected of, and done with, one saved tensor.
+
+    Attributes:
+        first: whether it is the first saved tensor that shows its value.
+        ops: ticks of the calls that make the value again, if it is to be remade.
+        leaves: values that those start from and that a holding keeps, in order of first use.
+    """
+
+    value: int
+    treatment: Treatment
+    first: bool
+    dtype: torch.dtype
+    shape: torch.Size
+    ops: tuple[int, ...] = ()
+    leaves: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Actions:
+    """What to do at one event, in this order: values to release, to send out, to fetch."""
+
+    releases: tuple[int, ...]
+    outs: tuple[int, ...]
+    loads: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Script:
+    """See the module's first lines.
+
+    Attributes:
+        savings: by number of the saved tensor.
+        expected: by event: the number of the saved tensor that is packed, or ``~number`` of the one unpacked.
+        actions: by event; None where there is nothing to do.
+        stretches: by event: tick of the next op if the capture mode has to run from here on, -1 if it has to be off.
+            The last entry is for the start of the step.
+        known: by tick, the ops that recipes replay.
+        headroom: by event, bytes that the ops up to the next event take at most above what is alive at it.
+        prefixes: by number of the saved tensor, a hash of those saved before it.
+        tier: name of the tier that values move to.
+    """
+
+    savings: tuple[Saving, ...]
+    expected: tuple[int, ...]
+    actions: tuple[Actions | None, ...]
+    stretches: tuple[int, ...]
+    known: dict[int, KnownOp]
+    headroom: tuple[int, ...]
+    prefixes: tuple[int, ...]
+    tier: str
+
+    @property
+    def remakes(self) -> bool:
+        """Whether any value is computed again."""
+        return bool(self.known)
+
+
+def write_script(step: Step, plan: Plan, memory: Sequence[int]) -> Script:
+    """Write ``plan`` out for the conductor. ``memory``: bytes alive at each moment under the plan.
+
+    Raises:
+        PlanError: if the plan is not one for this step.
+    """
+    if len(plan.decisions) != len(step.absences):
+        raise PlanError(f"the plan decides about {len(plan.decisions)} absences; the step has {len(step.absences)}")
+    decisions = {absence.value: plan.decisions[i] for i, absence in enumerate(step.absences)}
+    leaves = {value: _leaves(step, d.ops) for value, d in decisions.items() if isinstance(d, Recompute)}
+    shared = {leaf for group in leaves.values() for leaf in group}
+    known = {op: _known(step, op) for d in decisions.values() if isinstance(d, Recompute) for op in d.ops}
+    tiers = {d.tier for d in decisions.values() if isinstance(d, Offload)}
+    if len(tiers) > 1:
+        raise PlanError(f"the plan moves values to several tiers ({', '.join(sorted(tiers))}); one can be used at a time")
+    savings = _savings(step, decisions, leaves, shared)
+    return Script(
+        savings=savings,
+        expected=tuple(e.saved if e.kind == "pack" else ~e.saved for e in step.events),
+        actions=_actions(step, plan.decisions),
+        stretches=_stretches(step, known),
+        known=known,
+        headroom=_headroom(step, memory),
+        prefixes=_prefixes(step.saved),
+        tier=next(iter(tiers), ""),
+    )
+
+
+def signature(saved: Saved) -> tuple[str, tuple[int, ...]]:
+    """What tells one saved tensor from another at the time it is saved."""
+    return (saved.dtype, saved.shape)
+
+
+def _prefixes(saved: Sequence[Saved]) -> tuple[int, ...]:
+    """By number of saved tensor: a hash of all that were saved before it."""
+    prefixes, prefix = [], 0
+    for item in saved:
+        prefixes.append(prefix)
+        prefix = hash((prefix, signature(item)))
+    return tuple(prefixes)
+
+
+def _leaves(step: Step, ops: tuple[int, ...]) -> tuple[int, ...]:
+    made: set[int] = set()
+    leaves: dict[int, None] = {}
+    for op in ops:
+        for value in step.ops[op].inputs:
+            if value not in made and step.values[value].maker != EXTERNAL and not _is_external(step, value):
+                leaves[value] = None
+        made.update(step.ops[op].outputs)
+    return tuple(leaves)
+
+
+def _is_external(step: Step, value: int) -> bool:
+    """Whether the value is a version of a storage that the step did not make."""
+    storage = step.values[value].storage
+    first = next(v for v in step.values if v.storage == storage)
+    return first.maker == EXTERNAL
+
+
+def _known(step: Step, tick: int) -> KnownOp:
+    op = step.ops[tick]
+    if op.phase == "backward" or op.replay in ("random", "opaque", "view"):
+        raise PlanError(f"op {tick} ({op.name}) cannot be run again, but the plan wants it")
+    external = frozenset(value for value in op.inputs if _is_external(step, value))
+    written = {new for _, new in op.mutated}
+    outputs = tuple(value for value in op.outputs if value in written or not _is_external(step, value))
+    return KnownOp(op.name, op.inputs, outputs, op.mutated, external, op.replay == "batch_norm")
+
+
+def _savings(
+    step: Step, decisions: dict[int, Decision], leaves: dict[int, tuple[int, ...]], shared: set[int]
+) -> tuple[Saving, ...]:
+    savings, seen = [], set()
+    for saved in step.saved:
+        decision = decisions.get(saved.value)
+        ops: tuple[int, ...] = ()
+        if isinstance(decision, Offload):
+            treatment = Treatment.MOVE
+        elif isinstance(decision, Recompute):
+            treatment, ops = Treatment.REMAKE, decision.ops
+        else:
+            treatment = Treatment.SHARE if saved.value in shared else Treatment.KEEP
+        savings.append(
+            Saving(
+                value=saved.value,
+                treatment=treatment,
+                first=saved.value not in seen,
+                dtype=getattr(torch, saved.dtype),
+                shape=torch.Size(saved.shape),
+                ops=ops,
+                leaves=leaves.get(saved.value, ()),
+            )
+        )
+        seen.add(saved.value)
+    return tuple(savings)
+
+
+def _actions(step: Step, decisions: Sequence[Decision]) -> tuple[Actions | None, ...]:
+    last_at = {event.tick: index for index, event in enumerate(step.events)}
+    moments = step.event_moments()
+    plans: dict[int, tuple[list[int], list[int], list[tuple[int, int]]]] = {}
+
+    def at(tick: int) -> tuple[list[int], list[int], list[tuple[int, int]]]:
+        if tick not in last_at:
+            raise PlanError(f"the plan acts at tick {tick}, at which nothing is saved or asked for")
+        return plans.setdefault(last_at[tick], ([], [], []))
+
+    for absence, decision in zip(step.absences, decisions, strict=True):
+        if isinstance(decision, Offload):
+            at(decision.release)[0].append(absence.value)
+            at(decision.out)[1].append(absence.value)
+            if moments[last_at[decision.load]] < absence.closes:
+                at(decision.load)[2].append((absence.closes, absence.value))
+    actions: list[Actions | None] = [None] * len(step.events)
+    for event, (releases, outs, loads) in plans.items():
+        actions[event] = Actions(tuple(releases), tuple(outs), tuple(value for _, value in sorted(loads)))
+    return tuple(actions)
+
+
+def _headroom(step: Step, memory: Sequence[int]) -> tuple[int, ...]:
+    moments, op_moments = step.event_moments(), step.op_moments()
+    ticks = [*(event.tick for event in step.events), len(step.ops)]
+    headroom = []
+    for index, moment in enumerate(moments):
+        span = range(ticks[index], ticks[index + 1])
+        most = max((memory[op_moments[t]] + step.ops[t].workspace_bytes for t in span), default=0)
+        headroom.append(max(0, most - memory[moment]))
+    return tuple(headroom)
+
+
+def _stretches(step: Step, known: dict[int, KnownOp]) -> tuple[int, ...]:
+    """Where the capture mode has to run: from the last event before a call that it needs to the next event."""
+    ticks = [0, *(event.tick for event in step.events), len(step.ops)]
+    starts = []
+    for index in range(len(ticks) - 1):
+        needed = any(tick in known for tick in range(ticks[index], ticks[index + 1]))
+        starts.append(ticks[index] if needed else -1)
+    return (*starts[1:], starts[0])

@@ -1,0 +1,399 @@
+"""What every slower memory has in common: slots, loads, the order of transfers, and how they fail.
+
+NOTE [Who holds what]
+1. While a copy out is under way, `Slot.unwritten` is the only reference to the storage. Workers see its address alone,
+   so the storage is free as soon as the copy is done and its owner lets go. If the copy fails, it stays there.
+2. `free` may run inside the garbage collector, at any point of any thread, also of one that holds the tier's lock. So
+   it only notes the slot. Whoever takes the lock next looks at the notes: nobody needs the place earlier.
+3. A slot's place is given back when it is freed *and* no transfer of it is under way.
+4. Faults are kept without their tracebacks: the frames in them would keep storages alive.
+5. Ctrl-C may interrupt `write` and `read` anywhere. So a transfer counts as under way only after all of it is queued:
+   one that was interrupted is known to nobody, and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import abc
+import collections
+import contextlib
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from ebbtide.errors import SpillError
+from ebbtide.machine import TierKind
+from ebbtide.run.tiers.lanes import Lane
+from ebbtide.run.tiers.memory import CONGRUENCE_BYTES, take_memory
+from ebbtide.units import format_bytes
+
+PART_BYTES = 8 << 20
+"""Transfers are cut into parts of this size, so that two readers can share one and a fork never waits for long."""
+
+
+class Transfer:
+    """A copy that can be waited on."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.fault: SpillError | None = None
+        self.payload_bytes = size_bytes
+        self.parts_left = 0
+        self.finished = threading.Event()
+        self._process = os.getpid()
+
+    def join(self) -> None:
+        """Wait until the copy is done.
+
+        Raises:
+            SpillError: if it failed, or if it belongs to another process and cannot end in this one.
+        """
+        if not self.finished.is_set():
+            if self._process != os.getpid():
+                raise SpillError("a transfer of a spill that was made in another process; make a Budget in this one")
+            self.finished.wait()
+        if self.fault is not None:
+            # A new exception each time: one that is raised twice keeps the frames of both.
+            raise SpillError(str(self.fault)) from self.fault.__cause__
+
+
+class Slot(Transfer):
+    """A copy of a storage in a slower memory, possibly still being written.
+
+    Attributes:
+        size_bytes: bytes of the storage.
+        unwritten: the storage, until its copy is there; for good if the copy failed, so that its bytes are not lost.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        super().__init__(storage.nbytes())
+        self.unwritten: torch.UntypedStorage | None = storage
+        self.pointer = storage.data_ptr()
+        self.place: Any = None
+        self.under_way: set[Transfer] = set()
+        self.freed = False
+        self.waiting: list[Load] = []
+
+    @property
+    def written(self) -> bool:
+        """Whether the whole copy is there."""
+        return self.finished.is_set() and self.fault is None
+
+    def wait(self) -> None:
+        """Wait until the copy is there. Raises `SpillError` if it could not be made; `unwritten` is then still set."""
+        self.join()
+
+
+class Load(Transfer):
+    """A copy on its way back, into memory of its own."""
+
+    def __init__(self, slot: Slot, storage: torch.UntypedStorage) -> None:
+        super().__init__(slot.size_bytes)
+        self.payload_bytes = slot.payload_bytes
+        self.slot = slot
+        self.pointer = storage.data_ptr()
+        self._storage = storage
+
+    @property
+    def ready(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self.finished.is_set()
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """The memory taken, whatever of its bytes are there yet."""
+        return self._storage
+
+    def wait(self) -> torch.UntypedStorage:
+        """The storage, once its bytes are there. Raises `SpillError` if they could not be read."""
+        self.join()
+        return self._storage
+
+
+class SlowTier(Protocol):
+    """A slower memory. Transfers of one direction run in the order in which they are queued."""
+
+    name: str
+    kind: TierKind
+
+    def write(self, storage: torch.UntypedStorage) -> Slot:
+        """Reserve a place and queue the copy; once the slot's `wait` has returned, ``storage`` is not held here."""
+        ...
+
+    def read(self, slot: Slot) -> Load:
+        """Take new memory of exactly ``slot.size_bytes`` at once and queue the copy back, after that out."""
+        ...
+
+    def free(self, slot: Slot) -> None:
+        """Give the place back; if transfers of it are under way, when they end."""
+        ...
+
+    def drain(self) -> None:
+        """Wait for everything under way. Faults are left to those who wait for the transfers."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back. Transfers that have not started fail."""
+        ...
+
+
+_tiers: weakref.WeakSet[QueuedTier] = weakref.WeakSet()
+
+
+class QueuedTier(abc.ABC):
+    """A slower memory whose copies worker threads make: one thread for those out, ``readers`` for those back.
+
+    Subclasses say where the bytes go. See NOTE [Who holds what].
+
+    Attributes:
+        congruence_bytes: memory that comes back begins at the same address as before, modulo this.
+        written_bytes, read_bytes: bytes of the storages copied out and back so far.
+    """
+
+    kind: TierKind
+    congruence_bytes = CONGRUENCE_BYTES
+
+    def __init__(self, name: str, *, readers: int, release_all: Callable[[], None]) -> None:
+        self.name = name
+        self.written_bytes = 0
+        self.read_bytes = 0
+        self._writer = Lane(f"ebbtide-{name}-write", 1)
+        self._reader = Lane(f"ebbtide-{name}-read", readers)
+        self._places_in_use = 0
+        self._under_way: set[Transfer] = set()
+        self._freed: collections.deque[Slot] = collections.deque()
+        self._refusal: str | None = None
+        self._make_locks()
+        self._release_all = release_all
+        # Also runs when the interpreter exits, so that no read is under way while memory is taken down.
+        self._shut = weakref.finalize(self, _shut, (self._writer, self._reader), release_all)
+        _tiers.add(self)
+
+    def _make_locks(self) -> None:
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+
+    # What a subclass says. `_reserve` and `_release` run under the lock.
+
+    @abc.abstractmethod
+    def _reserve(self, slot: Slot) -> None:
+        """Set ``slot.place``, and ``slot.payload_bytes`` unless all of the storage is to be copied in parts."""
+
+    @abc.abstractmethod
+    def _release(self, slot: Slot) -> None:
+        """Give ``slot.place`` back."""
+
+    @abc.abstractmethod
+    def _store(self, slot: Slot, start: int, stop: int) -> None:
+        """Copy a part out."""
+
+    @abc.abstractmethod
+    def _fetch(self, load: Load, start: int, stop: int) -> None:
+        """Copy a part back."""
+
+    def _after_store(self, slot: Slot) -> None:  # noqa: B027
+        """Called when all parts are out."""
+
+    def _after_fetch(self, load: Load) -> None:  # noqa: B027
+        """Called when all parts are back."""
+
+    def _explain(self, fault: BaseException, transfer: Slot | Load) -> str:
+        """Say what happened to a transfer and what to do about it."""
+        return f"moving {format_bytes(transfer.size_bytes)} in the {self.name} tier failed: {fault!r}"
+
+    # The contract.
+
+    def write(self, storage: torch.UntypedStorage) -> Slot:
+        """See `SlowTier.write`. Raises `SpillError` if the tier is closed or the storage is not in RAM."""
+        if storage.device.type != "cpu":
+            raise SpillError(f"the {self.name} tier takes storages in RAM, not on {storage.device}")
+        slot = Slot(storage)
+        with self._lock:
+            self._check_usable()
+            self._collect()
+            self._reserve(slot)
+            self._places_in_use += 1
+            if slot.payload_bytes:
+                self._queue(slot, self._writer)
+                self._count(slot, slot)
+        if not slot.payload_bytes:
+            self._end_write(slot)
+        return slot
+
+    def read(self, slot: Slot) -> Load:
+        """See `SlowTier.read`. Raises `SpillError` if the tier is closed, the slot freed, or RAM exhausted."""
+        self._check_usable()
+        try:
+            load = Load(slot, take_memory(slot.size_bytes, slot.pointer % self.congruence_bytes))
+        except (OSError, MemoryError) as fault:
+            size = format_bytes(slot.size_bytes)
+            raise SpillError(f"no RAM to bring {size} back from the {self.name} tier ({fault})") from fault
+        with self._lock:
+            self._check_usable()
+            self._collect()
+            if slot.freed:
+                raise SpillError(f"a slot of the {self.name} tier was read after it was freed")
+            load.fault = slot.fault
+            at_once = slot.finished.is_set() and (load.fault is not None or not load.payload_bytes)
+            if not at_once:
+                if slot.finished.is_set():
+                    self._queue(load, self._reader)
+                else:
+                    slot.waiting.append(load)
+                self._count(load, slot)
+        if at_once:
+            self._end_read(load)
+        return load
+
+    def free(self, slot: Slot) -> None:
+        """See `SlowTier.free`. Freeing twice, or in another process, does nothing. Never blocks."""
+        self._freed.append(slot)
+
+    def drain(self) -> None:
+        """See `SlowTier.drain`."""
+        with self._idle:
+            self._idle.wait_for(lambda: not self._under_way or self._refusal is not None)
+            self._collect()
+
+    def close(self) -> None:
+        """See `SlowTier.close`. Closing twice does nothing."""
+        with self._idle:
+            self._refusal = self._refusal or f"the {self.name} tier is closed; make a new Budget"
+            self._idle.notify_all()
+        self._shut()
+
+    @property
+    def places_in_use(self) -> int:
+        """Slots whose place has not been given back."""
+        with self._lock:
+            self._collect()
+            return self._places_in_use
+
+    # How transfers go on. What says so runs under the lock.
+
+    def _check_usable(self) -> None:
+        if self._refusal is not None:
+            raise SpillError(self._refusal)
+
+    def _queue(self, transfer: Slot | Load, lane: Lane) -> None:
+        """Queue the parts of a transfer."""
+        starts = range(0, transfer.payload_bytes, PART_BYTES)
+        transfer.parts_left = len(starts)
+        for start in starts:
+            stop = min(start + PART_BYTES, transfer.payload_bytes)
+            lane.submit(functools.partial(self._run_part, transfer, start, stop))
+
+    def _count(self, transfer: Slot | Load, slot: Slot) -> None:
+        """A transfer of ``slot`` is under way. Under the lock, after `_queue`: see rule 5."""
+        slot.under_way.add(transfer)
+        self._under_way.add(transfer)
+
+    def _run_part(self, transfer: Slot | Load, start: int, stop: int, closing: bool) -> None:
+        pointless = isinstance(transfer, Slot) and transfer.freed and not transfer.waiting
+        if transfer.fault is None and not pointless:
+            with self._faults_of(transfer):
+                if closing:
+                    raise SpillError(f"the {self.name} tier was closed before a transfer ended")
+                if isinstance(transfer, Slot):
+                    self._store(transfer, start, stop)
+                else:
+                    self._fetch(transfer, start, stop)
+        with self._lock:
+            transfer.parts_left -= 1
+            if transfer.parts_left:
+                return
+        if isinstance(transfer, Slot):
+            self._end_write(transfer)
+        else:
+            self._end_read(transfer)
+
+    @contextlib.contextmanager
+    def _faults_of(self, transfer: Slot | Load) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as fault:  # whatever it is, it belongs to whoever waits for the transfer
+            error = fault if isinstance(fault, SpillError) else SpillError(self._explain(fault, transfer))
+            if error is not fault:
+                error.__cause__ = fault.with_traceback(None)
+            transfer.fault = error.with_traceback(None)
+
+    def _end_write(self, slot: Slot) -> None:
+        if slot.fault is None:
+            with self._faults_of(slot):
+                self._after_store(slot)
+        if slot.fault is None:
+            slot.unwritten = None
+        with self._lock:
+            slot.finished.set()
+            loads, slot.waiting = slot.waiting, []
+            self.written_bytes += slot.size_bytes if slot.fault is None else 0
+        for load in loads:
+            self._resume(load, slot.fault)
+        self._settle(slot, slot)
+
+    def _resume(self, load: Load, fault: SpillError | None) -> None:
+        """What ``load`` waited for is written, or cannot be."""
+        load.fault = fault
+        if fault is None and load.payload_bytes:
+            with self._lock, self._faults_of(load):
+                self._queue(load, self._reader)
+        if load.fault is not None or not load.payload_bytes:
+            self._end_read(load)
+
+    def _end_read(self, load: Load) -> None:
+        if load.fault is None:
+            with self._faults_of(load):
+                self._after_fetch(load)
+        load.finished.set()
+        with self._lock:
+            self.read_bytes += load.size_bytes if load.fault is None else 0
+        self._settle(load, load.slot)
+
+    def _settle(self, transfer: Slot | Load, slot: Slot) -> None:
+        """A transfer of ``slot`` has ended."""
+        with self._lock:
+            slot.under_way.discard(transfer)
+            self._give_back(slot)
+            self._collect()
+            self._under_way.discard(transfer)
+            if not self._under_way:
+                self._idle.notify_all()
+
+    def _collect(self) -> None:
+        """Look at the slots that were freed. Under the lock; see rule 2."""
+        while self._freed:
+            slot = self._freed.popleft()
+            slot.freed = True
+            self._give_back(slot)
+
+    def _give_back(self, slot: Slot) -> None:
+        if slot.freed and not slot.under_way and slot.place is not None:
+            self._release(slot)
+            slot.place = None
+            self._places_in_use -= 1
+
+    def abandon(self) -> None:
+        """In a child process: close what was inherited and refuse to be used. See NOTE [Fork] in `lanes.py`."""
+        self._make_locks()
+        self._freed = collections.deque(maxlen=0)  # what is freed here is the parent's
+        self._refusal = f"the {self.name} tier was made in another process; make a Budget in this one"
+        if self._shut.detach() is not None:
+            self._release_all()
+
+
+def _shut(lanes: tuple[Lane, ...], release_all: Callable[[], None]) -> None:
+    for lane in lanes:
+        lane.close()
+    release_all()
+
+
+def _after_fork_in_child() -> None:
+    for tier in list(_tiers):
+        tier.abandon()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,287 @@
+"""A temporary file as slower memory: unlinked, readable by its owner only, and read and written without the page cache.
+
+NOTE [Direct I/O without copies]
+Direct I/O wants memory, length and file offset aligned to blocks (512 bytes on most disks), and tensors are aligned to
+64. So the whole blocks inside a storage go straight from its memory to the file, and the less than one block before
+and after them stays in the slot as Python bytes. On the way back, memory is taken that begins at the same address
+modulo a block, so that the same whole blocks come straight to where they belong. What the file system's page cache
+would do instead: one more copy of every byte, and the bytes that were to leave RAM still in RAM.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import dataclasses
+import errno
+import fcntl
+import functools
+import logging
+import mmap
+import os
+import tempfile
+import warnings
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+from ebbtide.errors import SpillError
+from ebbtide.machine import TierKind
+from ebbtide.run.tiers.base import Load, QueuedTier, Slot
+from ebbtide.run.tiers.memory import CONGRUENCE_BYTES
+from ebbtide.units import format_bytes
+
+PLACE_ALIGNMENT_BYTES = 4096
+"""Places begin at multiples of this: the largest block that disks in use ask for."""
+READERS = 2
+"""With one, the disk waits while new memory is faulted in: two read 10 to 40 % faster here, a third adds nothing."""
+RAM_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}
+"""``f_type`` of statfs(2) for file systems that live in RAM."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(slots=True)
+class DiskPlace:
+    """Where a slot's bytes are: ``head``, then whole blocks in the file, then ``tail``.
+
+    Attributes:
+        offset_bytes, size_bytes: the place in the file.
+        head_bytes: how many bytes come before the first whole block.
+        checksums: of each part in the file, by where it starts, if wanted.
+    """
+
+    offset_bytes: int
+    size_bytes: int
+    head_bytes: int
+    head: bytes = b""
+    tail: bytes = b""
+    checksums: dict[int, int] = dataclasses.field(default_factory=dict)
+
+
+class Places:
+    """Places in a file: the smallest gap that fits, else the file grows. Neighbouring gaps are merged.
+
+    Attributes:
+        end_bytes: size that the file has needed so far.
+    """
+
+    def __init__(self) -> None:
+        self.end_bytes = 0
+        self._gaps: list[tuple[int, int]] = []  # (offset, size), ascending, never touching
+
+    def take(self, size_bytes: int) -> int:
+        """Offset of a place of ``size_bytes``, a multiple of `PLACE_ALIGNMENT_BYTES`."""
+        if size_bytes == 0:
+            return 0
+        fitting = [(size, offset) for offset, size in self._gaps if size >= size_bytes]
+        if fitting:
+            size, offset = min(fitting)
+            self._gaps.remove((offset, size))
+            if size > size_bytes:
+                bisect.insort(self._gaps, (offset + size_bytes, size - size_bytes))
+            return offset
+        offset = self.end_bytes
+        if self._gaps and sum(self._gaps[-1]) == offset:
+            offset = self._gaps.pop()[0]
+        self.end_bytes = offset + size_bytes
+        return offset
+
+    def give_back(self, offset_bytes: int, size_bytes: int) -> None:
+        """Make a place that was taken a gap again."""
+        if size_bytes == 0:
+            return
+        index = bisect.bisect(self._gaps, (offset_bytes, 0))
+        if index < len(self._gaps) and self._gaps[index][0] == offset_bytes + size_bytes:
+            size_bytes += self._gaps.pop(index)[1]
+        if index and sum(self._gaps[index - 1]) == offset_bytes:
+            index -= 1
+            offset_bytes, before = self._gaps.pop(index)
+            size_bytes += before
+        self._gaps.insert(index, (offset_bytes, size_bytes))
+
+
+class DiskTier(QueuedTier):
+    """A file in ``directory`` that is gone with the process.
+
+    Args:
+        directory: where the file is made.
+        checksum: whether to compare what comes back with what was written, by CRC-32.
+        name: how machines and plans name this tier.
+
+    Raises:
+        SpillError: if the directory is missing, is none, is not writable or is full.
+
+    Warns:
+        UserWarning: if the directory is in RAM, where moving tensors frees nothing.
+    """
+
+    kind: TierKind = "disk"
+
+    def __init__(self, directory: str | Path, *, checksum: bool = False, name: str = "disk") -> None:
+        self.directory = Path(directory)
+        self.checksum = checksum
+        _warn_if_ram(self.directory)
+        self._fd = open_unlinked(self.directory)
+        try:
+            self.block_bytes = switch_to_direct(self._fd)
+        except OSError as fault:
+            os.close(self._fd)
+            raise SpillError(f"spill directory {self.directory} cannot be used: {fault.strerror}") from fault
+        _log.info(
+            "spill file in %s: blocks of %d bytes%s", self.directory, self.block_bytes, _caching(self.block_bytes)
+        )
+        self.congruence_bytes = max(CONGRUENCE_BYTES, self.block_bytes)
+        self._places = Places()
+        super().__init__(name, readers=READERS, release_all=functools.partial(os.close, self._fd))
+
+    @property
+    def file_bytes(self) -> int:
+        """Size that the file has needed so far."""
+        return self._places.end_bytes
+
+    def _reserve(self, slot: Slot) -> None:
+        head_bytes = min(-slot.pointer % self.block_bytes, slot.size_bytes)
+        slot.payload_bytes = (slot.size_bytes - head_bytes) // self.block_bytes * self.block_bytes
+        size_bytes = -(-slot.payload_bytes // PLACE_ALIGNMENT_BYTES) * PLACE_ALIGNMENT_BYTES
+        slot.place = DiskPlace(self._places.take(size_bytes), size_bytes, head_bytes)
+
+    def _release(self, slot: Slot) -> None:
+        self._places.give_back(slot.place.offset_bytes, slot.place.size_bytes)
+
+    def _store(self, slot: Slot, start: int, stop: int) -> None:
+        place: DiskPlace = slot.place
+        view = _memory_view(slot.pointer + place.head_bytes + start, stop - start)
+        if self.checksum:
+            place.checksums[start] = zlib.crc32(view)
+        self._move(self._pwrite, view, place.offset_bytes + start)
+
+    def _fetch(self, load: Load, start: int, stop: int) -> None:
+        place: DiskPlace = load.slot.place
+        view = _memory_view(load.pointer + place.head_bytes + start, stop - start)
+        self._move(self._preadv, view, place.offset_bytes + start)
+        if self.checksum and zlib.crc32(view) != place.checksums[start]:
+            raise SpillError(
+                f"{format_bytes(stop - start)} came back from {self.directory} other than they were written; "
+                "check that disk, and choose another directory with spill=..."
+            )
+
+    def _after_store(self, slot: Slot) -> None:
+        place: DiskPlace = slot.place
+        end = place.head_bytes + slot.payload_bytes
+        place.head = ctypes.string_at(slot.pointer, place.head_bytes)
+        place.tail = ctypes.string_at(slot.pointer + end, slot.size_bytes - end)
+
+    def _after_fetch(self, load: Load) -> None:
+        place: DiskPlace = load.slot.place
+        ctypes.memmove(load.pointer, place.head, len(place.head))
+        ctypes.memmove(load.pointer + load.size_bytes - len(place.tail), place.tail, len(place.tail))
+
+    def _move(self, call: Callable[[int, memoryview, int], int], view: memoryview, offset_bytes: int) -> None:
+        """Read or write all of ``view``; the system may do less than it was asked to."""
+        done = 0
+        while done < len(view):
+            count = call(self._fd, view[done:], offset_bytes + done)
+            # After a short transfer, direct I/O can only go on at a whole block.
+            count -= count % self.block_bytes
+            if count <= 0:
+                raise SpillError(
+                    f"only {done} of {len(view)} bytes could be moved at offset {offset_bytes} of the spill file in "
+                    f"{self.directory}; check that disk, or choose another directory with spill=..."
+                )
+            done += count
+
+    def _pwrite(self, fd: int, view: memoryview, offset_bytes: int) -> int:
+        return os.pwrite(fd, view, offset_bytes)
+
+    def _preadv(self, fd: int, view: memoryview, offset_bytes: int) -> int:
+        return os.preadv(fd, [view], offset_bytes)
+
+    def _explain(self, fault: BaseException, transfer: Slot | Load) -> str:
+        size, doing = format_bytes(transfer.size_bytes), "writing" if isinstance(transfer, Slot) else "reading"
+        if isinstance(fault, OSError) and fault.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return (
+                f"spill directory {self.directory} is full ({fault.strerror}): {doing} a tensor of {size} failed, "
+                f"{format_bytes(free_bytes(self.directory))} are free; free some space there, choose another "
+                "directory with spill=..., or raise the budget"
+            )
+        text = fault.strerror if isinstance(fault, OSError) and fault.strerror else repr(fault)
+        return (
+            f"{doing} a tensor of {size} in spill directory {self.directory} failed: {text}; check that disk, or "
+            "choose another directory with spill=..."
+        )
+
+
+def open_unlinked(directory: Path) -> int:
+    """Descriptor of a new file in ``directory`` that has no name there.
+
+    Raises:
+        SpillError: if the directory is missing, is none, or no file can be made in it.
+    """
+    if not directory.exists():
+        raise SpillError(f"spill directory {directory} does not exist; make it, or choose another with spill=...")
+    if not directory.is_dir():
+        raise SpillError(f"spill directory {directory} is not a directory; choose one with spill=...")
+    try:
+        try:
+            return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as fault:
+            if fault.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT):
+                raise
+            _log.info("%s has no unnamed files (%s): a named one is made and unlinked", directory, fault.strerror)
+            fd, path = tempfile.mkstemp(prefix="ebbtide-", dir=directory)
+            os.unlink(path)
+            return fd
+    except OSError as fault:
+        raise SpillError(
+            f"spill directory {directory} is not writable ({fault.strerror}); choose another with spill=..."
+        ) from fault
+
+
+def switch_to_direct(fd: int) -> int:
+    """Switch a file to direct I/O and return the block size it wants: 1 if its file system refuses direct I/O.
+
+    Raises:
+        OSError: if nothing can be written for another reason.
+    """
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    with mmap.mmap(-1, 2 * PLACE_ALIGNMENT_BYTES) as page, memoryview(page) as view:
+        for block_bytes in (512, PLACE_ALIGNMENT_BYTES):
+            try:
+                fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+                with view[block_bytes : 2 * block_bytes] as block:
+                    os.pwrite(fd, block, block_bytes)
+                    os.preadv(fd, [block], block_bytes)
+                return block_bytes
+            except OSError as fault:
+                if fault.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                    raise
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+    return 1
+
+
+def free_bytes(directory: Path) -> int:
+    """Bytes that this user may still write in ``directory``."""
+    state = os.statvfs(directory)
+    return state.f_bavail * state.f_frsize
+
+
+def _caching(block_bytes: int) -> str:
+    return ", through the page cache (no direct I/O there)" if block_bytes == 1 else ", direct I/O"
+
+
+def _warn_if_ram(directory: Path) -> None:
+    state = ctypes.create_string_buffer(256)  # struct statfs is smaller, and begins with f_type as a C long
+    if ctypes.CDLL(None).statfs(os.fsencode(directory), state) != 0:
+        return  # `open_unlinked` says what is wrong with it
+    name = RAM_FILE_SYSTEMS.get(ctypes.c_long.from_buffer(state).value)
+    if name is not None:
+        warnings.warn(
+            f"spill directory {directory} is in RAM ({name}): moving tensors there frees no memory; "
+            "choose a directory on a disk with spill=...",
+            stacklevel=1,  # one place, so that Python shows it once
+        )
+
+
+def _memory_view(pointer: int, size_bytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * size_bytes).from_address(pointer)).cast("B")

@@ -1,0 +1,126 @@
+"""Worker threads behind a queue, made so that a fork can neither hang on them nor catch a transfer halfway.
+
+NOTE [Fork]
+1. Threads do not survive a fork: a child has the queue and the locks, but nobody who works on them. So in a child every
+   lane is closed, and the tiers refuse to be used (`base.py`).
+2. A direct read that is under way while the process forks may arrive in the child's copy of a page instead of the
+   parent's: open(2) forbids it. So a fork waits for the parts under way, and the workers stand still until it is over.
+   They are told by `_no_fork` besides their locks: who gives a lock back and takes it at once overtakes who waits.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+
+from ebbtide.errors import SpillError
+
+Job = Callable[[bool], None]
+"""Work for a lane. It is told whether the lane is closing, and then must only report that it was not done."""
+
+_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
+_fork_lock = threading.Lock()
+_no_fork = threading.Event()
+_no_fork.set()
+_held_gates: list[threading.Lock] = []
+
+
+class Lane:
+    """A queue that is worked off in order by daemon threads, which start with the first job.
+
+    Args:
+        name: name of the threads.
+        workers: how many; with one, jobs run strictly one after another.
+    """
+
+    def __init__(self, name: str, workers: int) -> None:
+        self._name = name
+        self._workers = workers
+        self._reset()
+        _lanes.add(self)
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._gates: list[threading.Lock] = []
+        self._closing = False
+
+    def submit(self, job: Job) -> None:
+        """Queue a job. Raises `SpillError` if the lane is closed."""
+        with self._lock:
+            if self._closing:
+                raise SpillError("a transfer was asked for after the spill was closed")
+            if not self._threads:
+                self._start()
+            self._jobs.put(job)
+
+    def close(self) -> None:
+        """Tell the jobs that still wait that they will not be done, and join the threads."""
+        with self._lock:
+            self._closing = True
+            threads, self._threads = self._threads, []
+            for _ in threads:
+                self._jobs.put(None)
+        for thread in threads:
+            # The last reference to a tier may die in one of its own workers.
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def _start(self) -> None:
+        for _ in range(self._workers):
+            gate = threading.Lock()
+            thread = threading.Thread(target=self._work, args=(gate,), name=self._name, daemon=True)
+            self._gates.append(gate)
+            self._threads.append(thread)
+            thread.start()
+
+    def _work(self, gate: threading.Lock) -> None:
+        while (job := self._jobs.get()) is not None:
+            _no_fork.wait()
+            with gate:
+                job(self._closing)
+            # Otherwise the job, and with it the tier, would live until the next one comes.
+            del job
+
+    @property
+    def gates(self) -> tuple[threading.Lock, ...]:
+        """One lock for each thread, held while a job runs."""
+        return tuple(self._gates)
+
+    def abandon(self) -> None:
+        """Forget the threads of another process, and never start new ones."""
+        self._reset()
+        self._closing = True
+
+
+def _before_fork() -> None:
+    _fork_lock.acquire()
+    _no_fork.clear()
+    for lane in list(_lanes):
+        for gate in lane.gates:
+            gate.acquire()
+            _held_gates.append(gate)
+
+
+def _after_fork_in_parent() -> None:
+    while _held_gates:
+        _held_gates.pop().release()
+    _no_fork.set()
+    _fork_lock.release()
+
+
+def _after_fork_in_child() -> None:
+    global _no_fork
+    _held_gates.clear()
+    _no_fork = threading.Event()  # a thread of the parent may have held the old one's lock
+    _no_fork.set()
+    _fork_lock.release()
+    for lane in list(_lanes):
+        lane.abandon()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

@@ -1,0 +1,60 @@
+"""The verify step: every value that a plan computes again is kept as well, compared bit for bit, and the truth is used.
+
+A kernel that the recorder could not see (one that fills memory behind ATen's back, one that is not deterministic) can
+so cost speed, never correctness: what differs is banned from being computed again.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ebbtide.run.holdings import Holding
+from ebbtide.run.recipes import Recipe
+from ebbtide.run.tiers import SlowTier
+
+
+class _Witness(Recipe):
+    """Stands in a holding for a recipe: brings the true value back, computes it again, compares."""
+
+    __slots__ = ("_recipe", "_true", "_truth")
+
+    def __init__(self, truth: Truth, recipe: Recipe, true: Holding) -> None:
+        self._truth = truth
+        self._recipe = recipe
+        self._true = true
+
+    def replay(self) -> torch.Tensor:
+        true = self._true.arrive()
+        try:
+            again = self._recipe.replay()
+            same = torch.equal(_bytes(true), _bytes(again))
+        except Exception:  # whatever the reason: what cannot be computed again here is never computed again
+            same = False
+        if not same:
+            self._truth.differing.add(self._recipe.target)
+        return true
+
+
+class Truth:
+    """Collects what the verify step finds.
+
+    Attributes:
+        differing: values whose recomputation is not bit for bit what the forward pass made.
+    """
+
+    def __init__(self) -> None:
+        self.differing: set[int] = set()
+
+    def watch(self, holding: Holding, recipe: Recipe, tier: SlowTier) -> None:
+        """Keep the true value of ``holding`` in ``tier`` and compare it when it is asked for."""
+        true = Holding()
+        assert holding.tensor is not None
+        true.fill(holding.tensor)
+        true.send(tier)
+        true.release()
+        holding.recipe = _Witness(self, recipe, true)
+        holding.drop()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())  # type: ignore[call-overload,no-any-return]

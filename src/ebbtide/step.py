@@ -1,0 +1,284 @@
+"""What was observed of one training step: ops, values, saved tensors, absences. Plain records, no torch.
+
+NOTE [The clock]
+Ops are numbered in program order; an op's index is its *tick*. Autograd's saves ("pack") and requests ("unpack") are
+*events*; ``Event.tick`` is the number of ops that ran before it, so an event of tick ``t`` happens just before op
+``t``. Ops and events together, in order, are the *moments* of a step:
+
+    moment of op k    = k + number of events with tick <= k
+    moment of event j = j + events[j].tick
+
+A storage occupies memory during the moments ``[born, dies)``, ``born`` being the moment of the op that made it.
+Whatever a plan does "at tick t" happens at the last event whose tick is ``t``, just before op ``t`` runs.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import gzip
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+from ebbtide.errors import RecordError
+
+FORMAT = "ebbtide-step"
+VERSION = 1
+
+Phase = Literal["forward", "backward"]
+Replay = Literal["pure", "in_place", "batch_norm", "view", "random", "opaque"]
+EventKind = Literal["pack", "unpack"]
+
+EXTERNAL = -1
+"""`Value.maker` of a value that no op of the step made: a parameter, a buffer, an input."""
+NEVER = -1
+"""`Value.exclusive` of a value that something besides autograd holds for as long as it lives."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Op:
+    """One ATen call.
+
+    Attributes:
+        name: qualified name, as in ``aten.convolution.default``.
+        inputs: values read, in argument order, each once.
+        outputs: values made: new storages, and new versions of storages written in place. Views make no value.
+        mutated: pairs ``(old, new)`` of values for each storage written in place.
+        duration_seconds: time until the next op could start, without the observer's own work.
+        workspace_bytes: memory taken inside the op and given back before it ended, as the system sees it.
+        replay: how the op can be run again: ``pure`` as it is; ``in_place`` on a fresh copy; ``batch_norm`` without
+            touching running statistics; ``view`` makes no value; ``random`` and ``opaque`` never.
+        phase: ``backward`` if the op ran inside a backward pass.
+        module: path of the module it belongs to, as in ``ResNet.body.3.conv1``; empty if unknown.
+    """
+
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    mutated: tuple[tuple[int, int], ...] = ()
+    duration_seconds: float = 0.0
+    workspace_bytes: int = 0
+    replay: Replay = "opaque"
+    phase: Phase = "forward"
+    module: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Value:
+    """One version of one storage.
+
+    Attributes:
+        size_bytes: bytes of the storage.
+        storage: number of the storage; versions of one storage share it, and its bytes count once.
+        maker: tick of the op that made this version, or `EXTERNAL`.
+        uses: ticks of the ops that read it, ascending.
+        dies: moment from which the storage is gone; the number of moments if it outlives the step.
+        exclusive: moment from which nothing but autograd's saved tensors holds the storage, or `NEVER`.
+    """
+
+    size_bytes: int
+    storage: int
+    maker: int
+    uses: tuple[int, ...]
+    dies: int
+    exclusive: int = NEVER
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Saved:
+    """One tensor that autograd saved, in the order of saving: a view of a value.
+
+    Attributes:
+        value: the value it shows.
+        dtype: as in ``float32``.
+        shape: sizes, elements.
+        stride: strides, elements.
+        offset: storage offset, elements.
+        unpacked: moments at which autograd asked for it, ascending.
+    """
+
+    value: int
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    unpacked: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Event:
+    """A save ("pack") or a request ("unpack") of saved tensor number ``saved``, after ``tick`` ops."""
+
+    kind: EventKind
+    tick: int
+    saved: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Absence:
+    """A gap in which nothing but autograd holds a value and nothing needs it.
+
+    This is read as: value ``value`` may leave at any event at or after moment ``opens`` and must be there again at
+    moment ``closes``, the event at which autograd asks for it.
+    """
+
+    value: int
+    opens: int
+    closes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """One observed training step. See NOTE [The clock].
+
+    Attributes:
+        ops, values, saved, events: the records described above.
+        absences: the gaps that a plan decides about, ordered by value.
+        device: the training device's type, ``cpu`` or ``cuda``.
+    """
+
+    ops: tuple[Op, ...]
+    values: tuple[Value, ...]
+    saved: tuple[Saved, ...]
+    events: tuple[Event, ...]
+    absences: tuple[Absence, ...]
+    device: str = "cpu"
+
+    @property
+    def moments(self) -> int:
+        """Number of moments: ops and events together."""
+        return len(self.ops) + len(self.events)
+
+    @property
+    def resting_bytes(self) -> int:
+        """Bytes of the storages that the step touches but did not make."""
+        sizes = {value.storage: value.size_bytes for value in self.values if value.maker == EXTERNAL}
+        return sum(sizes.values())
+
+    @property
+    def plain_seconds(self) -> float:
+        """Duration of the step without a plan: the sum over its ops."""
+        return math.fsum(op.duration_seconds for op in self.ops)
+
+    def op_moments(self) -> list[int]:
+        """Moment of each op, by tick."""
+        ticks = [event.tick for event in self.events]
+        return [tick + bisect.bisect_right(ticks, tick) for tick in range(len(self.ops))]
+
+    def event_moments(self) -> list[int]:
+        """Moment of each event, by index."""
+        return [index + event.tick for index, event in enumerate(self.events)]
+
+    def save(self, path: str | Path) -> None:
+        """Write the step as JSON; gzip-compressed if the name ends in ``.gz``."""
+        write_json(path, self.document())
+
+    def document(self) -> dict[str, Any]:
+        """The step as what its JSON says."""
+        columns = {name: _columns(getattr(self, name)) for name in _RECORDS}
+        return {"format": FORMAT, "version": VERSION, "device": self.device, **columns}
+
+    @classmethod
+    def load(cls, path: str | Path) -> Step:
+        """Read a step that `save` wrote.
+
+        Raises:
+            RecordError: if the file is missing, malformed, of another version, or describes an impossible step.
+        """
+        return cls.from_document(read_json(path, FORMAT, VERSION), str(path))
+
+    @classmethod
+    def from_document(cls, document: dict[str, Any], name: str) -> Step:
+        """The step that `document` described; ``name`` is what errors call it. Raises `RecordError` as `load`."""
+        check_document(document, name, FORMAT, VERSION)
+        try:
+            parts = {part: tuple(_rows(kind, document[part])) for part, kind in _RECORDS.items()}
+            step = cls(device=str(document["device"]), **parts)
+        except (KeyError, TypeError, ValueError) as fault:
+            raise RecordError(f"{name}: not a whole step: {fault!r}; observe the step again") from fault
+        check_step(step, name)
+        return step
+
+
+_RECORDS: dict[str, type] = {"ops": Op, "values": Value, "saved": Saved, "events": Event, "absences": Absence}
+
+
+def check_step(step: Step, name: str = "step") -> None:
+    """Check that a step can have happened.
+
+    Raises:
+        RecordError: naming the first record that cannot be.
+    """
+    count, moments = len(step.ops), step.moments
+    for tick, op in enumerate(step.ops):
+        if not (math.isfinite(op.duration_seconds) and op.duration_seconds >= 0):
+            raise RecordError(f"{name}: op {tick} ({op.name}) has duration {op.duration_seconds}; it must be >= 0")
+        if op.workspace_bytes < 0:
+            raise RecordError(f"{name}: op {tick} ({op.name}) has a negative workspace")
+        for named in (*op.inputs, *op.outputs):
+            if not 0 <= named < len(step.values):
+                raise RecordError(f"{name}: op {tick} ({op.name}) names value {named}, which does not exist")
+    for number, value in enumerate(step.values):
+        if value.size_bytes < 0 or not EXTERNAL <= value.maker < count or not 0 <= value.dies <= moments:
+            raise RecordError(f"{name}: value {number} is impossible: {value}")
+    for number, saved in enumerate(step.saved):
+        if not 0 <= saved.value < len(step.values):
+            raise RecordError(f"{name}: saved tensor {number} names value {saved.value}, which does not exist")
+    last = 0
+    for number, event in enumerate(step.events):
+        if not last <= event.tick <= count or not 0 <= event.saved < len(step.saved):
+            raise RecordError(f"{name}: event {number} is impossible: {event}")
+        last = event.tick
+    for number, absence in enumerate(step.absences):
+        if not 0 <= absence.value < len(step.values) or not 0 <= absence.opens < absence.closes < moments:
+            raise RecordError(f"{name}: absence {number} is impossible: {absence}")
+
+
+def _columns(records: Iterable[Any]) -> dict[str, list[Any]]:
+    """Records as columns, which keeps the file small: the field names stand once."""
+    rows = [dataclasses.astuple(record) for record in records]
+    return {"rows": [list(row) for row in rows]}
+
+
+def _rows(kind: type, columns: dict[str, list[Any]]) -> Iterable[Any]:
+    for row in columns["rows"]:
+        yield kind(*[_frozen(item) for item in row])
+
+
+def _frozen(item: Any) -> Any:
+    return tuple(_frozen(part) for part in item) if isinstance(item, list) else item
+
+
+def write_json(path: str | Path, document: dict[str, Any]) -> None:
+    """Write ``document`` as compact JSON; gzip-compressed if the name ends in ``.gz``."""
+    data = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+    Path(path).write_bytes(gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data)
+
+
+def read_json(path: str | Path, format_name: str, version: int) -> dict[str, Any]:
+    """Read a JSON document of ours.
+
+    Raises:
+        RecordError: if it is missing, malformed, of another kind or of another version.
+    """
+    try:
+        data = Path(path).read_bytes()
+        document = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+    except OSError as fault:
+        raise RecordError(f"{path}: cannot be read: {fault.strerror or fault}") from fault
+    except (ValueError, EOFError) as fault:
+        raise RecordError(f"{path}: not JSON, or cut short: {fault}") from fault
+    check_document(document, str(path), format_name, version)
+    return document  # type: ignore[no-any-return]
+
+
+def check_document(document: Any, name: str, format_name: str, version: int) -> None:
+    """Check that ``document`` says of itself that it is of this format and version. Raises `RecordError` if not."""
+    if not isinstance(document, dict) or document.get("format") != format_name:
+        raise RecordError(f"{name}: not a file of kind {format_name}")
+    if document.get("version") != version:
+        found = document.get("version")
+        raise RecordError(f"{name}: version {found}, but this ebbtide reads version {version}; make it again")

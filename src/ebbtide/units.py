@@ -1,0 +1,77 @@
+"""Bytes and seconds for people: parse ``"6GiB"``, print ``6.0 GiB``."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
+_PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*%\s*")
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes meant by ``size``: a positive integer, or a string such as ``"6GiB"``, ``"750 MB"``.
+
+    Raises:
+        ValueError: if ``size`` is not a positive size that can be read.
+    """
+    if isinstance(size, bool) or not isinstance(size, (int, str)):
+        raise ValueError(f'a size is bytes as an int or a string such as "6GiB", not {size!r}')
+    if isinstance(size, int):
+        count = size
+    else:
+        match = _SIZE.fullmatch(size)
+        if match is None or match[2].lower() not in _UNITS:
+            raise ValueError(f'cannot read {size!r} as a size; write bytes, "512MiB", "6GiB" or "1.5GB"')
+        count = int(float(match[1]) * _UNITS[match[2].lower()])
+    if count <= 0:
+        raise ValueError(f"a size must be positive, not {size!r}")
+    return count
+
+
+def parse_fraction(text: str) -> float | None:
+    """The fraction meant by ``"50%"``, or None if ``text`` is no percentage.
+
+    Raises:
+        ValueError: if the percentage is not above 0.
+    """
+    match = _PERCENT.fullmatch(text)
+    if match is None:
+        return None
+    fraction = float(match[1]) / 100
+    if fraction <= 0:
+        raise ValueError(f"a budget must be above 0 %, not {text!r}")
+    return fraction
+
+
+def format_bytes(count: float) -> str:
+    """``count`` bytes with a binary unit and three or four significant digits, as in ``6.25 GiB``."""
+    sign = "-" if count < 0 else ""
+    size = abs(float(count))
+    if size < 1024:
+        return f"{sign}{size:.0f} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        size /= 1024
+        if size < 1024 or unit == "TiB":
+            return f"{sign}{size:.{2 if size < 10 else 1 if size < 100 else 0}f} {unit}"
+    raise AssertionError
+
+
+def format_seconds(seconds: float) -> str:
+    """``seconds`` with a fitting unit, as in ``1.32 s``, ``45.1 ms``, ``12 us``."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e6:.0f} us"

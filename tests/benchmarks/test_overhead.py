@@ -1,0 +1,77 @@
+"""The benchmark's peers compute the same gradients in less memory, and its records become a table."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from benchmarks.methods import make_method
+from benchmarks.overhead import Record, table_of
+from benchmarks.worker import Worker
+from ebbtide.demo.workloads import make_workload
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "disk-hook"])
+def test_peers(name: str, tmp_path: Path) -> None:
+    workload = make_workload("gpt2", batch_size=1)
+    plain = Worker(workload, make_method("plain", workload, limit_bytes=None, spill=None)).count()
+    method = make_method(name, workload, limit_bytes=None, spill=str(tmp_path))
+    worker = Worker(workload, method)
+    with contextlib.closing(method):
+        assert worker.settle() == {"unreachable": None}
+        assert worker.compare() == {"gradients_identical": True, "buffers_identical": True}
+        counted = worker.count()
+        assert worker.step(0)["seconds"] > 0
+    assert counted["resting_bytes"] == plain["resting_bytes"]
+    assert counted["peak_bytes"] < plain["peak_bytes"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_budget_that_cannot_be_met_is_an_answer(tmp_path: Path) -> None:
+    workload = make_workload("gpt2", batch_size=1)
+    method = make_method("ebbtide", workload, limit_bytes=2**20, spill=str(tmp_path))
+    with contextlib.closing(method):
+        assert Worker(workload, method).settle()["unreachable"] > 2**20
+
+
+def test_an_unknown_method_is_an_error() -> None:
+    workload = make_workload("gpt2", batch_size=1)
+    with pytest.raises(ValueError, match="no method 'magic'"):
+        make_method("magic", workload, limit_bytes=None, spill=None)
+
+
+def test_table() -> None:
+    record = Record(
+        model="gpt2",
+        method="ebbtide",
+        fraction=0.5,
+        limit_bytes=600,
+        least_reachable_bytes=None,
+        resting_bytes=100,
+        plain_peak_bytes=1100,
+        peak_bytes=590,
+        predicted_peak_bytes=590,
+        plain_rss_bytes=1000,
+        rss_bytes=510,
+        plain_default_seconds=1.1,
+        plain_tuned_seconds=1.0,
+        plain_seconds=1.0,
+        seconds=1.02,
+        predicted_seconds=1.01,
+        ratio=1.02,
+        bound=None,
+        gradients_identical=True,
+        buffers_identical=True,
+        all_seconds=[1.02],
+    )
+    columns = table_of([record]).columns
+    assert [str(next(iter(column.cells))) for column in columns][:6] == [
+        "gpt2",
+        "ebbtide",
+        "50%",
+        "600 B",
+        "590 B",
+        "49%",
+    ]

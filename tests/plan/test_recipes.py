@@ -1,0 +1,90 @@
+"""Which values can be computed again, and from what."""
+
+from __future__ import annotations
+
+import pytest
+
+from ebbtide.plan import find_recipes
+from ebbtide.step import Replay, Step
+from tests.plan.random_steps import KIB, Tape
+
+
+def saved_chain(*replays: Replay, save_all: bool = False) -> Step:
+    """A chain of ops of which the last result is saved (or all are), with an absence at the turn."""
+    tape = Tape()
+    value = tape.external(64 * KIB)
+    numbers = []
+    for place, replay in enumerate(replays):
+        writes = value if replay == "in_place" else None
+        value = tape.op([value], [] if writes is not None else [64 * KIB], writes=writes, replay=replay)[-1]
+        if save_all or place == len(replays) - 1:
+            numbers = [*numbers, tape.pack(value)]
+    tape.op(tape.op([value], [KIB], replay="opaque"), [KIB], replay="opaque")
+    for number in reversed(numbers):
+        tape.unpack(number)
+        tape.op([tape.saved[number][0]], [KIB], phase="backward")
+    return tape.step()
+
+
+def test_goes_back_to_the_external_value() -> None:
+    assert find_recipes(saved_chain("pure", "pure", "pure")) == [(0, 1, 2)]
+
+
+def test_stops_at_saved_values() -> None:
+    assert find_recipes(saved_chain("pure", "pure", "pure", save_all=True)) == [(0,), (1,), (2,)]
+
+
+@pytest.mark.parametrize("replay", ["random", "opaque", "view"])
+def test_never_through_what_cannot_be_replayed(replay: Replay) -> None:
+    assert find_recipes(saved_chain("pure", replay, "pure")) == [None]
+
+
+def test_follows_versions_written_in_place() -> None:
+    assert find_recipes(saved_chain("pure", "in_place", "pure", "in_place")) == [(0, 1, 2, 3)]
+
+
+def test_long_recipes_are_not_worth_it() -> None:
+    assert find_recipes(saved_chain(*["pure"] * 12)) == [tuple(range(12))]
+    assert find_recipes(saved_chain(*["pure"] * 13)) == [None]
+
+
+def test_banned_values_are_made_neither_for_themselves_nor_on_the_way() -> None:
+    step = saved_chain("pure", "pure", save_all=True)
+    assert find_recipes(step, {0}) == [None, (1,)]
+    assert find_recipes(step, {0, 1}) == [None, None]
+
+
+def test_batch_norm_leaves_its_statistics_alone() -> None:
+    tape = Tape()
+    x, statistics = tape.external(64 * KIB), tape.external(KIB)
+    y = tape.op([x, statistics], [64 * KIB], writes=statistics, replay="batch_norm")[0]
+    saved = tape.pack(y)
+    tape.op(tape.op([y], [KIB]), [KIB])
+    tape.unpack(saved)
+    tape.op([y], [KIB], phase="backward")
+    assert find_recipes(tape.step()) == [(0,)]
+
+
+def test_leaf_saved_after_the_value_is_made_on_the_way() -> None:
+    tape = Tape()
+    x = tape.external(64 * KIB)
+    (a,) = tape.op([x], [64 * KIB])
+    (b,) = tape.op([a], [64 * KIB])
+    saved_b = tape.pack(b)
+    saved_a = tape.pack(a)
+    tape.op(tape.op([b], [KIB]), [KIB])
+    for saved, value in ((saved_b, b), (saved_a, a)):
+        tape.unpack(saved)
+        tape.op([value], [KIB], phase="backward")
+    assert find_recipes(tape.step()) == [(0,), (0, 1)]
+
+
+def test_ops_of_the_backward_pass_are_not_replayed() -> None:
+    tape = Tape()
+    x = tape.external(64 * KIB)
+    (a,) = tape.op([x], [64 * KIB], phase="backward")
+    saved = tape.pack(a)
+    tape.op(tape.op([a], [KIB], phase="backward"), [KIB], phase="backward")
+    tape.unpack(saved)
+    tape.op([a], [KIB], phase="backward")
+    assert find_recipes(tape.step()) == [None]

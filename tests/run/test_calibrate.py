@@ -1,0 +1,140 @@
+"""Calibration: links that can be believed, in bounded time, and remembered."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from ebbtide.errors import SpillError
+from ebbtide.machine import Link, Machine, Tier, check_machine
+from ebbtide.run import calibrate as module
+from ebbtide.run.calibrate import FREE_BYTES, calibrate, machine_for
+from ebbtide.run.tiers.disk import DiskTier
+
+MADE_UP = Machine(
+    name="made up",
+    fast="ram",
+    tiers=(Tier("ram", "device"), Tier("disk", "disk")),
+    links=(Link("ram", "disk", 1e-4, 2e9, 1e9, 0.1), Link("disk", "ram", 1e-4, 1e9, 1e9, 0.1)),
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "ebbtide"
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replaces the measurement; holds a word for each time that it was made."""
+    made: list[str] = []
+
+    def measure(tier: DiskTier, report: module.Progress) -> tuple[Link, ...]:
+        made.append(tier.name)
+        return MADE_UP.links
+
+    monkeypatch.setattr(module, "_measure", measure)
+    return made
+
+
+def test_measures_this_machine(tmp_path: Path) -> None:
+    steps: list[tuple[float, str]] = []
+    generator = torch.get_rng_state()
+    machine = calibrate(tmp_path, progress=lambda done, doing: steps.append((done, doing)))
+    check_machine(machine)
+    assert machine.fast == "ram"
+    assert [tier.kind for tier in machine.slow_tiers()] == ["disk"]
+    for link in (machine.link("ram", "disk"), machine.link("disk", "ram")):
+        assert 0 < link.latency_seconds < 0.1
+        assert 1e6 < link.duplex_bytes_per_second <= link.bandwidth_bytes_per_second < 1e12
+        assert 0 <= link.compute_slowdown < 1
+    assert [done for done, _ in steps] == sorted(done for done, _ in steps)
+    assert steps[-1] == (1.0, "done")
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert machine_for(tmp_path) == machine
+
+
+def test_a_slow_disk_takes_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rate = 50e6
+    write, read = DiskTier._pwrite, DiskTier._preadv
+
+    def slow_write(self: DiskTier, fd: int, view: memoryview, offset_bytes: int) -> int:
+        time.sleep(len(view) / rate)
+        return write(self, fd, view, offset_bytes)
+
+    def slow_read(self: DiskTier, fd: int, view: memoryview, offset_bytes: int) -> int:
+        time.sleep(len(view) / rate)
+        return read(self, fd, view, offset_bytes)
+
+    monkeypatch.setattr(DiskTier, "_pwrite", slow_write)
+    monkeypatch.setattr(DiskTier, "_preadv", slow_read)
+    start = time.perf_counter()
+    machine = calibrate(tmp_path)
+    assert time.perf_counter() - start < 8  # 3 s on a machine with nothing else to do
+    for link in machine.links:
+        assert 0.5 * rate < link.bandwidth_bytes_per_second < 1.1 * rate
+
+
+def test_slope_finds_the_rate_behind_the_latency() -> None:
+    sizes = [1 << 20, 4 << 20, 16 << 20]
+    assert module._slope({size: 2e-3 + size / 1.5e9 for size in sizes}, 2e-3) == pytest.approx(1.5e9)
+    assert math.isfinite(module._slope({1 << 20: 1e-4}, 1e-3))
+
+
+def test_remembered_by_directory(tmp_path: Path, quick: list[str], cache: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    for spill in (first, first, second, tmp_path / "second" / ".." / "first"):
+        assert machine_for(spill).links == MADE_UP.links
+    assert len(quick) == 2
+    assert len(list(cache.iterdir())) == 2
+
+
+@pytest.mark.parametrize("content", ["", "{", json.dumps({"format": "ebbtide-machine", "version": 0})])
+def test_a_broken_cache_is_made_again(
+    tmp_path: Path, quick: list[str], cache: Path, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine_for(tmp_path)
+    (file,) = cache.iterdir()
+    file.write_text(content)
+    assert machine_for(tmp_path).links == MADE_UP.links
+    assert len(quick) == 2
+    assert "calibrating again" in caplog.text
+    assert Machine.load(file).links == MADE_UP.links
+
+
+def test_a_cache_that_cannot_be_written(
+    tmp_path: Path, quick: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc")
+    assert machine_for(tmp_path).links == MADE_UP.links
+    assert "is not remembered" in caplog.text
+
+
+def test_too_little_space(tmp_path: Path, quick: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "free_bytes", lambda directory: FREE_BYTES - 1)
+    with pytest.raises(SpillError, match="has 256 MiB free, and calibrating needs 256 MiB"):
+        calibrate(tmp_path)
+    assert not quick
+
+
+def test_a_missing_directory(tmp_path: Path) -> None:
+    for make in (machine_for, calibrate):
+        with pytest.raises(SpillError, match="nowhere does not exist"):
+            make(tmp_path / "nowhere")
+
+
+def test_a_fault_of_the_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: DiskTier, fd: int, view: memoryview, offset_bytes: int) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(DiskTier, "_preadv", fail)
+    with pytest.raises(SpillError, match="Input/output error"):
+        calibrate(tmp_path)

@@ -1,0 +1,144 @@
+"""Every program gives bit for bit the numbers of plain PyTorch under every budget, and keeps to the budget."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import ebbtide
+import tests.run.programs_rare  # noqa: F401  (registers its programs)
+from ebbtide.decisions import Offload, Recompute
+from ebbtide.machine import Machine
+from tests.run.harness import (
+    FAST_DISK,
+    METERED,
+    SLOW_DISK,
+    Guard,
+    Program,
+    Record,
+    compare,
+    identical,
+    run_plain,
+    run_within,
+)
+from tests.run.programs import PROGRAMS, Chain
+
+pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
+
+CASES = {
+    "fast-90": ("90%", FAST_DISK),
+    "fast-60": ("60%", FAST_DISK),
+    "fast-40": ("40%", FAST_DISK),
+    "slow-60": ("60%", SLOW_DISK),
+    "slow-40": ("40%", SLOW_DISK),
+}
+
+
+@functools.cache
+def plain(kind: type[Program]) -> list[Record]:
+    """The records of a plain run, made once."""
+    return run_plain(kind)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_are_deterministic(name: str) -> None:
+    for index, record in enumerate(run_plain(PROGRAMS[name])):
+        compare(plain(PROGRAMS[name])[index], record, f"step {index}")
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_identical_to_plain(name: str, case: str, tmp_path: Path) -> None:
+    kind = PROGRAMS[name]
+    limit, machine = CASES[case]
+    trial = run_within(kind, plain(kind), limit, machine, tmp_path)
+    if kind.steady:
+        expected = "planned" if trial.plan is not None and trial.plan.binds else "idle"
+        assert [trial.states[index] for index in METERED] == [expected] * len(METERED), trial.states
+    if case == "fast-40" and kind.offloads:
+        assert any(isinstance(decision, Offload) for decision in trial.decisions)
+    if case == "slow-40" and kind.recomputes:
+        assert any(isinstance(decision, Recompute) for decision in trial.decisions)
+
+
+class _Forbidden(Chain):
+    """Writes over an activation that the backward pass needs: PyTorch refuses, and so must we."""
+
+    steady = False
+
+    def compute(self, index: int, guard: Guard) -> Record:
+        with guard():
+            h = self.model[:4](self.data(index, 256, 64)).sigmoid()
+            loss = self.model[4:](h).square().mean()
+            if index % 2:
+                h.add_(1)
+                with pytest.raises(RuntimeError, match=r"modified by an inplace operation|changed in place"):
+                    loss.backward()
+                self.optimizer.zero_grad()
+            else:
+                loss.backward()
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["fast", "slow"])
+@pytest.mark.parametrize("limit", ["90%", "60%"])
+def test_a_forbidden_in_place_op_is_still_refused(limit: str, machine: Machine, tmp_path: Path) -> None:
+    run_within(_Forbidden, run_plain(_Forbidden), limit, machine, tmp_path)
+
+
+def test_a_budget_that_does_not_bind_changes_nothing(tmp_path: Path) -> None:
+    trial = run_within(Chain, run_plain(Chain), "100%", FAST_DISK, tmp_path)
+    assert trial.plan is not None
+    assert not trial.plan.binds
+
+
+def test_limits_in_bytes_and_percent_agree(tmp_path: Path) -> None:
+    half = run_within(Chain, run_plain(Chain), "60%", FAST_DISK, tmp_path)
+    same = run_within(Chain, run_plain(Chain), half.limit_bytes, FAST_DISK, tmp_path)
+    assert half.plan is not None
+    assert same.plan is not None
+    assert half.limit_bytes == same.limit_bytes == int(0.6 * half.plan.plain_peak_bytes)
+    assert half.plan.peak_bytes == same.plan.peak_bytes
+
+
+@pytest.mark.parametrize("options", [{"verify": False}, {"checksum": True}, {"tune_allocator": False}], ids=str)
+def test_options_change_no_numbers(options: dict[str, bool], tmp_path: Path) -> None:
+    kind = PROGRAMS["ConvolutionalNet"]
+    program = kind()
+    with ebbtide.Budget("60%", spill=tmp_path, machine=FAST_DISK, **options) as memory:
+        for index, record in enumerate(plain(kind)):
+            compare(record, program.run(index, memory.step), f"step {index}")
+
+
+def test_two_budgets_take_turns(tmp_path: Path) -> None:
+    first, second = Chain(0), Chain(1)
+    expected = [run_plain(Chain), run_plain(lambda: Chain(1))]
+    with (
+        ebbtide.Budget("60%", spill=tmp_path, machine=FAST_DISK) as one,
+        ebbtide.Budget("70%", spill=tmp_path, machine=SLOW_DISK) as two,
+    ):
+        for index in range(len(expected[0])):
+            found = first.run(index, one.step), second.run(index, two.step)
+            for record, program in zip(found, expected, strict=True):
+                without_random = {k: v for k, v in program[index].items() if k != "random state"}
+                compare(without_random, {k: v for k, v in record.items() if k != "random state"}, f"step {index}")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.zeros(3), torch.zeros(3, dtype=torch.float64)),
+        (torch.zeros(3), torch.zeros(3, 1)),
+        (torch.tensor([0.0]), torch.tensor([-0.0])),
+        (torch.tensor(1.0 + 0j), torch.tensor(1.0 + 1e-7j)),
+        (torch.eye(2).to_sparse(), 2 * torch.eye(2).to_sparse()),
+    ],
+    ids=["type", "shape", "sign of zero", "complex", "sparse"],
+)
+def test_the_comparison_sees_a_difference(one: Tensor, other: Tensor) -> None:
+    assert identical(one, one.clone())
+    assert not identical(one, other)

@@ -1,0 +1,239 @@
+"""Random programs under random budgets on random machines, bit for bit as in plain PyTorch.
+
+A failing program is printed as source text; paste it into `PASTED` to keep it as a regression test. The environment
+variable EBBTIDE_HYPOTHESIS=long tries many more.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests.run.harness import Guard, Program, Record, machine_with_disk, run_plain, run_within
+
+pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
+
+MAX_ELEMENTS = 40_000
+
+PIECES = [
+    "{t} = F.linear({a}, w0, b0)",
+    "{t} = {a} @ w1",
+    "{t} = {a} @ {b}.transpose(-1, -2) / 10",
+    "{t} = {a}.reshape(128, 96)",
+    "{t} = {a}.view(16, 8, 8, 12)",
+    "{t} = F.conv2d({a}, kernel, padding=1)",
+    "{t} = F.batch_norm({a}, mean, variance, gain, bias, training=True)",
+    "{t} = F.layer_norm({a}, {a}.shape[-1:])",
+    "{t} = F.layer_norm({a}, (96,), b0, b1)",
+    "{t} = F.group_norm({a}, 4, gain, bias)",
+    "{t} = F.relu({a})",
+    "{t} = F.gelu({a})",
+    "{t} = F.silu({a})",
+    "{t} = F.leaky_relu({a}, 0.2)",
+    "{t} = {a}.tanh()",
+    "{t} = {a}.sigmoid() * {b}",
+    "{t} = {a}.clamp(-3, 3).exp()",
+    "{t} = {a}.softmax(-1)",
+    "{t} = {a}.log_softmax(0)",
+    "{t} = F.dropout({a}, 0.3)",
+    "{t} = {a} + {b}",
+    "{t} = {a} * {b}",
+    "{t} = {a} / (1 + {b}.abs())",
+    "{t} = {a} * (index + 1)",
+    "{t} = {a} - {b}.mean()",
+    "{t} = torch.where({a} > {b}, {a}, {b})",
+    "{t} = torch.maximum({a}, {b})",
+    "{t} = {a}.transpose(0, 1)",
+    "{t} = {a}.contiguous()",
+    "{t} = {a}[..., ::2]",
+    "{t} = {a}[:64]",
+    "{t} = {a}.narrow(-1, 1, 5)",
+    "{t} = {a}[0]",
+    "{t} = {a}.flip(0)",
+    "{t} = {a}.unsqueeze(1)",
+    "{t} = torch.cat([{a}, {b}], 0)",
+    "{t} = torch.stack([{a}, {b}])",
+    "{t} = {a}.chunk(2, -1)[1]",
+    "{t} = torch.cat({a}.split(5, -1)[::-1], -1)",
+    "{t} = {a}.expand_as({b})",
+    "{t} = {a}.mean(-1, keepdim=True)",
+    "{t} = {a}.sum(0)",
+    "{t} = {a}.amax(-1, keepdim=True)",
+    "{t} = ({a}.var(-1, keepdim=True) + 1e-5).rsqrt()",
+    "{t} = {a}.norm(dim=0)",
+    "{t} = F.scaled_dot_product_attention(*[{a}.reshape(1, 4, 128, 24)] * 3).transpose(1, 2)",
+    "{t} = F.max_pool2d({a}, 2)",
+    "{t} = F.interpolate({a}, scale_factor=2)",
+    "{t} = F.pad({a}, (1, 1))",
+    "{t} = {a}.masked_fill({a} < 0, 0.5)",
+    "{t} = {a}.cumsum(-1) / 10",
+    "{t} = {a}.sort(-1).values",
+    "{t} = {a}.gather(-1, {b}.argsort(-1))",
+    "{t} = {a}[{a}.argsort(0)[:, 0]]",
+    "{t} = F.embedding({a}.argmax(-1) % 50, table)",
+    "{t} = {a}.bfloat16().float()",
+    "{t} = {a}.double().square().float()",
+    "{t} = {a}.detach() * {b}",
+    "{t} = {a}.clone()",
+    "{a}.relu_()",
+    "{a}.mul_(0.9)",
+    "{a}.add_({b})",
+    "{a}.sigmoid_()",
+    "{a}[..., 0].zero_()",
+    "{a}[:8] = {b}[:8]",
+    "{a}.copy_({b})",
+    "with torch.no_grad(): {t} = {a}.exp().clamp(max=9)",
+    "del {a}",
+]
+"""Statements; ``t`` is a new name, ``a`` and ``b`` are tensors that are there. What does not run is left out."""
+
+Choice = tuple[int, int, int]
+
+
+class Pieces(nn.Module):
+    """The parameters and buffers that statements name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = {"w0": (96, 96), "w1": (96, 96), "b0": (96,), "b1": (96,), "gain": (8,), "bias": (8,)}
+        for name, shape in {**shapes, "kernel": (8, 8, 3, 3), "table": (50, 96)}.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape) * 0.1))
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("variance", torch.ones(8))
+
+    def names(self) -> dict[str, Any]:
+        """What a statement can name."""
+        return {"torch": torch, "F": F, **dict(self.named_parameters()), **dict(self.named_buffers())}
+
+
+class Written(Program):
+    """Runs source text that computes ``loss`` from ``x`` and ``index``."""
+
+    def __init__(self, source: str, passes: int = 1, steady: bool = True) -> None:
+        self.code = compile(source, "<random program>", "exec")
+        self.passes = passes
+        self.steady = steady
+        super().__init__()
+
+    def build(self) -> nn.Module:
+        return Pieces()
+
+    def compute(self, index: int, guard: Guard) -> Record:
+        names: dict[str, Any] = {"x": self.data(index, 128, 96), "index": index}
+        names |= self.model.names()  # type: ignore[operator]
+        refused = torch.tensor(False)
+        with guard():
+            exec(self.code, names)
+            try:
+                for number in range(self.passes):
+                    names["loss"].backward(retain_graph=number + 1 < self.passes)
+            except RuntimeError as error:
+                assert "modified by an inplace operation" in str(error), error  # noqa: PT017
+                refused = torch.tensor(True)
+        if refused:  # how far it came before it was refused says nothing about the next step
+            self.optimizer.zero_grad()
+        return {"loss": names["loss"], "refused": refused}
+
+
+def write(choices: list[Choice]) -> str:
+    """Source text from choices (statement, first operand, second operand): what can run, in this order."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        fixed = Pieces().names()
+        there: dict[str, Tensor] = {"x": torch.randn(128, 96), "h": torch.randn(128, 96)}
+        lines = ["h = F.linear(x, w0, b0)"]
+        there["h"] = F.linear(there["x"], fixed["w0"], fixed["b0"])
+        for piece, first, second in choices:
+            names = list(there)
+            a, b = names[-1 - first % len(names)], names[-1 - second % len(names)]
+            line = PIECES[piece].format(t=f"t{len(lines)}", a=a, b=b)
+            after = _after(line, there, fixed)
+            if after is not None:
+                there = after
+                lines.append(line)
+    sums = " + ".join(f"{name}.square().mean()" for name, tensor in there.items() if tensor.requires_grad)
+    return "\n".join([*lines, f"loss = {sums}"])
+
+
+def _after(line: str, there: dict[str, Tensor], fixed: dict[str, Any]) -> dict[str, Tensor] | None:
+    """The tensors that are there after a statement, or None if it fails or is of no use."""
+    names = {**fixed, **there, "index": 1}
+    try:
+        exec(line, names)
+    except (RuntimeError, IndexError, ValueError, TypeError, UserWarning):
+        return None
+    kept = {name: tensor for name, tensor in names.items() if name == "x" or (name[0] in "th" and name[1:].isdigit())}
+    kept = {name: tensor for name, tensor in kept.items() if isinstance(tensor, Tensor)}
+    if "h" in names:
+        kept = {"h": names["h"], **kept}
+    sane = all(t.numel() <= MAX_ELEMENTS and t.dim() <= 4 and bool(t.isfinite().all()) for t in kept.values())
+    return kept if sane and any(tensor.requires_grad for tensor in kept.values()) else None
+
+
+def check(source: str, limit: int | str, bandwidth: float, latency: float, passes: int, spill: Path) -> None:
+    """Run source text plain and under a budget."""
+    expected = run_plain(lambda: Written(source, passes))
+    steady = not any(bool(record["refused"]) for record in expected)
+    run_within(lambda: Written(source, passes, steady), expected, limit, machine_with_disk(bandwidth, latency), spill)
+
+
+@hypothesis.given(
+    choices=st.lists(
+        st.tuples(st.integers(0, len(PIECES) - 1), st.integers(0, 9), st.integers(0, 9)), min_size=8, max_size=30
+    ),
+    percent=st.integers(30, 95),
+    bandwidth=st.sampled_from([1e6, 1e8, 1e9, 1e10, 1e12]),
+    latency=st.sampled_from([1e-7, 1e-4, 1e-2]),
+    passes=st.sampled_from([1, 1, 1, 2]),
+)
+def test_random_programs(choices: list[Choice], percent: int, bandwidth: float, latency: float, passes: int) -> None:
+    source = write(choices)
+    hypothesis.note(f'("""\n{source}\n""", "{percent}%", {bandwidth}, {latency}, {passes})')
+    with tempfile.TemporaryDirectory() as spill:
+        check(source, f"{percent}%", bandwidth, latency, passes, Path(spill))
+
+
+PASTED = [
+    (
+        """
+h = F.linear(x, w0, b0)
+t1 = h.view(16, 8, 8, 12)
+t2 = F.batch_norm(t1, mean, variance, gain, bias, training=True)
+t2.relu_()
+t4 = F.conv2d(t2, kernel, padding=1)
+t5 = torch.cat([t4, t2], 0)
+t6 = F.silu(t5)
+t7 = t6.transpose(0, 1)
+loss = t7.square().mean() + t1.exp().mean() + (t4 * t2).sigmoid().mean()
+""",
+        "60%",
+        1e6,
+        1e-4,
+        1,
+    ),
+]
+"""Programs that are always tried: (source, limit, bandwidth, latency, backward passes)."""
+
+
+@pytest.mark.parametrize("case", PASTED, ids=range(len(PASTED)))
+def test_pasted_programs(case: tuple[str, str, float, float, int], tmp_path: Path) -> None:
+    check(*case, spill=tmp_path)
+
+
+@pytest.mark.parametrize("piece", range(len(PIECES)), ids=PIECES)
+def test_every_piece_gets_used(piece: int) -> None:
+    choose = random.Random(piece)
+    for _ in range(100):
+        before = [(choose.randrange(len(PIECES)), choose.randrange(9), choose.randrange(9)) for _ in range(2)]
+        if len(write([*before, (piece, 0, 1)]).splitlines()) > len(write(before).splitlines()):
+            return
+    pytest.fail("no program contains it")

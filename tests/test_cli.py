@@ -1,0 +1,174 @@
+"""The command line: what each subcommand writes, and that errors are one line and a code."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ebbtide.bundle import Bundle
+from ebbtide.cli import app, main
+from ebbtide.errors import RecordError
+from ebbtide.machine import Link, Machine, Tier
+from ebbtide.step import Step, read_json, write_json
+
+SCRIPT = """
+import torch
+
+model = torch.nn.Sequential(*[layer for _ in range(6) for layer in (torch.nn.Linear(128, 128), torch.nn.Tanh())])
+
+def one_step():
+    model.zero_grad()
+    model(torch.ones(512, 128)).square().mean().backward()
+
+def broken():
+    raise RuntimeError("out of luck")
+
+number = 3
+"""
+
+
+def run(*arguments: str | Path) -> str:
+    """Output of a subcommand that must succeed."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    """What is said on standard error by a command that must end with code 1."""
+    monkeypatch.setattr(sys, "argv", ["ebbtide", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ending:
+        main()
+    assert ending.value.code == 1
+    return capsys.readouterr().err.strip()
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    links = (
+        Link("ram", "disk", 1e-4, 4e9, 3e9, 0.02),
+        Link("disk", "ram", 1e-4, 2e9, 1e9, 0.1),
+    )
+    path = tmp_path / "machine.json"
+    Machine("a described machine", "ram", (Tier("ram", "device"), Tier("disk", "disk")), links).save(path)
+    return path
+
+
+def test_subcommands_are_these() -> None:
+    names = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
+    assert names == {"demo", "calibrate", "observe", "plan", "report"}
+
+
+@pytest.mark.parametrize("command", [[], ["demo"], ["calibrate"], ["observe"], ["plan"], ["report"]])
+def test_help_says_something(command: list[str]) -> None:
+    assert "Usage" in run(*command, "--help")
+
+
+def test_observe_plan_report(script: Path, machine: Path, tmp_path: Path) -> None:
+    step, plan, page = tmp_path / "step.json.gz", tmp_path / "plan.json", tmp_path / "timeline.html"
+
+    assert "absences" in run("observe", f"{script}:one_step", "-o", step)
+    observed = Step.load(step)
+    assert any(op.phase == "backward" for op in observed.ops)
+
+    output = run("plan", step, "--budget", "80%", "--machine", machine, "-o", plan)
+    assert "limit" in output
+    bundle = Bundle.load(plan)
+    assert bundle.step == observed
+    assert bundle.machine == Machine.load(machine)
+    assert bundle.plan.limit_bytes == int(0.8 * bundle.plan.plain_peak_bytes)
+    assert bundle.plan.peak_bytes <= bundle.plan.limit_bytes
+
+    run("report", plan, "-o", page)
+    assert page.read_text().lstrip().lower().startswith("<!doctype html>")
+
+
+def test_plan_takes_bytes(script: Path, machine: Path, tmp_path: Path) -> None:
+    step, plan = tmp_path / "step.json", tmp_path / "plan.json"
+    run("observe", f"{script}:one_step", "-o", step)
+    run("plan", step, "--budget", "1GiB", "--machine", machine, "-o", plan)
+    assert Bundle.load(plan).plan.limit_bytes == 2**30
+    assert not Bundle.load(plan).plan.binds
+
+
+def test_a_budget_that_cannot_be_met_is_one_line(
+    script: Path, machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = tmp_path / "step.json"
+    run("observe", f"{script}:one_step", "-o", step)
+    arguments = ("plan", step, "--budget", "1KiB", "--machine", machine, "-o", tmp_path / "plan.json")
+    said = failure(monkeypatch, capsys, *arguments)
+    assert "least reachable peak" in said
+    assert len(said.splitlines()) == 1
+    assert not (tmp_path / "plan.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("{script}:broken", "out of luck"),
+        ("{script}:missing", "has no function 'missing'"),
+        ("{script}:number", "has no function 'number'"),
+        ("{script}x:one_step", "no such Python file"),
+        ("alexnet", "there are vgg19"),
+    ],
+)
+def test_what_cannot_be_observed(
+    what: str,
+    expected: str,
+    script: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said = failure(monkeypatch, capsys, "observe", what.format(script=script), "-o", tmp_path / "step.json")
+    assert expected in said
+    assert "Traceback" not in said
+
+
+def test_files_that_are_not_ours(
+    machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    assert "cannot be read" in failure(monkeypatch, capsys, "report", tmp_path / "missing.json", "-o", page)
+    assert "not a file of kind ebbtide-bundle" in failure(monkeypatch, capsys, "report", machine, "-o", page)
+    write_json(tmp_path / "half.json", {"format": "ebbtide-bundle", "version": 1})
+    assert "has no step" in failure(monkeypatch, capsys, "report", tmp_path / "half.json", "-o", page)
+
+
+def test_a_bundle_whose_parts_do_not_fit(script: Path, machine: Path, tmp_path: Path) -> None:
+    step, plan = tmp_path / "step.json", tmp_path / "plan.json"
+    run("observe", f"{script}:one_step", "-o", step)
+    run("plan", step, "--budget", "80%", "--machine", machine, "-o", plan)
+    document = read_json(plan, "ebbtide-bundle", 1)
+    document["plan"]["decisions"].pop()
+    write_json(plan, document)
+    with pytest.raises(RecordError, match="for another step"):
+        Bundle.load(plan)
+
+
+@pytest.mark.parametrize("budget", ["5x", "0%", "-3"])
+def test_a_budget_that_is_no_size_is_a_usage_error(budget: str, script: Path, machine: Path, tmp_path: Path) -> None:
+    step = tmp_path / "step.json"
+    run("observe", f"{script}:one_step", "-o", step)
+    arguments = ["plan", str(step), f"--budget={budget}", "--machine", str(machine), "-o", str(tmp_path / "plan.json")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "--budget" in result.output
+
+
+def test_calibrate_prints_both_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    output = run("calibrate", "--spill", tmp_path, "-o", tmp_path / "machine.json")
+    for link in Machine.load(tmp_path / "machine.json").links:
+        assert f"{link.source} to {link.target}" in output
