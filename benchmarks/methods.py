@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ebbtide.demo.case import FINAL_STATES
 from ebbtide.demo.workloads import Workload
 from ebbtide.run.allocator import set_tuned
 from ebbtide.run.budget import Budget
 
 MOST_STEPS_TO_SETTLE = 12
-_FINAL_STATES = ("planned", "idle")
 _LEAST_ELEMENTS = 1000
 """Saved tensors with fewer elements stay in memory, as in PyTorch's tutorial on saved-tensor hooks."""
 
@@ -81,7 +81,7 @@ class Ebbtide(Plain):
 
     def settled(self) -> bool:
         """Once the plan has been observed, made and checked."""
-        return self._memory.state in _FINAL_STATES
+        return self._memory.state in FINAL_STATES
 
     def facts(self) -> dict[str, Any]:
         """What the plan promised."""

@@ -22,15 +22,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from ebbtide.demo.run import MARGIN, TRIES
 from ebbtide.demo.workloads import WORKLOADS
 from ebbtide.units import format_bytes, format_seconds
 
 NOT_BINDING = 1.1
 """A fraction at which a budget does not bind: what remains is what ebbtide costs when it has nothing to do."""
 PEERS = ("checkpoint", "disk-hook")
-MARGIN = 1.01
-"""Where a limit cannot be met, the least reachable peak times this is used instead."""
-_TRIES = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +133,7 @@ def run_case(
     """Measure one method, step by step in turn with the plain workers."""
     limit_bytes = None if fraction is None else pair.limit_bytes(fraction)
     least_bytes = None
-    for _ in range(_TRIES):
+    for _ in range(TRIES):
         with WorkerProcess(model, method, limit_bytes=limit_bytes, spill=spill) as worker:
             unreachable = worker.ask("settle")["unreachable"]
             if unreachable is None:

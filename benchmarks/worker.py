@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -25,10 +26,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.methods import MOST_STEPS_TO_SETTLE, Method, make_method
-from ebbtide.demo.measure import Gauge
+from ebbtide.demo.measure import Gauge, Measurement
 from ebbtide.demo.workloads import Workload, make_workload
 from ebbtide.errors import BudgetError
 from ebbtide.run.meter import PeakMeter
+
+Context = AbstractContextManager[Any]
 
 
 class Worker:
@@ -57,18 +60,14 @@ class Worker:
 
     def step(self, number: int) -> dict[str, Any]:
         """One measured step."""
-        measurement = self._gauge.measure()
-        self._clear()
-        batch = self._workload.batch(number)
-        torch.manual_seed(number)
-        with measurement as measured, self._method.active():
-            self._workload.step(batch)
-        return {"seconds": measured.seconds, "rss_bytes": measured.rss_bytes}
+        measurement = Measurement()
+        self._run(number, around=self._gauge.measure(measurement))
+        return dataclasses.asdict(measurement)
 
     def count(self) -> dict[str, Any]:
         """One step under the meter."""
-        with PeakMeter() as meter:
-            self._run(0)
+        meter = PeakMeter()
+        self._run(0, around=meter)
         return {"peak_bytes": meter.peak_bytes, "resting_bytes": meter.resting_bytes}
 
     def compare(self) -> dict[str, Any]:
@@ -79,7 +78,7 @@ class Worker:
         for active in (contextlib.nullcontext, self._method.active):
             for name, buffer in model.named_buffers():
                 buffer.copy_(before[name])
-            loss = self._run(0, active)
+            loss = self._run(0, active=active)
             gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
             outcomes.append(([loss, *gradients], [buffer.clone() for buffer in model.buffers()]))
         (plain_gradients, plain_buffers), (gradients, buffers) = outcomes
@@ -96,11 +95,14 @@ class Worker:
         for parameter in self._workload.model.parameters():
             parameter.grad = None
 
-    def _run(self, number: int, active: Callable[[], AbstractContextManager[Any]] | None = None) -> Tensor:
+    def _run(
+        self, number: int, *, active: Callable[[], Context] | None = None, around: Context | None = None
+    ) -> Tensor:
+        """One step on batch ``number``: by the method unless ``active`` is given, and ``around`` it another context."""
         self._clear()
         batch = self._workload.batch(number)
         torch.manual_seed(number)
-        with (active or self._method.active)():
+        with around or contextlib.nullcontext(), (active or self._method.active)():
             return self._workload.step(batch)
 
 

@@ -1,7 +1,7 @@
 """The ``ebbtide`` command: demo, calibrate, observe, plan, report.
 
-Each subcommand is thin: it reads files, calls the package, prints. PyTorch is imported only by those that need it, so
-that ``--help`` is quick. Results go to standard output, progress and errors to standard error.
+Each subcommand is thin: it reads files, calls the package, prints, and imports what only it needs. Results go to
+standard output, progress and errors to standard error.
 """
 
 from __future__ import annotations

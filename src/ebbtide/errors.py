@@ -25,7 +25,9 @@ class BudgetError(EbbtideError):
         module: path of the module that the op belongs to, or an empty string.
     """
 
-    def __init__(self, message: str, *, limit_bytes: int, reachable_bytes: int, tick: int, op: str, module: str) -> None:
+    def __init__(
+        self, message: str, *, limit_bytes: int, reachable_bytes: int, tick: int, op: str, module: str
+    ) -> None:
         super().__init__(message)
         self.limit_bytes = limit_bytes
         self.reachable_bytes = reachable_bytes

@@ -134,6 +134,8 @@ def check_machine(machine: Machine, name: str = "machine") -> None:
             raise RecordError(f"{name}: the link {link.source} -> {link.target} names an unknown tier")
         for rate in (link.bandwidth_bytes_per_second, link.duplex_bytes_per_second):
             if not (math.isfinite(rate) and rate > 0):
-                raise RecordError(f"{name}: the link {link.source} -> {link.target} has bandwidth {rate}; it must be > 0")
+                raise RecordError(
+                    f"{name}: the link {link.source} -> {link.target} has bandwidth {rate}; it must be > 0"
+                )
         if not (math.isfinite(link.latency_seconds) and link.latency_seconds >= 0 and link.compute_slowdown >= 0):
             raise RecordError(f"{name}: the link {link.source} -> {link.target} has a negative latency or slowdown")

@@ -147,14 +147,17 @@ def run_within(
 ) -> Trial:
     """Run a program under a budget and compare every step with plain PyTorch.
 
-    A budget that no plan meets is asked for again at 1.02 x the least reachable peak; that one must work.
+    A budget that no plan meets is asked for again at 1.02 x the least reachable peak; that one must work, if all steps
+    are of one kind. Of others, the largest may come late.
     """
-    try:
-        return _run_within(build, expected, limit, machine, spill)
-    except BudgetError as error:
-        refused = error
-    assert refused.reachable_bytes > refused.limit_bytes, f"refused, but said to be reachable: {refused}"
-    return _run_within(build, expected, int(refused.reachable_bytes * 1.02), machine, spill)
+    for _ in range(1 if build().steady else 3):
+        try:
+            return _run_within(build, expected, limit, machine, spill)
+        except BudgetError as error:
+            refused = error
+        assert refused.reachable_bytes > refused.limit_bytes, f"refused, but said to be reachable: {refused}"
+        limit = int(refused.reachable_bytes * 1.02)
+    return _run_within(build, expected, limit, machine, spill)
 
 
 def _run_within(

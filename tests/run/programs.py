@@ -209,6 +209,8 @@ class CustomFunction(Chain):
 class StashingFunction(Chain):
     """A custom Function that hides tensors on its context: they cannot move, and must not be taken for gone."""
 
+    recomputes = False
+
     def build(self) -> nn.Module:
         return mlp(64, 128, 128, 128, 16, activation=lambda: Custom(Stash))
 
@@ -255,7 +257,12 @@ class Accumulation(Chain):
 
 @program
 class TwoLosses(Chain):
-    """Two backward passes through one graph, a third by `autograd.grad` for some of the parameters."""
+    """Two backward passes through one graph, a third by `autograd.grad` for some of the parameters.
+
+    What has come back for the first pass stays for the last: there is nothing to gain at the peak.
+    """
+
+    offloads = recomputes = False
 
     def compute(self, index: int, guard: Guard) -> Record:
         with guard():
@@ -269,7 +276,9 @@ class TwoLosses(Chain):
 
 @program
 class GradientPenalty(Chain):
-    """Double backward."""
+    """Double backward. The peak lies where hardly anything can be away."""
+
+    recomputes = False
 
     def build(self) -> nn.Module:
         return mlp(64, 128, 128, 1, activation=nn.Softplus)
@@ -306,22 +315,22 @@ class NoGradParts(Chain):
 
 @program
 class BackwardAfter(Chain):
-    """Backward when the step is already over; in the step after that, through the graph of an earlier one."""
+    """In later steps the backward comes when the step is over, or in the next step, before or after its forward."""
 
     steady = False
-    offloads = recomputes = False
 
     def compute(self, index: int, guard: Guard) -> Record:
         with guard():
-            loss = self.loss(index)
-            if index in (4, 6):
+            if index == 6:
                 self.late.backward()
-        if index % 2:
-            self.late = loss
-            return {"loss": loss}
-        loss.backward()
-        if index == 2:
-            self.late.backward()
+            loss = self.loss(index)
+            if index == 7:
+                self.late.backward()
+            if index not in (3, 5, 6):
+                loss.backward()
+        if index == 3:
+            loss.backward()
+        self.late = loss
         return {"loss": loss}
 
     def update(self) -> None:

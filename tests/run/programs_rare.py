@@ -98,6 +98,8 @@ class SparseEmbedding(Program):
 class Transposes(Program):
     """A tensor and its transpose are both saved; so are parts and reshapes of one storage."""
 
+    recomputes = False
+
     def build(self) -> nn.Module:
         return nn.Linear(64, 128)
 
@@ -155,8 +157,6 @@ class ModuleHooks(Chain):
 class NestedHooks(Chain):
     """The user's own saved-tensor hooks inside the step: innermost ones win, as in plain PyTorch."""
 
-    recomputes = False
-
     def forward(self, index: int) -> Tensor:
         h = self.model[:2](self.data(index, 256, 64))
         with save_on_cpu():
@@ -186,9 +186,12 @@ class Functional(Chain):
 
 @program
 class OptimizerInside(Chain):
-    """Clipping and the optimizer run inside the step; parameters change there. The first steps differ."""
+    """Clipping and the optimizer run inside the step; parameters change there.
 
-    steady = False
+    In the first step the optimizer makes its state, so that percentages mean less than elsewhere.
+    """
+
+    steady = recomputes = False
 
     def optimize(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.model.parameters(), lr=1e-3)

@@ -33,8 +33,8 @@ CASES = {
     "fast-90": ("90%", FAST_DISK),
     "fast-60": ("60%", FAST_DISK),
     "fast-40": ("40%", FAST_DISK),
-    "slow-60": ("60%", SLOW_DISK),
-    "slow-40": ("40%", SLOW_DISK),
+    "slow-80": ("80%", SLOW_DISK),
+    "slow-50": ("50%", SLOW_DISK),
 }
 
 
@@ -61,7 +61,7 @@ def test_identical_to_plain(name: str, case: str, tmp_path: Path) -> None:
         assert [trial.states[index] for index in METERED] == [expected] * len(METERED), trial.states
     if case == "fast-40" and kind.offloads:
         assert any(isinstance(decision, Offload) for decision in trial.decisions)
-    if case == "slow-40" and kind.recomputes:
+    if case == "slow-80" and kind.recomputes:
         assert any(isinstance(decision, Recompute) for decision in trial.decisions)
 
 

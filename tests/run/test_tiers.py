@@ -205,7 +205,7 @@ class TestMemory:
     def test_no_memory_is_an_error(self, disk: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
         slot = disk.write(storage_of(5000))
 
-        def refuse(size_bytes: int, offset_bytes: int = 0) -> torch.UntypedStorage:
+        def refuse(*_: int) -> torch.UntypedStorage:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
         monkeypatch.setattr(base_module, "take_memory", refuse)

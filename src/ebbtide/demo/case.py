@@ -13,7 +13,7 @@ import json
 import statistics
 import sys
 
-from ebbtide.demo.measure import Gauge
+from ebbtide.demo.measure import Gauge, Measurement
 from ebbtide.demo.workloads import Workload, digest, make_workload
 from ebbtide.errors import BudgetError
 from ebbtide.run.allocator import tuned
@@ -22,7 +22,8 @@ from ebbtide.run.meter import PeakMeter
 
 PLAIN_WARM_UP_STEPS = 1
 TUNED_STEPS = 4
-_FINAL_STATES = ("planned", "idle")
+FINAL_STATES = ("planned", "idle")
+"""States of a budget whose next step runs as all later ones will."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,14 +72,15 @@ class Training:
             self._optimizer.step()
             self._optimizer.zero_grad()
         batch = self._workload.batch(number)
-        settled = number >= PLAIN_WARM_UP_STEPS if self._memory is None else self._memory.state in _FINAL_STATES
+        settled = number >= PLAIN_WARM_UP_STEPS if self._memory is None else self._memory.state in FINAL_STATES
         context = self._memory.step() if self._memory is not None else contextlib.nullcontext()
         if settled and self._meter is None:
             self._gauge.rest()
             with PeakMeter() as self._meter, context:
                 loss = self._workload.step(batch)
         else:
-            with self._gauge.measure() as measurement, context:
+            measurement = Measurement()
+            with self._gauge.measure(measurement), context:
                 loss = self._workload.step(batch)
             if settled:
                 self.seconds.append(measurement.seconds)

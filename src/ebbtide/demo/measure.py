@@ -39,18 +39,17 @@ class Gauge:
         self._rest_bytes = rss_bytes()
 
     @contextlib.contextmanager
-    def measure(self) -> Iterator[Measurement]:
-        """Measure a ``with`` block; its measurement is filled in when the block ends."""
-        measurement = Measurement()
+    def measure(self, measurement: Measurement) -> Iterator[None]:
+        """Measure a ``with`` block; ``measurement`` is filled in when the block ends."""
         if reset_high_water():
             start = time.perf_counter()
-            yield measurement
+            yield
             measurement.seconds = time.perf_counter() - start
             peak_bytes = high_water_bytes()
         else:  # sampled instead, which costs a little time
             with RssPeak() as peak:
                 start = time.perf_counter()
-                yield measurement
+                yield
                 measurement.seconds = time.perf_counter() - start
             peak_bytes = peak.peak_bytes
         measurement.rss_bytes = peak_bytes - self._rest_bytes

@@ -20,10 +20,10 @@ import weakref
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbtide.errors import StepError
 from ebbtide.observe.ledger import Ledger, StorageRecord, has_storage, tensors_in
+from ebbtide.observe.mode import DispatchMode
 from ebbtide.observe.modules import ModuleTrail
 from ebbtide.observe.schema import OperatorInfo, operator_info
 from ebbtide.observe.workspace import WorkspaceProbe
@@ -44,7 +44,18 @@ def storage_wrapper_count() -> int:
 class _Storage:
     """What the recorder knows of one storage over the whole step."""
 
-    __slots__ = ("aliases", "born", "cdata", "dies", "evicted", "exclusive", "number", "size_bytes", "views", "versions")
+    __slots__ = (
+        "aliases",
+        "born",
+        "cdata",
+        "dies",
+        "evicted",
+        "exclusive",
+        "number",
+        "size_bytes",
+        "views",
+        "versions",
+    )
 
     def __init__(self, number: int, size_bytes: int, born: int, cdata: int) -> None:
         self.number = number
@@ -83,7 +94,7 @@ class _ValueDraft:
         self.uses: list[int] = []
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[misc]
+class Recorder(DispatchMode):
     """A dispatch mode that writes down every ATen op; saved-tensor hooks report to it through `pack` and `unpack`.
 
     Args:
@@ -124,6 +135,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         super().__exit__(*exception)
         self._trail.stop()
         self.ledger.close()
+        if self._probe is not None:
+            self._probe.close()
 
     # --- ops -----------------------------------------------------------------------------------------------------
 
@@ -343,7 +356,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             for draft in self._values
         )
         saved = tuple(
-            Saved(s.value, s.dtype, s.shape, s.stride, s.offset, tuple(self._unpacked[n])) for n, s in enumerate(self._saved)
+            Saved(s.value, s.dtype, s.shape, s.stride, s.offset, tuple(self._unpacked[n]))
+            for n, s in enumerate(self._saved)
         )
         return Step(ops, values, saved, tuple(self._events), self._absences(values))
 

@@ -12,7 +12,9 @@ from ebbtide.step import Replay
 
 _BATCH_NORM = frozenset({"native_batch_norm", "_native_batch_norm_legit"})
 _UNINITIALISED = ("empty", "new_empty", "resize", "_resize", "as_strided_scatter", "set_")
-_DATA_DEPENDENT = frozenset({"_local_scalar_dense", "item", "nonzero", "unique2", "_unique2", "masked_select", "bincount"})
+_DATA_DEPENDENT = frozenset(
+    {"_local_scalar_dense", "item", "nonzero", "unique2", "_unique2", "masked_select", "bincount"}
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import itertools
 
@@ -71,16 +70,6 @@ class Facts:
         return cls(
             step, op_moments, event_moments, slots, slot_of_tick, external, makes_storage, superseded, dies, packed
         )
-
-    def first_slot(self, moment: int) -> int | None:
-        """The first slot at or after ``moment``, or None."""
-        place = bisect.bisect_left(self.slots, moment)
-        return self.slots[place] if place < len(self.slots) else None
-
-    def last_slot(self, moment: int) -> int | None:
-        """The last slot before ``moment``, or None."""
-        place = bisect.bisect_left(self.slots, moment)
-        return self.slots[place - 1] if place else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbtide.machine import Link
+from ebbtide.plan.follow import DEEPEST_NESTING
 from ebbtide.plan.problem import Floats, Ints, Problem
 from ebbtide.plan.replay import Replay, check_recipe
-from ebbtide.plan.simulate import DEEPEST_NESTING
 
 KEEP, OFFLOAD, RECOMPUTE = range(3)
 Modes = npt.NDArray[np.int8]
@@ -138,6 +138,7 @@ class Profile:
     Attributes:
         level: bytes per moment with every release and load at its least; a moment's recomputations included.
         begin, end: moments between which a candidate is absent in `level`.
+        parent: per candidate, the one whose recipe brought it back before its own time, or -1.
         busy: per moment, whether something is brought back in it.
         extra_seconds: recomputation per moment.
         nested: whether recipes wait for each other too deeply for this to be run.
@@ -146,6 +147,7 @@ class Profile:
     level: Ints
     begin: Ints
     end: Ints
+    parent: Ints
     busy: Mask
     extra_seconds: dict[int, float]
     nested: bool
@@ -164,7 +166,7 @@ def profile(problem: Problem, candidates: Candidates, modes: Modes, headroom: In
     for place in candidates.order:
         if modes[place] == RECOMPUTE and not needs.done[place]:
             needs.start(int(candidates.closes[place]), headroom)
-            needs.bring(place)
+            needs.bring(place, -1)
             needs.stop()
     moved = np.flatnonzero(modes)
     end = np.array(needs.end, dtype=np.int64)
@@ -179,7 +181,7 @@ def profile(problem: Problem, candidates: Candidates, modes: Modes, headroom: In
     level = problem.plain + np.cumsum(change)[: problem.step.moments]
     for moment, excess in needs.excess.items():
         level[moment] += excess
-    return Profile(level, begin, end, busy, needs.seconds, needs.nested)
+    return Profile(level, begin, end, np.array(needs.parent, dtype=np.int64), busy, needs.seconds, needs.nested)
 
 
 class _Needs:
@@ -189,10 +191,11 @@ class _Needs:
         self.candidates = candidates
         self.modes: list[int] = modes.tolist()
         self.sizes: list[int] = candidates.size_bytes.tolist()
-        self.begin: list[int] = np.where(modes == OFFLOAD, candidates.release, candidates.opens).tolist()
-        self.end: list[int] = candidates.closes.tolist()
-        self.closes = list(self.end)
+        begin: list[int] = np.where(modes == OFFLOAD, candidates.release, candidates.opens).tolist()
+        closes: list[int] = candidates.closes.tolist()
+        self.begin, self.closes, self.end = begin, closes, list(closes)
         self.done = [False] * len(self.modes)
+        self.parent = [-1] * len(self.modes)
         self.seconds: dict[int, float] = {}
         self.excess: dict[int, int] = {}
         self.moment = self.depth = self.added = self.high = self.headroom = 0
@@ -206,9 +209,10 @@ class _Needs:
         """Note how far the event's recomputations went above what is held after them."""
         self.excess[self.moment] = max(self.excess.get(self.moment, 0), self.high - self.added)
 
-    def bring(self, place: int) -> None:
+    def bring(self, place: int, parent: int) -> None:
         """Make a candidate present at this event."""
         self.done[place] = True
+        self.parent[place] = parent
         self.end[place] = self.moment
         if self.modes[place] == RECOMPUTE:
             self._recompute(place)
@@ -224,7 +228,7 @@ class _Needs:
         else:
             for leaf in self.candidates.leaves[place]:
                 if self._is_away(leaf):
-                    self.bring(leaf)
+                    self.bring(leaf, place)
         self.depth -= 1
         peak = max(replay.peak_bytes, replay.physical_peak_bytes - self.headroom)
         self.high = max(self.high, self.added + peak)

@@ -10,9 +10,9 @@ import bisect
 
 import numpy as np
 
+from ebbtide.plan.follow import Move, Trip
 from ebbtide.plan.problem import Floats, Ints, Problem
 from ebbtide.plan.profile import OFFLOAD, RECOMPUTE, Candidates, Modes, Profile
-from ebbtide.plan.simulate import Move, Trip
 
 RELEASE_MARGIN = 0.05
 LOAD_MARGIN = 0.2

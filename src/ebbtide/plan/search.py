@@ -11,17 +11,17 @@ import dataclasses
 
 import numpy as np
 
+from ebbtide.plan.follow import Course, Move, Transfer, follow
 from ebbtide.plan.problem import Floats, Ints, Problem
 from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Mask, Modes, Profile
 from ebbtide.plan.schedule import Schedule
 from ebbtide.plan.select import Prices, Room, Selector
-from ebbtide.plan.simulate import Course, Move, Transfer, follow
 
 PRICE_ROUNDS = 12
 PRICE_MEMORY = 0.6
 """Share of the former price that remains when new stalls are seen; prices of links swing without it."""
-PLENTY = 1e-6
-"""Seconds added to every price, so that what is free is still taken in a sensible order: fewest bytes moved."""
+TIE_SECONDS = 1e-6
+"""Added to every price, so that among what costs nothing the largest values are taken first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Search:
             + self.in_price * candidates.in_seconds
         )
         seconds = np.array([0.0 if replay is None else replay.seconds for replay in candidates.replays])
-        prices = [offload + PLENTY, seconds + PLENTY]
+        prices = [offload + TIE_SECONDS, seconds + TIE_SECONDS]
         if noise:
             prices = [price * np.exp(noise * self.random.standard_normal(self.count)) for price in prices]
         return Prices(prices[0], prices[1])

@@ -9,6 +9,9 @@ import numpy as np
 from ebbtide.plan.problem import Floats, Ints, Problem
 from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Mask, Modes, Profile, profile
 
+MIDDLE = 0.2
+"""How far from the pivot a place to cut may be, as a share of all the bytes that are brought back too early."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Room:
@@ -58,8 +61,8 @@ class Selector:
         while True:
             found = self.profile(modes)
             over = found.level - self.room.cap
-            moment = int(np.argmax(over)) if len(over) else 0
-            if not len(over) or (over[moment] <= 0 and not found.nested):
+            moment = int(np.argmax(over))
+            if over[moment] <= 0 and not found.nested:
                 return found
             if not self._move(modes, prices, stay, locked, over, moment, peak_only) and not self._cut(
                 modes, locked, found, moment, pivot
@@ -97,18 +100,31 @@ class Selector:
         return True
 
     def _cut(self, modes: Modes, locked: Mask, found: Profile, moment: int, pivot: float) -> bool:
-        """Stop recomputing one candidate of those that a recipe brings back too early; False if there is none."""
-        early = (modes == RECOMPUTE) & (found.end <= moment) & (self.candidates.closes >= moment)
+        """Stop recomputing one candidate of those whose recipes bring back too much too early; False if there is none.
+
+        It is one that brings back, directly or not, about the share ``pivot`` of what is too early, so that a chain
+        falls into two; the smallest of such.
+        """
+        candidates = self.candidates
+        early = (modes != KEEP) & (found.end <= moment) & (candidates.closes > moment)
         if found.nested and not early.any():
-            early = modes == RECOMPUTE
-        places = np.flatnonzero(early)
+            early = modes != KEEP
+        brought = np.where(early, candidates.size_bytes, 0)
+        # A recipe reads older values than it makes, and candidates are in the order of their values: leaves come first.
+        for place in np.flatnonzero(early).tolist():
+            if found.parent[place] >= 0:
+                brought[found.parent[place]] += brought[place]
+        cause = np.zeros(len(modes), dtype=np.bool_)
+        cause[found.parent[early & (found.parent >= 0)]] = True
+        cause |= (modes == RECOMPUTE) & (candidates.closes == moment)
+        places = np.flatnonzero(cause)
         if not places.size:
             return False
-        places = places[np.argsort(self.candidates.closes[places], kind="stable")]
-        share = np.cumsum(self.candidates.size_bytes[places])
-        place = int(places[min(int(np.searchsorted(share, pivot * float(share[-1]))), places.size - 1)])
+        distance = np.abs(brought[places] / max(1, int(brought[places].max())) - pivot)
+        near = places[distance <= max(MIDDLE, float(distance.min()))]
+        place = int(near[np.argmin(candidates.size_bytes[near])])
         locked[place] = True
-        modes[place] = OFFLOAD if self.candidates.can_offload[place] else KEEP
+        modes[place] = OFFLOAD if candidates.can_offload[place] else KEEP
         return True
 
     def prune(self, modes: Modes, found: Profile, prices: Prices) -> None:

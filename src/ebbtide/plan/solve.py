@@ -10,12 +10,13 @@ from ebbtide.decisions import Decision, Keep, Plan
 from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
 from ebbtide.plan.floor import least_peak
+from ebbtide.plan.follow import follow
 from ebbtide.plan.problem import Ints, Problem
 from ebbtide.plan.profile import Candidates
 from ebbtide.plan.recipes import find_recipes
 from ebbtide.plan.search import Found, Search
 from ebbtide.plan.select import Room
-from ebbtide.plan.simulate import decisions_of, follow, moves_of
+from ebbtide.plan.simulate import decisions_of, moves_of
 from ebbtide.step import Step
 from ebbtide.units import format_bytes
 

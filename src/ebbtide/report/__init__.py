@@ -1,6 +1,6 @@
 """Summaries and timelines of planned steps."""
 
-from ebbtide.report.summary import Measured as Measured
+from ebbtide.measured import Measured as Measured
 from ebbtide.report.summary import Summary as Summary
 from ebbtide.report.summary import summarise as summarise
 from ebbtide.report.timeline import timeline_data as timeline_data

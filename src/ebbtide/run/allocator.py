@@ -1,13 +1,14 @@
-"""What the operating system sees: resident memory, and the settings of glibc's allocator.
+"""What the operating system sees: resident memory, and where CPU tensors come from.
 
-NOTE [The C allocator decides]
-PyTorch takes CPU tensors from ``malloc``. By default glibc maps every large block afresh and unmaps it when it is freed,
-so that each step pays a page fault for every 4 KiB it touches (20-40 % of a plain step). With the mapping threshold
-off, blocks come from one heap that keeps its pages: no faults, but the heap's holes stay resident too. ebbtide needs
-both: few faults, and a resident size that follows the live bytes. So planned steps run on the heap (`tuned`), and
-`Trimmer` gives the pages of the holes back to the system when, and only when, the resident size gets too far above
-what is alive. While a step is observed each large block is mapped on its own (`exact`), so that the resident size is
-the live bytes and the workspace inside each op can be read off the system's high-water mark.
+NOTE [The allocator decides]
+PyTorch takes CPU tensors from ``posix_memalign``. By default glibc maps every large block afresh and unmaps it when it
+is freed, so that each step pays a page fault for every 4 KiB it touches (20-40 % of a plain step). Told to keep its
+heap, it faults no more, but does not put a tensor into the place of a freed one of the same size (alignment needs 96
+bytes more), and a step that has half of its tensors alive has as much memory resident as one with all. So planned steps
+take large tensors from an arena of our own (`ebbtide.run.native`), which has neither fault; where it cannot be built,
+from glibc's heap with its pages kept. `Trimmer` gives the pages of holes back to the system when, and only when, the
+resident size gets too far above what is alive. While a step is observed each large block is mapped on its own
+(`set_exact`), so that the workspace inside each op can be read off the system's high-water mark.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import ctypes
 import os
 import threading
 from collections.abc import Iterator
+
+from ebbtide.run.native import arena_library
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 _KEEP_ALL = 2**31 - 1
@@ -37,8 +40,15 @@ def _glibc() -> ctypes.CDLL | None:
 _LIBRARY = _glibc()
 
 
+def _use_arena(on: bool) -> None:
+    library = arena_library()
+    if library is not None:
+        library.ebbtide_arena_use(int(on))
+
+
 def set_tuned() -> None:
-    """Take every block from the heap and keep its pages."""
+    """Take large tensors from the arena, all else from glibc's heap, and keep the pages of both."""
+    _use_arena(True)
     if _LIBRARY is not None:
         _LIBRARY.mallopt(_M_MMAP_MAX, 0)
         _LIBRARY.mallopt(_M_TRIM_THRESHOLD, _KEEP_ALL)
@@ -46,6 +56,7 @@ def set_tuned() -> None:
 
 def set_exact() -> None:
     """Map every block of 64 KiB or more on its own and give it back at once."""
+    _use_arena(False)
     if _LIBRARY is not None:
         _LIBRARY.mallopt(_M_MMAP_MAX, _DEFAULT_MMAP_MAX)
         _LIBRARY.mallopt(_M_MMAP_THRESHOLD, _EXACT_THRESHOLD)
@@ -53,7 +64,8 @@ def set_exact() -> None:
 
 
 def set_default() -> None:
-    """glibc's own settings (its threshold no longer adapts itself, which cannot be restored)."""
+    """PyTorch's own allocator and glibc's own settings (its threshold no longer adapts itself; that cannot be undone)."""
+    _use_arena(False)
     if _LIBRARY is not None:
         _LIBRARY.mallopt(_M_MMAP_MAX, _DEFAULT_MMAP_MAX)
         _LIBRARY.mallopt(_M_MMAP_THRESHOLD, _DEFAULT_MMAP_THRESHOLD)
@@ -71,7 +83,10 @@ def tuned() -> Iterator[None]:
 
 
 def trim() -> None:
-    """Give the pages of the heap's holes back to the system."""
+    """Give the pages of the holes in the arena and the heap back to the system."""
+    library = arena_library()
+    if library is not None:
+        library.ebbtide_arena_trim()
     if _LIBRARY is not None:
         _LIBRARY.malloc_trim(0)
 
@@ -164,22 +179,30 @@ class Trimmer:
     """Keeps the resident size near the live bytes while the allocator keeps its pages.
 
     Args:
-        limit_bytes: resident bytes above which the heap's holes are given back.
+        rest_bytes: resident bytes at rest.
+        limit_bytes: resident bytes above which holes are given back.
     """
 
     _LEAST_GAIN = 4 << 20
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, rest_bytes: int, limit_bytes: int) -> None:
+        self.rest_bytes = rest_bytes
         self.limit_bytes = limit_bytes
         self.trims = 0
         self._backoff_bytes = 0
 
-    def check(self, headroom_bytes: int = 0) -> None:
-        """Give holes back if the resident size plus ``headroom_bytes`` is above the limit.
+    def check(self, alive_bytes: int, growth_bytes: int) -> None:
+        """Give holes back if the resident size is about to pass the limit.
+
+        Args:
+            alive_bytes: bytes alive above those at rest.
+            growth_bytes: bytes that are about to be taken. Half of the holes is counted on to take them in.
 
         A trim that gains little is not tried again before the resident size has grown by as much again.
         """
         before = rss_bytes()
+        holes = max(0, before - self.rest_bytes - alive_bytes)
+        headroom_bytes = max(0, growth_bytes - holes // 2)
         if before + headroom_bytes <= max(self.limit_bytes, self._backoff_bytes):
             return
         trim()

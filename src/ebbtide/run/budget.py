@@ -30,6 +30,13 @@ from ebbtide.units import parse_bytes, parse_fraction
 if TYPE_CHECKING:
     from ebbtide.report.summary import Summary
 
+_FIRST_LOOKS = 2
+"""Steps to observe first: the memory of each op is read in the first one, its time in the second."""
+_LOOKS_AFTER_LEAVING = 4
+"""Steps to observe at most after one that left its plan, until an unknown kind has been seen."""
+_SETTLING_STEPS = 5
+_STEPS_BETWEEN_RESTS = 64
+"""How often the resident size at rest is measured anew, in steps."""
 _RSS_SLACK = 0.06
 """Resident bytes above rest may exceed the planned ones by this share before the heap's holes are given back."""
 
@@ -74,7 +81,8 @@ class Budget:
         self.measured: list[Measured] = []
         self._kinds: dict[int, Kind] = {}
         self._current: Kind | None = None
-        self._observe_next = True
+        self._observations_left = _FIRST_LOOKS
+        self._rest_rss_bytes = 0
         self._running: _Running | None = None
         self._lock = threading.Lock()
         self._closed = False
@@ -111,7 +119,7 @@ class Budget:
     @property
     def state(self) -> str:
         """What the next step is for: ``observe``, ``verify``, ``audit``, ``planned``, or ``idle`` if nothing binds."""
-        return "observe" if self._observe_next or self._current is None else self._current.state
+        return "observe" if self._observations_left > 0 or self._current is None else self._current.state
 
     def report(self) -> Summary:
         """What was planned and measured, to print.
@@ -163,23 +171,19 @@ class Budget:
 
     def _learn(self, step: Step) -> None:
         """A step was observed: plan it, or take it as a second look at a known kind."""
-        kind = Kind(step)
-        known = self._kinds.get(kind.key)
-        if known is not None and known.plan is None:
-            known.observed_again(step)
-            kind = known
-        elif known is not None:
-            self._current, self._observe_next = known, False
-            return
-        else:
-            self._kinds[kind.key] = self._current = kind
-            return  # look once more, without the page faults of the first time
+        self._observations_left -= 1
+        kind = self._kinds.setdefault(Kind(step).key, Kind(step))
         self._current = kind
+        if kind.plan is not None:
+            return
+        kind.observed_again(step)
+        if self._observations_left > 0 and len(self._kinds) == 1:
+            return  # look once more, without the page faults of the first time
         if self._limit_bytes is None:
             assert self._fraction is not None
             self._limit_bytes = int(self._fraction * _plain_peak(step))
         kind.make_plan(self.machine, self._limit_bytes, self._verify)
-        self._observe_next = False
+        self._observations_left = 0
 
 
 class _Running:
@@ -231,30 +235,38 @@ class _Running:
                 budget._tier,
                 SafePolicy(kind.plan.limit_bytes, budget._tier, other_bytes=_assumed_bytes(kind.plan)),
                 self._truth,
-                self._trimmer(kind.plan),
+                self._trimmer(kind.plan.peak_bytes - kind.plan.resting_bytes),
             )
             if self._state == "audit":
                 self._meter = PeakMeter()
-                self._meter.__enter__()
+                self._meter.enter()
             _push(self._conductor.pack, self._conductor.unpack)
             self._conductor.start()
 
     def _observe(self) -> None:
         budget = self._budget
-        again = any(kind.plan is None for kind in budget._kinds.values())
+        again = bool(budget._kinds)
         if budget._tune:
             allocator.set_tuned() if again else allocator.set_exact()
         self._recorder = Recorder(probe_workspace=budget._tune and not again)
-        policy = SafePolicy(budget._limit_bytes, budget._tier, self._recorder)
+        trimmer = None
+        if again and budget._limit_bytes is not None and budget.observed is not None:
+            trimmer = self._trimmer(budget._limit_bytes - budget.observed.resting_bytes)
+        policy = SafePolicy(budget._limit_bytes, budget._tier, self._recorder, trimmer=trimmer)
         _push(policy.pack, policy.unpack)
-        self._recorder.__enter__()
+        self._recorder.enter()
 
-    def _trimmer(self, plan: Plan) -> allocator.Trimmer | None:
-        if not self._budget._tune:
+    def _trimmer(self, above_rest_bytes: int) -> allocator.Trimmer | None:
+        """A trimmer for a step that is to have at most so many live bytes above those at rest."""
+        budget = self._budget
+        if not budget._tune:
             return None
-        allocator.trim()
-        above = int((plan.peak_bytes - plan.resting_bytes) * (1 + _RSS_SLACK))
-        return allocator.Trimmer(allocator.rss_bytes() + above)
+        # Giving the holes back makes the next step fault them in again: done while things settle, then rarely.
+        if len(budget.measured) < _SETTLING_STEPS or len(budget.measured) % _STEPS_BETWEEN_RESTS == 0:
+            allocator.trim()
+            budget._rest_rss_bytes = allocator.rss_bytes()
+        limit = budget._rest_rss_bytes + int(above_rest_bytes * (1 + _RSS_SLACK))
+        return allocator.Trimmer(budget._rest_rss_bytes, limit)
 
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
@@ -275,9 +287,9 @@ class _Running:
         if self._conductor is not None:
             self._conductor.stop()
         if self._recorder is not None:
-            self._recorder.__exit__(None, None, None)
+            self._recorder.leave()
         if self._meter is not None:
-            self._meter.__exit__(None, None, None)
+            self._meter.leave()
         if self._light is None or self._light.watching:
             _pop()
 
@@ -289,7 +301,7 @@ class _Running:
         if self._recorder is not None:
             budget._learn(self._recorder.finish())
         elif left:
-            budget._observe_next = True
+            budget._observations_left = _LOOKS_AFTER_LEAVING
         elif kind is not None and conductor is not None:
             self._advance(kind, conductor, peak, ended)
 

@@ -128,7 +128,7 @@ class Conductor:
         if self._capture is not None:
             self._stretch(self.script.stretches[event])
         if self._trimmer is not None:
-            self._trimmer.check(self.script.headroom[event])
+            self._trimmer.check(self.script.alive[event], self.script.headroom[event])
 
     def _perform(self, actions: Actions) -> None:
         for value in actions.releases:
@@ -198,7 +198,11 @@ class Conductor:
             return False
         if tensor.shape == saving.shape:
             return self._same_value(tensor, saving)
-        if tensor.dim() == len(saving.shape) and tensor.numel() <= saving.shape.numel() and not self._known(tensor, number):
+        if (
+            tensor.dim() == len(saving.shape)
+            and tensor.numel() <= saving.shape.numel()
+            and not self._known(tensor, number)
+        ):
             self._exact = False
             return self._same_value(tensor, saving)
         return False
@@ -231,7 +235,9 @@ class Conductor:
         """Take up the script that this step agrees with, if there is one; else leave the plan."""
         script = self._match(tensor, number) if self._exact else None
         if script is None:
-            self.leave(f"saved tensor {number} is {tensor.dtype} {list(tensor.shape)}, which no known kind of step expects there")
+            self.leave(
+                f"saved tensor {number} is {tensor.dtype} {list(tensor.shape)}, which no known kind of step expects there"
+            )
             return
         if number > 0:
             self._exact = False  # what was done so far followed another plan

@@ -83,6 +83,10 @@ class Holding:
         """Whether what is here has not been written in place since it was saved."""
         return self.tensor is not None and self.tensor._version == self.version
 
+    def shows(self, identity: int, version: int) -> bool:
+        """Whether this very version of the living storage ``identity`` is here."""
+        return self.tensor is not None and self.identity == identity and self.version == version
+
     def send(self, tier: SlowTier) -> None:
         """Queue the copy out; nothing to do if it is away or was changed."""
         if self.intact and self.slot is None:
@@ -97,8 +101,7 @@ class Holding:
         """
         if self.slot is not None and self.tensor is not None:
             self.slot.wait()
-            if self.intact:
-                self.tensor = None
+            self.tensor = self.tensor if self.tensor._version != self.version else None
 
     def drop(self) -> None:
         """Let go of the bytes; the recipe makes them again."""
@@ -159,7 +162,7 @@ class View:
     def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """This view of ``storage``."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return tensor.set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload,no-any-return]
+        return tensor.set_(storage, self.offset, self.shape, self.stride)
 
     def show(self) -> torch.Tensor:
         """The saved tensor. Raises `RuntimeError` if it was changed in place, as PyTorch would."""
@@ -181,7 +184,7 @@ class View:
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     tensor = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return tensor.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload,no-any-return]
+    return tensor.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def only_held_once(identity: int, wrapper: int) -> bool:

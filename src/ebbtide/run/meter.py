@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbtide.observe.ledger import Ledger, has_storage, tensors_in
+from ebbtide.observe.mode import DispatchMode
 
 _running: list[Ledger] = []
 
@@ -18,7 +18,7 @@ def note_memory(storage: torch.UntypedStorage) -> None:
         ledger.make(storage)
 
 
-class PeakMeter(TorchDispatchMode):  # type: ignore[misc]
+class PeakMeter(DispatchMode):
     """Counts, byte for byte, the storages alive over a ``with`` block; costs some microseconds an op.
 
     Attributes:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbtide.errors import RecipeError
 from ebbtide.observe.ledger import has_storage, tensors_in
+from ebbtide.observe.mode import DispatchMode
 from ebbtide.observe.schema import operator_info
 from ebbtide.run.holdings import Holding, View, changed_error
 
@@ -146,8 +146,8 @@ class Recipe:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    source = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())  # type: ignore[call-overload]
-    return source.clone()  # type: ignore[no-any-return]
+    source = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    return source.clone()
 
 
 def _arguments(call: Call) -> Iterator[_Argument]:
@@ -183,7 +183,7 @@ def _filled(item: Any, made: dict[int, torch.Tensor], leaves: dict[int, Holding]
     return item
 
 
-class CaptureMode(TorchDispatchMode):  # type: ignore[misc]
+class CaptureMode(DispatchMode):
     """Captures the calls that recipes need. It runs only over the stretches of the forward pass that hold such calls.
 
     Args:
@@ -209,14 +209,14 @@ class CaptureMode(TorchDispatchMode):  # type: ignore[misc]
         """Start a stretch whose first op has index ``tick``, or go on with the one under way."""
         self.tick = tick
         if not self.entered:
-            self.__enter__()
+            self.enter()
             self.entered = True
 
     def end(self) -> None:
         """End the stretch, if one is under way."""
         if self.entered:
             self.entered = False
-            self.__exit__(None, None, None)
+            self.leave()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.hidden:

@@ -16,6 +16,7 @@ import torch
 
 from ebbtide.observe.ledger import has_storage
 from ebbtide.observe.recorder import Recorder, storage_wrapper_count
+from ebbtide.run.allocator import Trimmer
 from ebbtide.run.holdings import Holding, Kept, View, is_plain, only_held_once
 from ebbtide.run.tiers import SlowTier
 
@@ -62,12 +63,19 @@ class SafePolicy:
         tier: where tensors go; called when the first one goes.
         recorder: writes the step down, and knows the live bytes exactly.
         other_bytes: without a recorder: bytes to assume alive besides what is held here.
+        trimmer: keeps the resident size near the live bytes; None to leave it alone.
     """
 
     def __init__(
-        self, limit_bytes: int | None, tier: Callable[[], SlowTier], recorder: Recorder | None = None, other_bytes: int = 0
+        self,
+        limit_bytes: int | None,
+        tier: Callable[[], SlowTier],
+        recorder: Recorder | None = None,
+        other_bytes: int = 0,
+        trimmer: Trimmer | None = None,
     ) -> None:
         self.recorder = recorder
+        self._trimmer = trimmer
         self._limit_bytes = limit_bytes
         self._tier = tier
         self._other_bytes = other_bytes
@@ -109,7 +117,7 @@ class SafePolicy:
         identity = tensor.untyped_storage()._cdata
         reference = self._held.get(identity)
         holding = reference() if reference is not None else None
-        if holding is None or holding.identity != identity or holding.version != tensor._version or holding.tensor is None:
+        if holding is None or not holding.shows(identity, tensor._version):
             holding = self._hold(tensor, identity, number)
         view = _CachedView(holding, tensor, number, self)
         if recorder is not None:
@@ -148,6 +156,10 @@ class SafePolicy:
         here = (reference() for reference in self._held.values())
         return self._other_bytes + sum(h.size_bytes for h in here if h is not None and h.tensor is not None)
 
+    def _resting_bytes(self) -> int:
+        recorder = self.recorder
+        return recorder.ledger.resting_bytes if recorder is not None and recorder.ledger.open else self._other_bytes
+
     def _make_room(self) -> None:
         """Move tensors out until the next stretch of ops is likely to fit."""
         if self._limit_bytes is None:
@@ -164,6 +176,8 @@ class SafePolicy:
             elif holding.intact and only_held_once(holding.identity, self._wrapper):
                 del self._cache[key]
                 self._evict(holding)
+        if self._trimmer is not None:
+            self._trimmer.check(live - self._resting_bytes(), self._growth_bytes)
 
     def _evict(self, holding: _CachedHolding) -> None:
         holding.send(self._tier())

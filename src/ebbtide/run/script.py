@@ -65,6 +65,7 @@ class Script:
         stretches: by event: tick of the next op if the capture mode has to run from here on, -1 if it has to be off.
             The last entry is for the start of the step.
         known: by tick, the ops that recipes replay.
+        alive: by event, bytes alive above those at rest.
         headroom: by event, bytes that the ops up to the next event take at most above what is alive at it.
         prefixes: by number of the saved tensor, a hash of those saved before it.
         tier: name of the tier that values move to.
@@ -75,6 +76,7 @@ class Script:
     actions: tuple[Actions | None, ...]
     stretches: tuple[int, ...]
     known: dict[int, KnownOp]
+    alive: tuple[int, ...]
     headroom: tuple[int, ...]
     prefixes: tuple[int, ...]
     tier: str
@@ -99,7 +101,7 @@ def write_script(step: Step, plan: Plan, memory: Sequence[int]) -> Script:
     known = {op: _known(step, op) for d in decisions.values() if isinstance(d, Recompute) for op in d.ops}
     tiers = {d.tier for d in decisions.values() if isinstance(d, Offload)}
     if len(tiers) > 1:
-        raise PlanError(f"the plan moves values to several tiers ({', '.join(sorted(tiers))}); one can be used at a time")
+        raise PlanError(f"the plan moves values to {', '.join(sorted(tiers))}; one tier can be used at a time")
     savings = _savings(step, decisions, leaves, shared)
     return Script(
         savings=savings,
@@ -107,6 +109,7 @@ def write_script(step: Step, plan: Plan, memory: Sequence[int]) -> Script:
         actions=_actions(step, plan.decisions),
         stretches=_stretches(step, known),
         known=known,
+        alive=tuple(memory[moment] - plan.resting_bytes for moment in step.event_moments()),
         headroom=_headroom(step, memory),
         prefixes=_prefixes(step.saved),
         tier=next(iter(tiers), ""),

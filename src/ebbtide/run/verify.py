@@ -57,4 +57,4 @@ class Truth:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())  # type: ignore[call-overload,no-any-return]
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())

@@ -228,7 +228,7 @@ class QueuedTier(abc.ABC):
         """See `SlowTier.read`. Raises `SpillError` if the tier is closed, the slot freed, or RAM exhausted."""
         self._check_usable()
         try:
-            load = Load(slot, take_memory(slot.size_bytes, slot.pointer % self.congruence_bytes))
+            load = Load(slot, take_memory(slot.size_bytes, slot.pointer % self.congruence_bytes, self.congruence_bytes))
         except (OSError, MemoryError) as fault:
             size = format_bytes(slot.size_bytes)
             raise SpillError(f"no RAM to bring {size} back from the {self.name} tier ({fault})") from fault

@@ -1,32 +1,68 @@
-"""Memory for what comes back from a slower memory."""
+"""Memory for what comes back from a slower memory.
+
+NOTE [One memory for all]
+What comes back takes the place of what has just died, and both are large. So its memory comes from where PyTorch's own
+CPU tensors come from: from the arena, or where there is none from ``malloc``. The holes, whose pages are there already,
+serve both. Mappings of our own were tried: pages had to move from one to the other and back in each step, at the price
+of faulting them in.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import mmap
+import ctypes
+import errno
+import os
+from functools import lru_cache
+from typing import Any
 
 import torch
+
+from ebbtide.run.native import arena_library
 
 CONGRUENCE_BYTES = 512
 """Memory that comes back lies like the memory that left, modulo this: kernels may choose their code by alignment, and
 another choice can round differently. Large enough for direct I/O on most disks, too."""
-HUGE_PAGES_FROM_BYTES = 4 << 20
-"""From this size on memory is backed by 2 MiB pages where the system has them: on a disk of 2.4 GB/s, faulting pages of
-4 KiB in while reading left 1.2 GB/s."""
+
+_library = ctypes.CDLL(None)
+_library.posix_memalign.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t, ctypes.c_size_t]
+_library.free.argtypes = [ctypes.c_void_p]
 
 
-def take_memory(size_bytes: int, offset_bytes: int = 0) -> torch.UntypedStorage:
-    """A storage of exactly ``size_bytes`` that begins ``offset_bytes`` after a page; unmapped as soon as it dies.
+def _give_back(block: Any) -> None:
+    block.free(block.base)
 
-    Not from the allocator: an anonymous mapping goes back to the system at once, and no dispatch mode sees it made.
+
+def _take(size_bytes: int, alignment_bytes: int, offset_bytes: int) -> tuple[int, int, Any]:
+    """Take memory: the address to give back, the address asked for, and what gives it back."""
+    arena = arena_library()
+    if arena is not None:
+        address = arena.ebbtide_arena_take(size_bytes, alignment_bytes, offset_bytes)
+        if address:
+            return address, address, arena.ebbtide_arena_give_back
+    pointer = ctypes.c_void_p()
+    fault = _library.posix_memalign(ctypes.byref(pointer), alignment_bytes, size_bytes + offset_bytes)
+    if fault or pointer.value is None:
+        raise OSError(fault or errno.ENOMEM, os.strerror(fault or errno.ENOMEM))
+    return pointer.value, pointer.value + offset_bytes, _library.free
+
+
+@lru_cache(maxsize=4096)
+def _block_type(size_bytes: int) -> Any:
+    """A type of buffers of ``size_bytes`` that free their memory when they die."""
+    return type("Block", (ctypes.c_ubyte * size_bytes,), {"__del__": _give_back})
+
+
+def take_memory(size_bytes: int, offset_bytes: int = 0, alignment_bytes: int = CONGRUENCE_BYTES) -> torch.UntypedStorage:
+    """A storage of exactly ``size_bytes`` at an address that is ``offset_bytes`` modulo ``alignment_bytes``.
+
+    It goes back as soon as it dies. No dispatch mode sees it made.
 
     Raises:
-        OSError: if the system has no memory, or no mapping, left.
+        OSError: if there is no memory left.
     """
     if size_bytes == 0:
         return torch.UntypedStorage(0)
-    mapping = mmap.mmap(-1, size_bytes + offset_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if size_bytes >= HUGE_PAGES_FROM_BYTES:
-        with contextlib.suppress(OSError):  # advice only: a kernel without huge pages refuses it
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(mapping, dtype=torch.uint8, count=size_bytes, offset=offset_bytes).untyped_storage()
+    base, address, free = _take(size_bytes, alignment_bytes, offset_bytes)
+    block = _block_type(size_bytes).from_address(address)
+    block.base, block.free = base, free
+    return torch.frombuffer(block, dtype=torch.uint8).untyped_storage()

@@ -1,0 +1,71 @@
+"""Builds and loads the CPU arena, `arena.cpp`, for the PyTorch that is installed.
+
+It is compiled once for each version of PyTorch, in a few seconds, and kept in the user's cache directory. Without a
+C++ compiler, or where it cannot be built, there is no arena, and the C library's allocator serves: the same results,
+with more page faults.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+_SOURCE = Path(__file__).with_name("arena.cpp")
+_COMPILE_SECONDS = 120
+_log = logging.getLogger(__name__)
+
+
+def cache_directory() -> Path:
+    """Where ebbtide keeps what it measured and built: ``$XDG_CACHE_HOME/ebbtide`` or ``~/.cache/ebbtide``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ebbtide"
+
+
+@lru_cache(maxsize=1)
+def arena_library() -> ctypes.CDLL | None:
+    """The arena, built if need be; None where it cannot be had, which is logged once."""
+    try:
+        library = ctypes.CDLL(str(_built()))
+    except (OSError, subprocess.SubprocessError) as fault:
+        _log.warning("no CPU arena (%s): the C library's allocator is used, which costs page faults", fault)
+        return None
+    library.ebbtide_arena_take.restype = ctypes.c_void_p
+    library.ebbtide_arena_take.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t]
+    library.ebbtide_arena_give_back.argtypes = [ctypes.c_void_p]
+    return library
+
+
+def _built() -> Path:
+    """Path of the compiled arena. Raises `OSError` or `SubprocessError` if there is none and none can be made."""
+    source = _SOURCE.read_bytes()
+    name = hashlib.sha256(source + torch.__version__.encode() + torch.__file__.encode()).hexdigest()[:16]
+    path = cache_directory() / f"arena-{name}.so"
+    if path.exists():
+        return path
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise FileNotFoundError("no C++ compiler found")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    root = Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+        built = Path(directory) / path.name
+        subprocess.run(
+            [
+                *(compiler, "-std=c++20", "-O2", "-shared", "-fPIC", str(_SOURCE), "-o", str(built)),
+                f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+                *("-I", str(root / "include"), f"-L{root / 'lib'}", "-lc10"),
+            ],
+            check=True,
+            capture_output=True,
+            timeout=_COMPILE_SECONDS,
+        )
+        built.replace(path)  # at once, so that another process never loads half a file
+    return path
