@@ -28,6 +28,7 @@ hypothesis.settings.register_profile(
     deadline=None,
     database=None,
     print_blob=True,
+    phases=[phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.explain],
     suppress_health_check=list(hypothesis.HealthCheck),
 )
 hypothesis.settings.register_profile(

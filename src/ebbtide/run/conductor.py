@@ -27,6 +27,8 @@ from ebbtide.run.script import Actions, Saving, Script, Treatment
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.verify import Truth
 
+_nodes_made = torch.autograd._get_sequence_nr
+
 
 class Conductor:
     """One planned step.
@@ -62,6 +64,7 @@ class Conductor:
         self._safe = safe
         self._truth = truth
         self._trimmer = trimmer
+        self._outdated: list[CaptureMode] = []
         self._event = 0
         self._packed = 0
         self._exact = True
@@ -71,12 +74,14 @@ class Conductor:
 
     def start(self) -> None:
         """Call when the step begins."""
-        self._stretch(self.script.stretches[-1])
+        if self._capture is not None and self.script.stretches[-1] >= 0:
+            self._capture.begin(0, between_ops=True)
 
     def stop(self) -> None:
         """Call when the context ends; a later backward pass still follows the script."""
-        if self._capture is not None:
-            self._capture.end()
+        for capture in (self._capture, *reversed(self._outdated)):
+            if capture is not None:
+                capture.end()
 
     @property
     def finished(self) -> bool:
@@ -99,7 +104,10 @@ class Conductor:
             handle = self._safe.pack(tensor)
         else:
             handle = self._hold(tensor, number, self.script.savings[number])
+            stretch = self.script.stretches[self._event]
             self._act()
+            if self._capture is not None:
+                self._follow(stretch, tensor)
             self.stamps.append((began, time.perf_counter() - began))
         if capture is not None:
             capture.hidden = False
@@ -113,8 +121,13 @@ class Conductor:
         if self._event >= len(self.script.expected) or self.script.expected[self._event] != ~handle.number:
             self.leave(f"saved tensor {handle.number} was asked for out of turn")
             return handle.show()
+        capture = self._capture
+        if capture is not None:
+            capture.hidden = True  # it may be on here: between two backward passes of one step it stays
         tensor = handle.show()
         self._act()
+        if capture is not None:
+            capture.hidden = False
         self.stamps.append((began, time.perf_counter() - began))
         return tensor
 
@@ -125,8 +138,6 @@ class Conductor:
         actions = self.script.actions[event]
         if actions is not None:
             self._perform(actions)
-        if self._capture is not None:
-            self._stretch(self.script.stretches[event])
         if self._trimmer is not None:
             self._trimmer.check(self.script.alive[event], self.script.headroom[event])
 
@@ -144,12 +155,14 @@ class Conductor:
             if holding is not None:
                 holding.fetch()
 
-    def _stretch(self, tick: int) -> None:
-        if self._capture is not None:
-            if tick >= 0:
-                self._capture.begin(tick)
-            else:
-                self._capture.end()
+    def _follow(self, stretch: int, tensor: torch.Tensor) -> None:
+        """Put the capture mode on for the stretch that begins at this save, or take it off. See NOTE [Counting ops]."""
+        assert self._capture is not None
+        between_ops = _is_result(tensor)
+        if stretch >= 0:
+            self._capture.begin(stretch, between_ops)
+        elif between_ops:
+            self._capture.end()
 
     # --- holdings ------------------------------------------------------------------------------------------------
 
@@ -243,7 +256,8 @@ class Conductor:
             self._exact = False  # what was done so far followed another plan
         self.script = script
         if self._capture is not None:
-            self._capture.end()
+            self._capture.forget()
+            self._outdated.append(self._capture)
         self._capture = CaptureMode(script.known, self.leave) if script.remakes else None
 
     def leave(self, reason: str) -> None:
@@ -251,4 +265,10 @@ class Conductor:
         if not self.left:
             self.left = reason
             if self._capture is not None:
-                self._capture.end()
+                self._capture.forget()
+
+
+def _is_result(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that is being saved is the result of the op whose node was made last: no op is under way then."""
+    node = tensor.grad_fn
+    return node is not None and node._sequence_nr() == _nodes_made() - 1

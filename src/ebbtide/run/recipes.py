@@ -79,6 +79,7 @@ def capture(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: Kno
 
 
 _NOWHERE = Holding()
+_UNKNOWN = -(1 << 60)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -186,6 +187,12 @@ def _filled(item: Any, made: dict[int, torch.Tensor], leaves: dict[int, Holding]
 class CaptureMode(DispatchMode):
     """Captures the calls that recipes need. It runs only over the stretches of the forward pass that hold such calls.
 
+    NOTE [Counting ops]
+    Autograd saves a tensor either between two ops, or in the middle of the one that is just being called. A mode that
+    is put on in the middle of an op does not see that op; one that is taken off there leaves the op without anybody to
+    run it. So the mode is taken off only between ops, and once it was put on in the middle of an op, it counts again
+    from the next event that has another tick.
+
     Args:
         known: what the step's record says, by tick, of the ops that recipes replay.
         on_mismatch: called with a reason when an op is not the recorded one.
@@ -202,18 +209,24 @@ class CaptureMode(DispatchMode):
         self.hidden = False
         self.entered = False
         self.calls: dict[int, Call] = {}
+        self._begun_at = -1
         self._known = known
         self._on_mismatch = on_mismatch
 
-    def begin(self, tick: int) -> None:
-        """Start a stretch whose first op has index ``tick``, or go on with the one under way."""
-        self.tick = tick
+    def begin(self, tick: int, between_ops: bool) -> None:
+        """Start a stretch at an event of tick ``tick``, or go on with the one under way. See NOTE [Counting ops]."""
         if not self.entered:
-            self.enter()
             self.entered = True
+            self._begun_at = -1 if between_ops else tick
+            self.enter()
+        self.tick = tick if tick > self._begun_at else _UNKNOWN
+
+    def forget(self) -> None:
+        """Capture nothing more; the mode itself stays until `end`."""
+        self._known = {}
 
     def end(self) -> None:
-        """End the stretch, if one is under way."""
+        """End the stretch, if one is under way. Only between ops."""
         if self.entered:
             self.entered = False
             self.leave()

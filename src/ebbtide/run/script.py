@@ -5,6 +5,7 @@ All that can be looked up is looked up here, once, so that the hooks only index 
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import enum
 from collections.abc import Sequence
@@ -220,10 +221,17 @@ def _headroom(step: Step, memory: Sequence[int]) -> tuple[int, ...]:
 
 
 def _stretches(step: Step, known: dict[int, KnownOp]) -> tuple[int, ...]:
-    """Where the capture mode has to run: from the last event before a call that it needs to the next event."""
+    """Where the capture mode has to run: to the next event after a call that it needs, and before that from the last
+    save of an earlier tick than the last event before the call, so that ops are counted right from there on. It cannot
+    be put on while a backward pass runs. See NOTE [Counting ops] in `ebbtide.run.recipes`.
+    """
     ticks = [0, *(event.tick for event in step.events), len(step.ops)]
-    starts = []
-    for index in range(len(ticks) - 1):
-        needed = any(tick in known for tick in range(ticks[index], ticks[index + 1]))
-        starts.append(ticks[index] if needed else -1)
+    runs = [False] * (len(ticks) - 1)
+    for tick in known:
+        last = bisect.bisect_right(ticks, tick, 0, len(runs)) - 1
+        first = max(0, bisect.bisect_left(ticks, ticks[last]) - 1)
+        while first > 0 and step.events[first - 1].kind != "pack":
+            first -= 1
+        runs[first : last + 1] = [True] * (last + 1 - first)
+    starts = [tick if run else -1 for tick, run in zip(ticks, runs, strict=False)]
     return (*starts[1:], starts[0])
