@@ -167,24 +167,6 @@ class NestedHooks(Chain):
 
 
 @program
-class Functional(Chain):
-    """`torch.func` inside the step: per-sample gradients, products with a Jacobian, vmap of a part of the model."""
-
-    def forward(self, index: int) -> Tensor:
-        x = self.data(index, 256, 64)
-        y = self.model(x)
-        weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
-
-        def energy(weights: dict[str, Tensor], row: Tensor) -> Tensor:
-            return torch.func.functional_call(self.model, weights, (row,)).square().sum()
-
-        each = torch.func.vmap(torch.func.grad(energy), (None, 0))(weights, x[:4])
-        slope = torch.func.vjp(torch.sin, x)[1](torch.ones_like(x))[0]
-        mapped = torch.func.vmap(lambda row: row.softmax(0) * row)(y)
-        return mapped + each["0.weight"].norm() + slope.mean()
-
-
-@program
 class OptimizerInside(Chain):
     """Clipping and the optimizer run inside the step; parameters change there.
 

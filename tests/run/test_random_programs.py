@@ -220,6 +220,20 @@ loss = t7.square().mean() + t1.exp().mean() + (t4 * t2).sigmoid().mean()
         1e-4,
         1,
     ),
+    # argsort saves the order, drops the node that saved it, and gather saves it again.
+    (
+        """
+h = F.linear(x, w0, b0)
+t1 = F.linear(h, w0, b0)
+t2 = F.linear(t1, w0, b0)
+t3 = t2.gather(-1, t2.argsort(-1))
+loss = h.square().mean() + t1.square().mean() + t2.square().mean() + t3.square().mean()
+""",
+        "30%",
+        1e6,
+        1e-7,
+        1,
+    ),
 ]
 """Programs that are always tried: (source, limit, bandwidth, latency, backward passes)."""
 

@@ -53,8 +53,8 @@ class _Storage:
         "exclusive",
         "number",
         "size_bytes",
-        "views",
         "versions",
+        "views",
     )
 
     def __init__(self, number: int, size_bytes: int, born: int, cdata: int) -> None:
@@ -224,8 +224,7 @@ class Recorder(DispatchMode):
 
         They are outputs, but not ``mutated``: a replay does not touch them.
         """
-        for tensor in tensors_in(args[3:5]):
-            outputs.append(self._add_value(self._touch(tensor), tick))
+        outputs.extend(self._add_value(self._touch(tensor), tick) for tensor in tensors_in(args[3:5]))
 
     def _touch(self, tensor: torch.Tensor) -> _Storage:
         record = self.ledger.touch(tensor.untyped_storage())
@@ -359,9 +358,9 @@ class Recorder(DispatchMode):
             Saved(s.value, s.dtype, s.shape, s.stride, s.offset, tuple(self._unpacked[n]))
             for n, s in enumerate(self._saved)
         )
-        return Step(ops, values, saved, tuple(self._events), self._absences(values))
+        return Step(ops, values, saved, tuple(self._events), self._absences())
 
-    def _absences(self, values: tuple[Value, ...]) -> tuple[Absence, ...]:
+    def _absences(self) -> tuple[Absence, ...]:
         """For each saved value the gap from when only autograd held it to when autograd asked for it."""
         first_asked: dict[int, int] = {}
         written_later: set[int] = set()

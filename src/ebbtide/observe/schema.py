@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class OperatorInfo:
     replay: Replay
 
 
-@lru_cache(maxsize=None)
+@cache
 def operator_info(func: Any) -> OperatorInfo:
     """Facts about ``func``, an `OpOverload` or a higher-order operator."""
     schema = getattr(func, "_schema", None)

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ebbtide.decisions import Decision, Keep, Offload, Plan, Recompute
-from ebbtide.measured import Measured
 from ebbtide.machine import Machine
+from ebbtide.measured import Measured
 from ebbtide.step import EXTERNAL, Step
 from ebbtide.units import format_bytes, format_seconds
 

@@ -64,7 +64,7 @@ def set_exact() -> None:
 
 
 def set_default() -> None:
-    """PyTorch's own allocator and glibc's own settings (its threshold no longer adapts itself; that cannot be undone)."""
+    """PyTorch's own allocator and glibc's own settings; that its threshold adapts itself cannot be brought back."""
     _use_arena(False)
     if _LIBRARY is not None:
         _LIBRARY.mallopt(_M_MMAP_MAX, _DEFAULT_MMAP_MAX)

@@ -16,6 +16,7 @@ from ebbtide.errors import StepError
 from ebbtide.machine import Machine
 from ebbtide.measured import Measured
 from ebbtide.observe.recorder import Recorder
+from ebbtide.plan import plain_peak_bytes
 from ebbtide.run import allocator
 from ebbtide.run.calibrate import machine_for
 from ebbtide.run.conductor import Conductor
@@ -181,7 +182,7 @@ class Budget:
             return  # look once more, without the page faults of the first time
         if self._limit_bytes is None:
             assert self._fraction is not None
-            self._limit_bytes = int(self._fraction * _plain_peak(step))
+            self._limit_bytes = int(self._fraction * plain_peak_bytes(step))
         kind.make_plan(self.machine, self._limit_bytes, self._verify)
         self._observations_left = 0
 
@@ -354,12 +355,6 @@ def _push(pack: Any, unpack: Any) -> None:
 
 def _pop() -> None:
     torch._C._autograd._pop_saved_tensors_default_hooks()
-
-
-def _plain_peak(step: Step) -> int:
-    from ebbtide.plan.problem import Facts, _plain_memory
-
-    return int(_plain_memory(Facts.of(step)).max(initial=0))
 
 
 def _assumed_bytes(plan: Plan) -> int:

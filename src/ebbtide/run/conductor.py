@@ -27,7 +27,7 @@ from ebbtide.run.script import Actions, Saving, Script, Treatment
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.verify import Truth
 
-_nodes_made = torch.autograd._get_sequence_nr
+_nodes_made: Callable[[], int] = vars(torch.autograd)["_get_sequence_nr"]
 
 
 class Conductor:
@@ -249,7 +249,7 @@ class Conductor:
         script = self._match(tensor, number) if self._exact else None
         if script is None:
             self.leave(
-                f"saved tensor {number} is {tensor.dtype} {list(tensor.shape)}, which no known kind of step expects there"
+                f"saved tensor {number} is {tensor.dtype} {list(tensor.shape)}; no known kind of step expects that there"
             )
             return
         if number > 0:
@@ -269,6 +269,6 @@ class Conductor:
 
 
 def _is_result(tensor: torch.Tensor) -> bool:
-    """Whether a tensor that is being saved is the result of the op whose node was made last: no op is under way then."""
+    """Whether a tensor being saved is the result of the op whose node was made last: no op is under way then."""
     node = tensor.grad_fn
     return node is not None and node._sequence_nr() == _nodes_made() - 1

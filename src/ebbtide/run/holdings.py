@@ -20,7 +20,7 @@ from ebbtide.run.meter import note_memory
 
 if TYPE_CHECKING:
     from ebbtide.run.recipes import Recipe
-    from ebbtide.run.tiers.base import Load, SlowTier, Slot
+    from ebbtide.run.tiers.base import Load, Slot, SlowTier
 
 _use_count = torch._C._storage_Use_Count
 
@@ -119,9 +119,9 @@ class Holding:
         if self.tensor is not None:
             return self.tensor
         self.fetch()
-        if self.load is not None:
-            storage = self.load.wait()
-            self.load = None
+        load, self.load = self.load, None
+        if load is not None:
+            storage = load.wait()
             self._free_slot()
             self._adopt(like.over(storage) if like is not None else _bytes_of(storage))
         elif self.recipe is not None:

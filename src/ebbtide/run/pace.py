@@ -8,6 +8,7 @@ proportion to their observed durations, is the better estimate.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ class Pace:
     def add(self, start: float, stamps: Sequence[tuple[float, float]], end: float) -> None:
         """Add a step: when it began and ended, and for each event its time and how long it was held up, seconds."""
         times = [(start, 0.0), *stamps, (end, 0.0)]
-        self._runs.append([max(0.0, b[0] - a[0] - a[1]) for a, b in zip(times, times[1:], strict=False)])
+        self._runs.append([max(0.0, b[0] - a[0] - a[1]) for a, b in itertools.pairwise(times)])
 
     def refine(self, step: Step) -> Step:
         """``step`` with the durations of its ops refined."""

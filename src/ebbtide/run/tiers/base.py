@@ -69,14 +69,20 @@ class Slot(Transfer):
         unwritten: the storage, until its copy is there; for good if the copy failed, so that its bytes are not lost.
     """
 
-    def __init__(self, storage: torch.UntypedStorage) -> None:
+    def __init__(self, storage: torch.UntypedStorage, freed: collections.deque[Slot]) -> None:
         super().__init__(storage.nbytes())
+        self._freed = freed
         self.unwritten: torch.UntypedStorage | None = storage
         self.pointer = storage.data_ptr()
         self.place: Any = None
         self.under_way: set[Transfer] = set()
         self.freed = False
         self.waiting: list[Load] = []
+
+    def __del__(self) -> None:
+        # An interrupt may strike before anybody who would free it has got hold of it.
+        if not self.freed:
+            self._freed.append(self)
 
     @property
     def written(self) -> bool:
@@ -211,7 +217,7 @@ class QueuedTier(abc.ABC):
         """See `SlowTier.write`. Raises `SpillError` if the tier is closed or the storage is not in RAM."""
         if storage.device.type != "cpu":
             raise SpillError(f"the {self.name} tier takes storages in RAM, not on {storage.device}")
-        slot = Slot(storage)
+        slot = Slot(storage, self._freed)
         with self._lock:
             self._check_usable()
             self._collect()

@@ -52,7 +52,9 @@ def _block_type(size_bytes: int) -> Any:
     return type("Block", (ctypes.c_ubyte * size_bytes,), {"__del__": _give_back})
 
 
-def take_memory(size_bytes: int, offset_bytes: int = 0, alignment_bytes: int = CONGRUENCE_BYTES) -> torch.UntypedStorage:
+def take_memory(
+    size_bytes: int, offset_bytes: int = 0, alignment_bytes: int = CONGRUENCE_BYTES
+) -> torch.UntypedStorage:
     """A storage of exactly ``size_bytes`` at an address that is ``offset_bytes`` modulo ``alignment_bytes``.
 
     It goes back as soon as it dies. No dispatch mode sees it made.
