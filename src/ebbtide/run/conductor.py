@@ -249,7 +249,7 @@ class Conductor:
         script = self._match(tensor, number) if self._exact else None
         if script is None:
             self.leave(
-                f"saved tensor {number} is {tensor.dtype} {list(tensor.shape)}; no known kind of step expects that there"
+                f"saved tensor {number} is {tensor.dtype} {list(tensor.shape)}, which no known kind of step expects"
             )
             return
         if number > 0:

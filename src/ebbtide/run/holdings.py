@@ -123,19 +123,17 @@ class Holding:
         if load is not None:
             storage = load.wait()
             self._free_slot()
-            self._adopt(like.over(storage) if like is not None else _bytes_of(storage))
-        elif self.recipe is not None:
-            recipe, self.recipe = self.recipe, None
-            self._adopt(recipe.replay())
-        else:
+            return self._adopt(like.over(storage) if like is not None else _bytes_of(storage))
+        recipe, self.recipe = self.recipe, None
+        if recipe is None:
             raise StepError("a saved tensor is asked for that was never filled; please report this with the program")
-        assert self.tensor is not None
-        return self.tensor
+        return self._adopt(recipe.replay())
 
-    def _adopt(self, tensor: torch.Tensor) -> None:
+    def _adopt(self, tensor: torch.Tensor) -> torch.Tensor:
         self.tensor = tensor
         self.version = tensor._version
         self.identity = tensor.untyped_storage()._cdata
+        return tensor
 
     def _free_slot(self) -> None:
         if self.slot is not None and self.tier is not None:
