@@ -174,10 +174,11 @@ class Conductor:
         if saving.treatment == Treatment.KEEP or not is_plain(tensor):
             return Kept(tensor, number)
         holding = self._holding(saving.value)
+        fresh = holding is None
         if holding is None:
             holding = Holding()
             self._held[saving.value] = weakref.ref(holding)
-        if saving.first:
+        if fresh or saving.first:  # the node that saved it first may be gone already, and the holding with it
             holding.fill(tensor)
             if saving.treatment == Treatment.REMAKE:
                 self._remake(holding, saving)
