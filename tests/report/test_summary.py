@@ -107,7 +107,7 @@ def test_a_plan_for_another_machine_is_an_error(step: Step, on: Machine, plan: P
 
 
 def test_text_fits_100_columns_and_has_the_figures(step: Step, on: Machine, plan: Plan) -> None:
-    text = str(summarise(step, on, plan, Measured(plan.peak_bytes, 3 * 2**30, plan.seconds * 1.01)))
+    text = str(summarise(step, on, plan, Measured("planned", plan.seconds * 1.01, plan.peak_bytes, 3 * 2**30)))
     assert max(map(len, text.splitlines())) <= 100
     assert "\x1b" not in text
     for figure in (

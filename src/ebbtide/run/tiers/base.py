@@ -69,20 +69,14 @@ class Slot(Transfer):
         unwritten: the storage, until its copy is there; for good if the copy failed, so that its bytes are not lost.
     """
 
-    def __init__(self, storage: torch.UntypedStorage, freed: collections.deque[Slot]) -> None:
+    def __init__(self, storage: torch.UntypedStorage) -> None:
         super().__init__(storage.nbytes())
-        self._freed = freed
         self.unwritten: torch.UntypedStorage | None = storage
         self.pointer = storage.data_ptr()
         self.place: Any = None
         self.under_way: set[Transfer] = set()
         self.freed = False
         self.waiting: list[Load] = []
-
-    def __del__(self) -> None:
-        # An interrupt may strike before anybody who would free it has got hold of it.
-        if not self.freed:
-            self._freed.append(self)
 
     @property
     def written(self) -> bool:
@@ -169,7 +163,7 @@ class QueuedTier(abc.ABC):
         self.read_bytes = 0
         self._writer = Lane(f"ebbtide-{name}-write", 1)
         self._reader = Lane(f"ebbtide-{name}-read", readers)
-        self._places_in_use = 0
+        self._taken: dict[int, tuple[weakref.ref[Slot], Any]] = {}
         self._under_way: set[Transfer] = set()
         self._freed: collections.deque[Slot] = collections.deque()
         self._refusal: str | None = None
@@ -190,8 +184,8 @@ class QueuedTier(abc.ABC):
         """Set ``slot.place``, and ``slot.payload_bytes`` unless all of the storage is to be copied in parts."""
 
     @abc.abstractmethod
-    def _release(self, slot: Slot) -> None:
-        """Give ``slot.place`` back."""
+    def _release(self, place: Any) -> None:
+        """Give the place of a slot back."""
 
     @abc.abstractmethod
     def _store(self, slot: Slot, start: int, stop: int) -> None:
@@ -217,12 +211,15 @@ class QueuedTier(abc.ABC):
         """See `SlowTier.write`. Raises `SpillError` if the tier is closed or the storage is not in RAM."""
         if storage.device.type != "cpu":
             raise SpillError(f"the {self.name} tier takes storages in RAM, not on {storage.device}")
-        slot = Slot(storage, self._freed)
+        slot = Slot(storage)
         with self._lock:
             self._check_usable()
             self._collect()
             self._reserve(slot)
-            self._places_in_use += 1
+            lost = self._taken.pop(id(slot), None)  # of a slot that died without being freed, at the same address
+            if lost is not None:
+                self._release(lost[1])
+            self._taken[id(slot)] = (weakref.ref(slot), slot.place)
             if slot.payload_bytes:
                 self._queue(slot, self._writer)
                 self._count(slot, slot)
@@ -264,6 +261,11 @@ class QueuedTier(abc.ABC):
         with self._idle:
             self._idle.wait_for(lambda: not self._under_way or self._refusal is not None)
             self._collect()
+            # An interrupt may have struck before anybody who would free a slot got hold of it, or while it was freed.
+            for key, (slot, place) in list(self._taken.items()):
+                if slot() is None:
+                    del self._taken[key]
+                    self._release(place)
 
     def close(self) -> None:
         """See `SlowTier.close`. Closing twice does nothing."""
@@ -277,7 +279,7 @@ class QueuedTier(abc.ABC):
         """Slots whose place has not been given back."""
         with self._lock:
             self._collect()
-            return self._places_in_use
+            return len(self._taken)
 
     # How transfers go on. What says so runs under the lock.
 
@@ -378,9 +380,9 @@ class QueuedTier(abc.ABC):
 
     def _give_back(self, slot: Slot) -> None:
         if slot.freed and not slot.under_way and slot.place is not None:
-            self._release(slot)
+            self._release(slot.place)
             slot.place = None
-            self._places_in_use -= 1
+            del self._taken[id(slot)]
 
     def abandon(self) -> None:
         """In a child process: close what was inherited and refuse to be used. See NOTE [Fork] in `lanes.py`."""

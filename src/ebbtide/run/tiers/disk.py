@@ -104,8 +104,8 @@ class DiskTier(QueuedTier):
         size_bytes = -(-slot.payload_bytes // PLACE_ALIGNMENT_BYTES) * PLACE_ALIGNMENT_BYTES
         slot.place = DiskPlace(self._places.take(size_bytes), size_bytes, head_bytes)
 
-    def _release(self, slot: Slot) -> None:
-        self._places.give_back(slot.place.offset_bytes, slot.place.size_bytes)
+    def _release(self, place: DiskPlace) -> None:
+        self._places.give_back(place.offset_bytes, place.size_bytes)
 
     def _store(self, slot: Slot, start: int, stop: int) -> None:
         place: DiskPlace = slot.place

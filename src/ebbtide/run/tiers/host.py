@@ -44,8 +44,8 @@ class HostTier(QueuedTier):
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(slot.place, slot.size_bytes, 0))
             self._buffers[slot.place] = buffer
 
-    def _release(self, slot: Slot) -> None:
-        buffer = self._buffers.pop(slot.place, None)
+    def _release(self, place: int) -> None:
+        buffer = self._buffers.pop(place, None)
         if buffer is not None and self.pinned:
             _unpin(buffer)
 
