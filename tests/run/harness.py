@@ -62,7 +62,7 @@ class Program:
 
     def build(self) -> nn.Module:
         """The model; a `ModuleDict` if there are several."""
-        raise NotImplementedError
+        raise AssertionError(f"{type(self).__name__} does not say what its model is")
 
     def optimize(self) -> torch.optim.Optimizer:
         """The optimizer of all parameters."""
@@ -73,8 +73,8 @@ class Program:
         return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 + index))
 
     def loss(self, index: int) -> Tensor:
-        """The loss of step ``index``, inside the step."""
-        raise NotImplementedError
+        """The loss of step ``index``, inside the step; not needed by a program with its own `compute`."""
+        raise AssertionError(f"{type(self).__name__} has neither a loss nor its own way to compute")
 
     def compute(self, index: int, guard: Guard) -> Record:
         """Forward and backward of step ``index``; returns what the user looks at."""
