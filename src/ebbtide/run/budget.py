@@ -277,6 +277,7 @@ class _Running:
         try:
             self._take_down()
             if fault is not None:
+                _forget_failed_backward()
                 for tier in budget.tiers.values():
                     tier.drain()
                 return
@@ -355,6 +356,12 @@ def _push(pack: Any, unpack: Any) -> None:
 
 def _pop() -> None:
     torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def _forget_failed_backward() -> None:
+    """Let go of what was ready to run when a backward pass failed: autograd keeps it until this thread's next one."""
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.zeros((), device="cpu", requires_grad=True).clone().backward()
 
 
 def _assumed_bytes(plan: Plan) -> int:
