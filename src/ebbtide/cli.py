@@ -176,7 +176,7 @@ def _observe_twice(run: Callable[[], Any], prepare: Callable[[], Any]) -> Step:
     from ebbtide.run.observing import observe_step
 
     prepare()
-    kind = Kind(observe_step(run, probe_workspace=True))
+    kind = Kind(observe_step(run))
     prepare()
     kind.observed_again(observe_step(run))
     return kind.step

@@ -281,6 +281,25 @@ class TestPlaces:
 
 
 class TestFree:
+    def test_an_interrupt_never_gives_a_place_back_twice(self, disk: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+        def interrupted(place: Any) -> None:
+            release(place)
+            raise KeyboardInterrupt
+
+        release = disk._release
+        slot = disk.write(storage_of(100_000))
+        slot.wait()
+        disk.drain()
+        disk.free(slot)
+        with monkeypatch.context() as patch:
+            patch.setattr(disk, "_release", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                disk.drain()
+        del slot
+        disk.drain()
+        first, second = disk.write(storage_of(100_000, seed=1)), disk.write(storage_of(100_000, seed=2))
+        assert first.place.offset_bytes != second.place.offset_bytes
+
     def test_while_it_is_written(self, disk: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
         gate = Gate(disk, monkeypatch, "_pwrite")
         slot = disk.write(storage_of(2 * PART_BYTES))

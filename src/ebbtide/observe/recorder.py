@@ -98,17 +98,17 @@ class Recorder(DispatchMode):
     """A dispatch mode that writes down every ATen op; saved-tensor hooks report to it through `pack` and `unpack`.
 
     Args:
-        probe_workspace: read the memory that each op takes and gives back inside itself from the system.
+        probe: measures the memory that each op takes and gives back inside itself; without one it is read as 0.
 
     Attributes:
         hidden: while true, ops are run without being recorded; the runtime sets it around its own ops.
     """
 
-    def __init__(self, probe_workspace: bool = False) -> None:
+    def __init__(self, probe: WorkspaceProbe | None = None) -> None:
         super().__init__()
         self.hidden = False
         self.ledger = Ledger(self._died)
-        self._probe = WorkspaceProbe() if probe_workspace else None
+        self._probe = probe
         self._trail = ModuleTrail()
         self._wrapper = storage_wrapper_count()
         self._records: dict[StorageRecord, _Storage] = {}
@@ -135,8 +135,6 @@ class Recorder(DispatchMode):
         super().__exit__(*exception)
         self._trail.stop()
         self.ledger.close()
-        if self._probe is not None:
-            self._probe.close()
 
     # --- ops -----------------------------------------------------------------------------------------------------
 
@@ -160,7 +158,7 @@ class Recorder(DispatchMode):
         started = time.perf_counter()
         result = func(*args, **kwargs)
         draft.duration = time.perf_counter() - started
-        # Reads the system's mark before anything else can move it; outputs are subtracted once they are known.
+        # Before anything else can take memory; outputs are subtracted once they are known.
         grown = self._probe.after() if self._probe is not None else 0
         made = self._outputs(draft, info, args, kwargs, result, tick)
         draft.workspace = max(0, grown - made)

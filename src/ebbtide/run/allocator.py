@@ -7,8 +7,8 @@ heap, it faults no more, but does not put a tensor into the place of a freed one
 bytes more), and a step that has half of its tensors alive has as much memory resident as one with all. So planned steps
 take large tensors from an arena of our own (`ebbtide.run.native`), which has neither fault; where it cannot be built,
 from glibc's heap with its pages kept. `Trimmer` gives the pages of holes back to the system when, and only when, the
-resident size gets too far above what is alive. While a step is observed each large block is mapped on its own
-(`set_exact`), so that the workspace inside each op can be read off the system's high-water mark.
+resident size gets too far above what is alive. In the first observed step, which nobody knows anything about, each
+large block is mapped on its own (`set_exact`), and nothing stays resident that is not alive.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import os
 import threading
 from collections.abc import Iterator
 
+from ebbtide.observe.workspace import WorkspaceProbe
 from ebbtide.run.native import arena_library
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
@@ -70,6 +71,26 @@ def set_default() -> None:
         _LIBRARY.mallopt(_M_MMAP_MAX, _DEFAULT_MMAP_MAX)
         _LIBRARY.mallopt(_M_MMAP_THRESHOLD, _DEFAULT_MMAP_THRESHOLD)
         _LIBRARY.mallopt(_M_TRIM_THRESHOLD, _DEFAULT_TRIM_THRESHOLD)
+
+
+class _ArenaProbe:
+    """A `WorkspaceProbe` that counts what an op takes from the arena."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._mark, self._most = library.ebbtide_arena_mark, library.ebbtide_arena_most
+        self._alive = 0
+
+    def before(self) -> None:
+        self._alive = self._mark()
+
+    def after(self) -> int:
+        return int(self._most()) - self._alive
+
+
+def arena_probe() -> WorkspaceProbe | None:
+    """Measures what ops take inside themselves while the arena is in use (`set_tuned`); None if there is no arena."""
+    library = arena_library()
+    return _ArenaProbe(library) if library is not None else None
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from ebbtide.run.calibrate import machine_for
 from ebbtide.run.conductor import Conductor
 from ebbtide.run.kinds import Kind
 from ebbtide.run.meter import PeakMeter
+from ebbtide.run.rehearsed import Rehearsed
 from ebbtide.run.safe import SafePolicy
 from ebbtide.run.tiers import DiskTier, QueuedTier
 from ebbtide.run.verify import Truth
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from ebbtide.report.summary import Summary
 
 _FIRST_LOOKS = 2
-"""Steps to observe first: the memory of each op is read in the first one, its time in the second."""
+"""Steps to observe first: time and workspace of each op are read in the second, with no page faults in them."""
 _LOOKS_AFTER_LEAVING = 4
 """Steps to observe at most after one that left its plan, until an unknown kind has been seen."""
 _SETTLING_STEPS = 5
@@ -197,6 +198,7 @@ class _Running:
         self._meter: PeakMeter | None = None
         self._truth: Truth | None = None
         self._light: _LightWatch | None = None
+        self._places: Rehearsed | None = None
         self._kind: Kind | None = None
         self._state = "observe"
         self._began = 0.0
@@ -236,8 +238,11 @@ class _Running:
                 budget._tier,
                 SafePolicy(kind.plan.limit_bytes, budget._tier, other_bytes=_assumed_bytes(kind.plan)),
                 self._truth,
-                self._trimmer(kind.plan.peak_bytes - kind.plan.resting_bytes),
+                None if kind.places.serves else self._trimmer(kind.plan.peak_bytes - kind.plan.resting_bytes),
             )
+            if self._state == "planned" and budget._tune:
+                self._places = kind.places
+                self._places.begin()
             if self._state == "audit":
                 self._meter = PeakMeter()
                 self._meter.enter()
@@ -249,7 +254,7 @@ class _Running:
         again = bool(budget._kinds)
         if budget._tune:
             allocator.set_tuned() if again else allocator.set_exact()
-        self._recorder = Recorder(probe_workspace=budget._tune and not again)
+        self._recorder = Recorder(allocator.arena_probe() if budget._tune and again else None)
         trimmer = None
         if again and budget._limit_bytes is not None and budget.observed is not None:
             trimmer = self._trimmer(budget._limit_bytes - budget.observed.resting_bytes)
@@ -292,6 +297,8 @@ class _Running:
             self._recorder.leave()
         if self._meter is not None:
             self._meter.leave()
+        if self._places is not None:
+            self._places.end(exact=self._conductor is not None and self._conductor.finished)
         if self._light is None or self._light.watching:
             _pop()
 

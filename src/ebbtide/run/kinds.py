@@ -9,8 +9,9 @@ from ebbtide.decisions import Plan
 from ebbtide.machine import Machine
 from ebbtide.plan import simulate, solve
 from ebbtide.run.pace import Pace
+from ebbtide.run.rehearsed import Rehearsed
 from ebbtide.run.script import Script, signature, write_script
-from ebbtide.step import Step
+from ebbtide.step import Op, Step
 
 State = Literal["observe", "verify", "audit", "planned", "idle"]
 
@@ -36,15 +37,13 @@ class Kind:
         self.audited_peak_bytes: int | None = None
         self.pace = Pace()
         self.refined = False
+        self.places = Rehearsed()
 
     def observed_again(self, step: Step) -> None:
-        """Take the smaller of two observations of each op's duration: the other had page faults in it."""
+        """Of two observations take each op's smaller duration, since the other had page faults in it, and its larger
+        workspace, since only one of them measured it."""
         if len(step.ops) == len(self.step.ops):
-            pairs = zip(self.step.ops, step.ops, strict=True)
-            ops = [
-                dataclasses.replace(a, duration_seconds=min(a.duration_seconds, b.duration_seconds)) for a, b in pairs
-            ]
-            self.step = dataclasses.replace(self.step, ops=tuple(ops))
+            self.step = dataclasses.replace(self.step, ops=tuple(map(_settled, self.step.ops, step.ops)))
 
     def make_plan(self, machine: Machine, limit_bytes: int, verify: bool) -> None:
         """Plan this kind of step. Raises `BudgetError` if no plan meets the limit."""
@@ -68,3 +67,11 @@ class Kind:
         self.step = self.pace.refine(self.step)
         outcome = simulate(self.step, machine, self.plan.decisions)
         self.plan = dataclasses.replace(self.plan, seconds=outcome.seconds, plain_seconds=self.step.plain_seconds)
+
+
+def _settled(a: Op, b: Op) -> Op:
+    return dataclasses.replace(
+        a,
+        duration_seconds=min(a.duration_seconds, b.duration_seconds),
+        workspace_bytes=max(a.workspace_bytes, b.workspace_bytes),
+    )

@@ -15,23 +15,16 @@ from ebbtide.run.tiers import SlowTier
 from ebbtide.step import Step
 
 
-def observe_step(run: Callable[[], Any], *, probe_workspace: bool = False) -> Step:
-    """Call ``run``, one forward and backward pass, and return what was seen.
-
-    Args:
-        run: runs the step; nothing moves while it does.
-        probe_workspace: also read the memory that each op takes inside itself from the system; the step is slower then.
-    """
-    recorder = Recorder(probe_workspace=probe_workspace)
+def observe_step(run: Callable[[], Any]) -> Step:
+    """Call ``run``, one forward and backward pass during which nothing moves, and return what was seen."""
+    recorder = Recorder(allocator.arena_probe())
     policy = SafePolicy(None, _nowhere, recorder)
-    if probe_workspace:
-        allocator.set_exact()
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(policy.pack, policy.unpack), recorder:
-            run()
-    finally:
-        if probe_workspace:
-            allocator.set_default()
+    with (
+        allocator.tuned(),
+        torch.autograd.graph.saved_tensors_hooks(policy.pack, policy.unpack),
+        recorder,
+    ):
+        run()
     return recorder.finish()
 
 

@@ -40,6 +40,14 @@ def arena_library() -> ctypes.CDLL | None:
     library.ebbtide_arena_take.restype = ctypes.c_void_p
     library.ebbtide_arena_take.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t]
     library.ebbtide_arena_give_back.argtypes = [ctypes.c_void_p]
+    library.ebbtide_arena_recorded.restype = ctypes.c_size_t
+    library.ebbtide_arena_recorded.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_size_t]
+    library.ebbtide_arena_new_region.restype = ctypes.c_size_t
+    library.ebbtide_arena_new_region.argtypes = [ctypes.c_size_t]
+    library.ebbtide_arena_follow.restype = None
+    library.ebbtide_arena_follow.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_size_t] * 3
+    for count in (library.ebbtide_arena_unfollow, library.ebbtide_arena_mark, library.ebbtide_arena_most):
+        count.restype = ctypes.c_size_t
     return library
 
 

@@ -5,12 +5,18 @@
 // faulted in page by page. Here blocks of 64 KiB and more come from one reserved stretch of addresses backed by 2 MiB
 // pages: best fit, lowest address first, neighbouring holes merged at once. Pages of holes stay until `trim` is called.
 // Smaller blocks are the default allocator's business.
+//
+// A step that repeats itself can do better than best fit. `record` writes down which blocks it takes and when they go;
+// whoever reads that works out a place for each of them, and with `follow` the n-th block goes to its place. A block of
+// another size than expected, or one whose place is taken, goes outside the region of the planned places, so that it
+// spoils no other one's.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <map>
@@ -19,6 +25,7 @@
 #include <set>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 namespace {
 
@@ -27,15 +34,42 @@ constexpr std::size_t kGrain = 64;
 constexpr std::size_t kReserve = std::size_t(1) << 40;  // addresses, not memory
 constexpr std::size_t kHuge = 2 << 20;
 constexpr std::size_t kPage = 4096;
+constexpr std::size_t kLookahead = 16;  // blocks that a step may leave out without losing its place in the plan
 
 using Address = std::uintptr_t;
+
+// A block of a recorded step. Times count what is taken and given back; -1: still there.
+struct Recorded {
+  std::int64_t size, born, dies;
+};
+
+struct Taken {
+  std::size_t size;
+  std::int64_t recorded;  // index among the recorded blocks, -1 if none
+};
+
+struct Planned {
+  std::size_t size;
+  Address place;
+};
 
 struct Arena {
   std::mutex lock;
   Address base = 0, end = 0, top = 0;                 // [base, top) is taken or hole
   std::map<Address, std::size_t> holes;               // by address
   std::set<std::pair<std::size_t, Address>> by_size;  // the same, by size
-  std::unordered_map<Address, std::size_t> taken;
+  std::unordered_map<Address, Taken> taken;
+
+  std::size_t live = 0, most = 0;  // bytes taken; the most since `mark`
+
+  bool recording = false;
+  std::int64_t now = 0;
+  std::vector<Recorded> records;
+
+  bool following = false;
+  std::vector<Planned> plan;
+  std::size_t next = 0, astray = 0;  // astray: bytes that did not go to a planned place
+  Address region = 0, region_end = 0;
 
   bool reserve() {
     for (std::size_t size = kReserve; size >= kHuge * 1024; size /= 2) {
@@ -67,29 +101,73 @@ struct Arena {
     return aligned < start ? aligned + alignment : aligned;
   }
 
-  void* take(std::size_t size, std::size_t alignment, std::size_t offset) {
-    size = (size + kGrain - 1) / kGrain * kGrain;
-    std::lock_guard<std::mutex> guard(lock);
+  using Hole = std::map<Address, std::size_t>::iterator;
+
+  bool in_region(Address at, std::size_t size) const { return at < region_end && at + size > region; }
+
+  void* carve(Hole hole, Address at, std::size_t size) {
+    Address start = hole->first, stop = start + hole->second;
+    drop_hole(hole);
+    if (at > start) add_hole(start, at - start);
+    if (stop > at + size) add_hole(at + size, stop - at - size);
+    return note(at, size);
+  }
+
+  // The place that the plan has for the next block, if it is free.
+  void* take_planned(std::size_t size, std::size_t alignment, std::size_t offset) {
+    for (std::size_t i = next; i < plan.size() && i < next + kLookahead; ++i) {
+      if (plan[i].size != size) continue;
+      next = i + 1;
+      Address at = plan[i].place;
+      auto hole = holes.upper_bound(at);
+      if (at % alignment != offset || hole == holes.begin()) break;
+      --hole;
+      if (hole->first + hole->second < at + size) break;
+      return carve(hole, at, size);
+    }
+    astray += size;
+    return nullptr;
+  }
+
+  // The smallest hole that fits, inside the region of the plan or outside of it.
+  void* take_hole(std::size_t size, std::size_t alignment, std::size_t offset, bool inside) {
     for (auto it = by_size.lower_bound({size, 0}); it != by_size.end(); ++it) {
       Address start = it->second, stop = start + it->first, at = place(start, alignment, offset);
-      if (at + size > stop) continue;
-      drop_hole(holes.find(start));
-      if (at > start) add_hole(start, at - start);
-      if (stop > at + size) add_hole(at + size, stop - at - size);
-      return note(at, size);
+      if (!inside && in_region(at, size)) at = place(std::max(at, region_end), alignment, offset);
+      if (at + size <= stop) return carve(holes.find(start), at, size);
     }
+    return nullptr;
+  }
+
+  void* take_top(std::size_t size, std::size_t alignment, std::size_t offset) {
     auto last = holes.empty() ? holes.end() : std::prev(holes.end());
-    Address start = last != holes.end() && last->first + last->second == top ? last->first : top;
-    Address at = place(start, alignment, offset);
+    bool grow = last != holes.end() && last->first + last->second == top && !in_region(last->first, last->second);
+    Address start = grow ? last->first : top, at = place(start, alignment, offset);
     if (at + size > end) return nullptr;
-    if (start != top) drop_hole(last);
+    if (grow) drop_hole(last);
     if (at > start) add_hole(start, at - start);
     top = at + size;
     return note(at, size);
   }
 
+  void* take(std::size_t size, std::size_t alignment, std::size_t offset) {
+    size = (size + kGrain - 1) / kGrain * kGrain;
+    std::lock_guard<std::mutex> guard(lock);
+    void* memory = following ? take_planned(size, alignment, offset) : nullptr;
+    if (memory == nullptr) memory = take_hole(size, alignment, offset, false);
+    if (memory == nullptr && !following) memory = take_hole(size, alignment, offset, true);
+    return memory != nullptr ? memory : take_top(size, alignment, offset);
+  }
+
   void* note(Address at, std::size_t size) {
-    taken.emplace(at, size);
+    std::int64_t recorded = -1;
+    if (recording) {
+      recorded = std::int64_t(records.size());
+      records.push_back({std::int64_t(size), now++, -1});
+    }
+    taken.emplace(at, Taken{size, recorded});
+    live += size;
+    most = std::max(most, live);
     return reinterpret_cast<void*>(at);
   }
 
@@ -99,8 +177,10 @@ struct Arena {
     std::lock_guard<std::mutex> guard(lock);
     auto block = taken.find(start);
     if (block == taken.end()) return false;
-    std::size_t size = block->second;
+    std::size_t size = block->second.size;
+    if (recording && block->second.recorded >= 0) records[block->second.recorded].dies = now++;
     taken.erase(block);
+    live -= size;
     auto next = holes.lower_bound(start);
     if (next != holes.end() && next->first == start + size) {
       size += next->second;
@@ -116,6 +196,56 @@ struct Arena {
     }
     add_hole(start, size);
     return true;
+  }
+
+  std::size_t mark() {
+    std::lock_guard<std::mutex> guard(lock);
+    return most = live;
+  }
+
+  void record(bool on) {
+    std::lock_guard<std::mutex> guard(lock);
+    if (on) {
+      records.clear();
+      now = 0;
+      for (auto& [address, block] : taken) block.recorded = -1;
+    }
+    recording = on;
+  }
+
+  // A region of `size` bytes above all that is taken now. Returns its start, or 0 if there are not so many addresses.
+  Address new_region(std::size_t size) {
+    std::lock_guard<std::mutex> guard(lock);
+    Address start = base;
+    for (const auto& [address, block] : taken) start = std::max(start, address + block.size);
+    start = (start + kHuge - 1) / kHuge * kHuge;
+    return start + size <= end ? start : 0;
+  }
+
+  void follow(const std::int64_t* sizes, const std::int64_t* offsets, std::size_t count, Address start, std::size_t size) {
+    std::lock_guard<std::mutex> guard(lock);
+    plan.resize(count);
+    for (std::size_t i = 0; i < count; ++i) plan[i] = {std::size_t(sizes[i]), start + Address(offsets[i])};
+    region = start;
+    region_end = start + size;
+    if (top < region_end) {
+      Address from = top;
+      top = region_end;
+      auto last = holes.empty() ? holes.end() : std::prev(holes.end());
+      if (last != holes.end() && last->first + last->second == from) {
+        from = last->first;
+        drop_hole(last);
+      }
+      add_hole(from, top - from);
+    }
+    next = astray = 0;
+    following = true;
+  }
+
+  std::size_t unfollow() {
+    std::lock_guard<std::mutex> guard(lock);
+    following = false;
+    return astray;
   }
 
   // Gives the whole pages of the holes back to the system.
@@ -176,4 +306,35 @@ void* ebbtide_arena_take(std::size_t size, std::size_t alignment, std::size_t of
 void ebbtide_arena_give_back(void* memory) { give_back(memory); }
 
 void ebbtide_arena_trim() { arena().trim(); }
+
+// Bytes taken now, from which on `most` counts.
+std::size_t ebbtide_arena_mark() { return arena().mark(); }
+
+// The most bytes taken at once since `mark`.
+std::size_t ebbtide_arena_most() { return arena().most; }
+
+// Start (1) or stop (0) writing down what is taken and given back.
+void ebbtide_arena_record(int on) { arena().record(on != 0); }
+
+// How many blocks were recorded, and, if there is room for them, what they were.
+std::size_t ebbtide_arena_recorded(std::int64_t* sizes, std::int64_t* born, std::int64_t* dies, std::size_t room) {
+  const auto& records = arena().records;
+  for (std::size_t i = 0; i < records.size() && i < room; ++i) {
+    sizes[i] = records[i].size;
+    born[i] = records[i].born;
+    dies[i] = records[i].dies;
+  }
+  return records.size();
+}
+
+Address ebbtide_arena_new_region(std::size_t size) { return arena().new_region(size); }
+
+// From now on put the n-th block at `start + offsets[n]` if it has `sizes[n]` bytes. All lie in `start + [0, size)`.
+void ebbtide_arena_follow(const std::int64_t* sizes, const std::int64_t* offsets, std::size_t count, Address start,
+                          std::size_t size) {
+  arena().follow(sizes, offsets, count, start, size);
+}
+
+// Place blocks freely again. Returns the bytes that were not put where the plan wanted them.
+std::size_t ebbtide_arena_unfollow() { return arena().unfollow(); }
 }

@@ -380,9 +380,10 @@ class QueuedTier(abc.ABC):
 
     def _give_back(self, slot: Slot) -> None:
         if slot.freed and not slot.under_way and slot.place is not None:
-            self._release(slot.place)
-            slot.place = None
+            # In this order: an interrupt in between may lose a place, but never gives one back twice.
+            place, slot.place = slot.place, None
             del self._taken[id(slot)]
+            self._release(place)
 
     def abandon(self) -> None:
         """In a child process: close what was inherited and refuse to be used. See NOTE [Fork] in `lanes.py`."""

@@ -1,0 +1,170 @@
+"""Static placement: lifetimes and sizes in, offsets out.
+
+The problem is dynamic storage allocation, the "weighted graph colouring" of SmartPool (Zhang et al. 2019): blocks that
+are alive at the same time must not overlap, and the footprint should be as near as possible to the most bytes alive at
+once, below which it cannot be. Two ways of placing are tried. A *skyline* takes, of all blocks that are left, the one
+that can lie lowest on top of what is placed already. *First fit* takes the blocks in a given order, each to the lowest
+gap between those that are alive beside it. What comes out depends on the order; so a number of them are tried, mixed at
+random from the order of birth, of life, of size and of their product.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ebbtide.compiled import compiled
+
+Ints = npt.NDArray[np.int64]
+
+FOREVER = np.iinfo(np.int64).max
+"""When a block dies that outlives the trace."""
+ALIGNMENT_BYTES = 512
+"""Offsets are multiples of this: what direct I/O wants of memory on most disks."""
+MOST_TRIES, WORK = 400, 200_000_000
+"""Orders to try at most, and pairs of blocks to look at in all of them."""
+NOISE = (0.0, 0.05, 0.2, 0.5)
+"""How far a block may be moved in an order, as shares of it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Block:
+    """``size_bytes`` that are wanted from time ``born`` until just before time ``dies``."""
+
+    size_bytes: int
+    born: int
+    dies: int = FOREVER
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """Where blocks lie.
+
+    Attributes:
+        offsets: in bytes, in the order of the blocks.
+        footprint_bytes: end of the highest block.
+        max_live_bytes: most bytes alive at once, sizes rounded up to the alignment. No layout can be smaller.
+    """
+
+    offsets: tuple[int, ...]
+    footprint_bytes: int
+    max_live_bytes: int
+
+
+def place(blocks: Sequence[Block], alignment_bytes: int = ALIGNMENT_BYTES, *, seed: int = 0) -> Layout:
+    """The best layout found. The same arguments give the same layout; it takes less than a second.
+
+    Raises:
+        ValueError: if a block dies before it is born, or has a negative size.
+    """
+    born, dies, sizes = _columns(blocks)
+    if (dies <= born).any() or (sizes < 0).any():
+        raise ValueError("a block must not be smaller than nothing, and must die after it is born")
+    sizes = -(-sizes // alignment_bytes) * alignment_bytes
+    least = _max_live(born, dies, sizes)
+    best, best_bytes = np.zeros(len(blocks), dtype=np.int64), FOREVER
+    for ranking in _rankings(
+        born, np.minimum(dies, 1 + dies[dies < FOREVER].max(initial=born.max(initial=0))), sizes, seed
+    ):
+        for method in (_skyline, _first_fit):
+            offsets, footprint_bytes = compiled(method)(born, dies, sizes, ranking, best_bytes)
+            if footprint_bytes < best_bytes:
+                best, best_bytes = offsets, int(footprint_bytes)
+        if best_bytes <= least:
+            break
+    return Layout(tuple(best.tolist()), best_bytes if blocks else 0, least)
+
+
+def _rankings(born: Ints, dies: Ints, sizes: Ints, seed: int) -> Iterator[Ints]:
+    """Permutations of the blocks, best first as a rule."""
+    life = dies - born
+    bases = [_ranks(key) for key in (born, -life, -sizes, -sizes.astype(np.float64) * life)]
+    yield from bases
+    generator = np.random.default_rng(seed)
+    for _ in range(min(MOST_TRIES, WORK // max(1, len(born)) ** 2)):
+        mixed = generator.random(len(bases)) @ np.array(bases)
+        yield _ranks(mixed + generator.choice(NOISE) * len(born) * generator.random(len(born)))
+
+
+def _ranks(keys: npt.NDArray[Any]) -> Ints:
+    ranks = np.empty(len(keys), dtype=np.int64)
+    ranks[np.argsort(keys, kind="stable")] = np.arange(len(keys))
+    return ranks
+
+
+def max_live_bytes(blocks: Sequence[Block]) -> int:
+    """The most bytes alive at once: what every layout needs at least."""
+    return _max_live(*_columns(blocks))
+
+
+def _columns(blocks: Sequence[Block]) -> tuple[Ints, Ints, Ints]:
+    rows = [(block.born, block.dies, block.size_bytes) for block in blocks]
+    born, dies, sizes = np.array(rows, dtype=np.int64).reshape(-1, 3).T.copy()
+    return born, dies, sizes
+
+
+def _max_live(born: Ints, dies: Ints, sizes: Ints) -> int:
+    times = np.concatenate([dies, born])  # what dies at a time makes room for what is born then
+    changes = np.concatenate([-sizes, sizes])
+    order = np.argsort(times, kind="stable")
+    return int(np.cumsum(changes[order]).max(initial=0))
+
+
+# What numba compiles. Both stop as soon as the footprint reaches ``bound_bytes``; both return offsets and footprint.
+
+
+def _skyline(born: Ints, dies: Ints, sizes: Ints, rank: Ints, bound_bytes: int) -> tuple[Ints, int]:
+    """Take, again and again, the block that can lie lowest; among equals the one of the smallest rank."""
+    count = len(born)
+    offsets, lowest = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    placed = np.zeros(count, np.bool_)
+    footprint = 0
+    for _ in range(count):
+        best = -1
+        for i in range(count):
+            if not placed[i] and (
+                best < 0 or lowest[i] < lowest[best] or (lowest[i] == lowest[best] and rank[i] < rank[best])
+            ):
+                best = i
+        placed[best] = True
+        offsets[best] = lowest[best]
+        top = lowest[best] + sizes[best]
+        footprint = max(footprint, top)
+        if footprint >= bound_bytes:
+            break
+        for i in range(count):
+            if not placed[i] and lowest[i] < top and born[i] < dies[best] and dies[i] > born[best]:
+                lowest[i] = top
+    return offsets, footprint
+
+
+def _first_fit(born: Ints, dies: Ints, sizes: Ints, rank: Ints, bound_bytes: int) -> tuple[Ints, int]:
+    """Take the blocks by rank, each to the lowest gap that it fits in."""
+    count = len(born)
+    order = np.argsort(rank)
+    offsets = np.zeros(count, np.int64)
+    starts, ends = np.empty(count, np.int64), np.empty(count, np.int64)
+    footprint = 0
+    for k in range(count):
+        block = order[k]
+        beside = 0
+        for j in range(k):
+            other = order[j]
+            if born[other] < dies[block] and dies[other] > born[block]:
+                starts[beside] = offsets[other]
+                ends[beside] = offsets[other] + sizes[other]
+                beside += 1
+        lowest = 0
+        for j in np.argsort(starts[:beside]):
+            if starts[j] - lowest >= sizes[block]:
+                break
+            lowest = max(lowest, ends[j])
+        offsets[block] = lowest
+        footprint = max(footprint, lowest + sizes[block])
+        if footprint >= bound_bytes:
+            break
+    return offsets, footprint

@@ -1,0 +1,100 @@
+"""Planned places for the blocks of memory that a step takes, on a CPU.
+
+NOTE [Rehearsed steps]
+A planned step takes the same blocks in the same order each time. One of them is rehearsed: the arena writes down what
+is taken and given back. From that `ebbtide.place` works out where each block lies best, so that a later step needs
+hardly more memory than it has bytes alive: a page is touched once and then used again and again, none is given back
+and faulted in anew. A step that strays from what was rehearsed takes what it needs elsewhere, and is rehearsed again.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ebbtide.place import Block, Layout, place
+from ebbtide.place.layout import FOREVER
+from ebbtide.run import allocator
+from ebbtide.run.native import arena_library
+
+STRAY_SHARE = 0.02
+"""Share of a step's footprint that may lie outside its region: more, and the step strayed."""
+STRAYS = 2
+"""Steps that stray one after the other before one is rehearsed again: a single one may have had a profiler on."""
+FAILURES = 4
+"""Rehearsals of no use, one after the other, before it is given up: each step takes other blocks."""
+
+
+class Rehearsed:
+    """Records steps of one kind, then gives their blocks planned places.
+
+    Attributes:
+        layout: the planned places; None until a step was rehearsed, and while it is to be rehearsed again.
+    """
+
+    def __init__(self) -> None:
+        self.layout: Layout | None = None
+        self._recording = False
+        self._untouched = False
+        self._strays = 0
+        self._failures = 0
+        self._sizes = self._offsets = np.zeros(0, dtype=np.int64)
+        self._start = 0
+
+    @property
+    def serves(self) -> bool:
+        """Whether the next step has planned places."""
+        return self.layout is not None
+
+    def begin(self) -> None:
+        """A step begins: rehearse it, or give its blocks their places."""
+        arena = arena_library()
+        if arena is None:
+            return
+        if self.layout is not None:
+            if self._untouched:
+                allocator.trim()  # the places of former steps, and of gradients that lived until now
+                self._untouched = False
+            pointers = self._sizes.ctypes.data, self._offsets.ctypes.data
+            arena.ebbtide_arena_follow(*pointers, len(self._sizes), self._start, self.layout.footprint_bytes)
+        elif self._failures < FAILURES:
+            self._recording = True
+            arena.ebbtide_arena_record(1)
+
+    def end(self, *, exact: bool) -> None:
+        """The step ends; ``exact``: it went as planned from beginning to end."""
+        arena = arena_library()
+        if arena is None:
+            return
+        if self._recording:
+            self._recording = False
+            arena.ebbtide_arena_record(0)
+            if exact:
+                self._learn()
+        elif self.layout is not None:
+            self._judge(arena.ebbtide_arena_unfollow(), exact)
+
+    def _judge(self, astray_bytes: int, exact: bool) -> None:
+        assert self.layout is not None
+        if astray_bytes <= STRAY_SHARE * self.layout.footprint_bytes:
+            self._strays = self._failures = 0
+            return
+        allocator.trim()  # what lies outside the region is not used again
+        self._strays += exact
+        if self._strays >= STRAYS:
+            self.layout = None
+            self._strays = 0
+            self._failures += 1
+
+    def _learn(self) -> None:
+        arena = arena_library()
+        assert arena is not None
+        count = arena.ebbtide_arena_recorded(None, None, None, 0)
+        sizes, born, dies = (np.zeros(count, dtype=np.int64) for _ in range(3))
+        arena.ebbtide_arena_recorded(sizes.ctypes.data, born.ctypes.data, dies.ctypes.data, count)
+        dies[dies < 0] = FOREVER
+        layout = place([Block(*block) for block in zip(sizes.tolist(), born.tolist(), dies.tolist(), strict=True)])
+        self._start = arena.ebbtide_arena_new_region(layout.footprint_bytes)
+        if self._start:
+            self._sizes, self._offsets = sizes, np.array(layout.offsets, dtype=np.int64)
+            self.layout = layout
+            self._untouched = True

@@ -1,0 +1,91 @@
+"""Layouts: nothing overlaps, the footprint is near what it cannot be below, the same input gives the same layout."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ebbtide.place import Block, Layout, max_live_bytes, place
+from ebbtide.place.layout import FOREVER
+
+
+@st.composite
+def lifetimes(draw: st.DrawFn) -> list[Block]:
+    blocks = []
+    for _ in range(draw(st.integers(0, 24))):
+        born = draw(st.integers(0, 30))
+        dies = FOREVER if draw(st.integers(0, 9)) == 0 else born + draw(st.integers(1, 12))
+        blocks.append(Block(draw(st.integers(0, 5000)), born, dies))
+    return blocks
+
+
+def check(blocks: list[Block], layout: Layout, alignment_bytes: int) -> None:
+    placed = list(zip(blocks, layout.offsets, strict=True))
+    assert layout.footprint_bytes >= max((o + b.size_bytes for b, o in placed), default=0)
+    assert layout.footprint_bytes >= layout.max_live_bytes >= max_live_bytes(blocks)
+    assert all(offset % alignment_bytes == 0 for offset in layout.offsets)
+    for (a, x), (b, y) in itertools.combinations(placed, 2):
+        together = a.born < b.dies and b.born < a.dies
+        assert not together or x + a.size_bytes <= y or y + b.size_bytes <= x
+
+
+@settings(max_examples=150, deadline=None)
+@given(lifetimes(), st.sampled_from([1, 64, 512]))
+def test_what_lives_together_does_not_overlap(blocks: list[Block], alignment_bytes: int) -> None:
+    layout = place(blocks, alignment_bytes)
+    check(blocks, layout, alignment_bytes)
+    assert layout == place(blocks, alignment_bytes)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.permutations(range(5)))
+def test_small_cases_are_optimal(sizes: list[int], order: list[int]) -> None:
+    blocks = [Block(size, order[i] % 3, order[i] % 3 + 1 + i % 3) for i, size in enumerate(sizes)]
+    best = min(_lowest_fit(blocks, permutation) for permutation in itertools.permutations(range(len(blocks))))
+    assert place(blocks, 1).footprint_bytes == best
+
+
+def _lowest_fit(blocks: list[Block], order: tuple[int, ...]) -> int:
+    """Footprint of putting blocks, in this order, as low as they can lie; some order is optimal."""
+    offsets: dict[int, int] = {}
+    for i in order:
+        beside = [
+            (offsets[j], offsets[j] + blocks[j].size_bytes)
+            for j in offsets
+            if blocks[i].born < blocks[j].dies and blocks[j].born < blocks[i].dies
+        ]
+        lowest = 0
+        for start, end in sorted(beside):
+            if start - lowest >= blocks[i].size_bytes:
+                break
+            lowest = max(lowest, end)
+        offsets[i] = lowest
+    return max((offsets[i] + blocks[i].size_bytes for i in offsets), default=0)
+
+
+def test_a_training_step_wastes_nothing() -> None:
+    """Activations that are born in one order and die in the opposite one, with a workspace in every op."""
+    layers, blocks = 60, []
+    for i in range(layers):
+        size = 4096 * (1 + (7 * i) % 13)
+        blocks.append(Block(size, 2 * i, 4 * layers - 2 * i))
+        blocks.append(Block(3 * size, 2 * i, 2 * i + 1))
+        blocks.append(Block(2 * size, 4 * layers - 2 * i - 1, 4 * layers - 2 * i + 1))
+    layout = place(blocks)
+    check(blocks, layout, 512)
+    assert layout.footprint_bytes <= 1.005 * layout.max_live_bytes
+
+
+@pytest.mark.parametrize(
+    "block", [Block(-1, 0, 1), Block(1, 3, 3), Block(1, 3, 2)], ids=["negative", "empty", "undead"]
+)
+def test_impossible_blocks_are_refused(block: Block) -> None:
+    with pytest.raises(ValueError, match="a block must"):
+        place([Block(1, 0, 1), block])
+
+
+def test_nothing_needs_nothing() -> None:
+    assert place([]) == Layout((), 0, 0)

@@ -1,0 +1,108 @@
+"""Planned places: a repeated step needs no more memory than it has bytes alive, and nothing ever overlaps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import ebbtide
+from ebbtide.run import allocator
+from ebbtide.run.native import arena_library
+from ebbtide.run.rehearsed import FAILURES, STRAYS, Rehearsed
+from tests.run.harness import FAST_DISK, STEPS, compare, run_plain
+from tests.run.programs import Chain
+
+pytestmark = pytest.mark.skipif(arena_library() is None, reason="no arena can be built here")
+
+KIB = 1024
+
+
+@pytest.fixture(autouse=True)
+def arena() -> Iterator[None]:
+    """Tensors of 64 KiB and more come from the arena."""
+    with allocator.tuned():
+        yield
+
+
+def ladder(sizes: list[int], *, kept: int | None = None) -> tuple[list[int], torch.Tensor | None]:
+    """A step in which block n dies when block n + 3 is born. Where the blocks were, and block ``kept``."""
+    alive: list[torch.Tensor] = []
+    places, result = [], None
+    for number, size in enumerate(sizes):
+        block = torch.full((size,), number % 251, dtype=torch.uint8)
+        places.append(block.data_ptr())
+        for other in alive:
+            assert not (other.data_ptr() < places[-1] + size and places[-1] < other.data_ptr() + other.numel())
+        result = block if number == kept else result
+        alive = [*alive[-2:], block]
+    assert all(bool((block == block[0]).all()) for block in alive)
+    return places, result
+
+
+def sizes_of(seed: int) -> list[int]:
+    return [KIB * random.Random(seed * 1000 + i).randrange(64, 512) for i in range(60)]
+
+
+def test_a_repeated_step_lies_where_it_was_planned() -> None:
+    places, sizes = Rehearsed(), sizes_of(0)
+    for number in range(4):
+        assert places.serves == (number > 0)
+        places.begin()
+        seen, _ = ladder(sizes)
+        places.end(exact=True)
+    layout = places.layout
+    assert layout is not None
+    assert layout.footprint_bytes <= 1.05 * layout.max_live_bytes
+    assert [place - seen[0] for place in seen] == [offset - layout.offsets[0] for offset in layout.offsets[: len(seen)]]
+
+
+def test_a_place_that_is_taken_is_left_alone() -> None:
+    places, sizes = Rehearsed(), sizes_of(1)
+    kept = None
+    for number in range(6):
+        places.begin()
+        # What was kept in the step before lies where a block of this step should.
+        _, kept = ladder(sizes, kept=20 + number)
+        places.end(exact=True)
+        assert kept is not None
+        assert bool((kept == 20 + number).all())
+
+
+def test_a_step_that_left_something_out_finds_its_places_again() -> None:
+    places, sizes = Rehearsed(), sizes_of(2)
+    for _ in range(2):
+        places.begin()
+        expected, _ = ladder(sizes)
+        places.end(exact=True)
+    places.begin()
+    found, _ = ladder([*sizes[:10], *sizes[12:]])
+    places.end(exact=False)
+    assert found[-20:] == expected[-20:]
+    assert places.serves
+
+
+def test_a_step_that_strays_twice_is_rehearsed_again_and_one_that_always_does_given_up() -> None:
+    places = Rehearsed()
+    served = []
+    for number in range((STRAYS + 1) * FAILURES + 3):
+        served.append(places.serves)
+        places.begin()
+        ladder(sizes_of(number))
+        places.end(exact=True)
+    round_of_steps = [False, *[True] * STRAYS]
+    assert served == [*round_of_steps * FAILURES, False, False, False]
+
+
+def test_a_planned_step_takes_its_places(tmp_path: Path) -> None:
+    expected = run_plain(Chain, STEPS + 4)
+    program = Chain(0)
+    with ebbtide.Budget("60%", spill=tmp_path, machine=FAST_DISK) as memory:
+        for index, record in enumerate(expected):
+            compare(record, program.run(index, memory.step), f"step {index} ({memory.state})")
+        current = memory._current
+        assert current is not None
+        assert current.places.serves
