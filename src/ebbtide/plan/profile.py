@@ -67,11 +67,7 @@ class Candidates:
         sizes = np.array([step.values[absence.value].size_bytes for absence in absences], dtype=np.int64)
         opens = np.array([absence.opens for absence in absences], dtype=np.int64)
         closes = np.array([absence.closes for absence in absences], dtype=np.int64)
-        slots = np.array([*facts.slots, step.moments + 1], dtype=np.int64)
-        earliest = [problem.earliest_out[number] for number in numbers]
-        latest = [step.moments if moment is None else moment for moment in earliest]
-        outs = slots[np.searchsorted(slots, np.array(latest, dtype=np.int64))]
-        releases = slots[np.searchsorted(slots, np.minimum(np.maximum(opens, outs + 1), step.moments))]
+        outs, releases, in_time = first_slots(problem, numbers)
         replays: list[Replay | None] = []
         for number, absence in zip(numbers, absences, strict=True):
             recipe = recipes[number]
@@ -89,11 +85,25 @@ class Candidates:
             in_seconds=in_seconds,
             out_compute_seconds=out_seconds * (out_link.compute_slowdown if out_link is not None else 0.0),
             in_compute_seconds=in_seconds * (in_link.compute_slowdown if in_link is not None else 0.0),
-            can_offload=_offloadable(problem, tier, sizes, (outs < releases) & (releases < closes)),
+            can_offload=_offloadable(problem, tier, sizes, in_time),
             replays=replays,
             leaves=_leaf_candidates(problem, numbers, replays),
             order=sorted(range(len(numbers)), key=lambda place: (closes[place], place)),
         )
+
+
+def first_slots(problem: Problem, numbers: Sequence[int] | Ints) -> tuple[Ints, Ints, Mask]:
+    """For each absence in ``numbers``: the first slot at which its copy out can be queued, the first at which it can
+    then be released, and whether that leaves time to load it again."""
+    step, slots = problem.step, np.array([*problem.facts.slots, problem.step.moments + 1], dtype=np.int64)
+    absences = [step.absences[number] for number in numbers]
+    earliest = [problem.earliest_out[number] for number in numbers]
+    latest = np.array([step.moments if moment is None else moment for moment in earliest], dtype=np.int64)
+    opens = np.array([absence.opens for absence in absences], dtype=np.int64)
+    closes = np.array([absence.closes for absence in absences], dtype=np.int64)
+    outs = slots[np.searchsorted(slots, latest)]
+    releases = slots[np.searchsorted(slots, np.minimum(np.maximum(opens, outs + 1), step.moments))]
+    return outs, releases, (outs < releases) & (releases < closes)
 
 
 def _transfer_seconds(link: Link | None, sizes: Ints) -> Floats:

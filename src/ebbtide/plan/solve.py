@@ -9,6 +9,7 @@ import numpy as np
 from ebbtide.decisions import Decision, Keep, Plan
 from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
+from ebbtide.plan.bound import bound_of
 from ebbtide.plan.floor import least_peak
 from ebbtide.plan.follow import follow
 from ebbtide.plan.problem import Ints, Problem
@@ -38,7 +39,8 @@ def solve(
 ) -> Plan:
     """A fast plan for ``step`` that never holds more than ``limit_bytes``. The same arguments give the same plan.
 
-    Workspaces of ops are kept within `PHYSICAL_SHARE` of the budget wherever the step allows it.
+    Workspaces of ops are kept within `PHYSICAL_SHARE` of the budget wherever the step allows it. The plan says which
+    time no plan within the limit can beat; that takes some 0.1 s for 1,000 ops, besides the search.
 
     Args:
         step: the observed step.
@@ -54,7 +56,7 @@ def solve(
     problem = Problem.of(step, machine)
     plain_peak = int(problem.plain.max(initial=problem.resting_bytes))
     if plain_peak <= limit_bytes:
-        return _plan(problem, [Keep()] * len(step.absences), limit_bytes)
+        return _plan(problem, [Keep()] * len(step.absences), limit_bytes, banned)
     recipes = find_recipes(step, banned)
     tiers = machine.slow_tiers()
     tier = tiers[0].name if tiers else None
@@ -71,7 +73,7 @@ def solve(
         search.start()
     search.improve(int(seconds * 1e6))
     assert search.best is not None
-    return _plan(problem, decisions_of(problem, search.best.moves, recipes), limit_bytes)
+    return _plan(problem, decisions_of(problem, search.best.moves, recipes), limit_bytes, banned)
 
 
 def _ceiling_bytes(problem: Problem, limit_bytes: int) -> int:
@@ -85,7 +87,7 @@ def _search(
     return Search(problem, candidates, tier, room, limit_bytes, ceiling, seed)
 
 
-def _plan(problem: Problem, decisions: list[Decision], limit_bytes: int) -> Plan:
+def _plan(problem: Problem, decisions: list[Decision], limit_bytes: int, banned: Set[int]) -> Plan:
     course = follow(problem, moves_of(problem, decisions))
     rest = problem.resting_bytes
     return Plan(
@@ -97,6 +99,7 @@ def _plan(problem: Problem, decisions: list[Decision], limit_bytes: int) -> Plan
         plain_peak_bytes=int(problem.plain.max(initial=rest)),
         plain_seconds=problem.step.plain_seconds,
         resting_bytes=rest,
+        bound_seconds=bound_of(problem, limit_bytes, banned=banned).seconds,
         method=METHOD,
     )
 
