@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbtide.machine import Link
-from ebbtide.plan.follow import DEEPEST_NESTING
+from ebbtide.plan.course import DEEPEST_NESTING
 from ebbtide.plan.problem import Floats, Ints, Problem
 from ebbtide.plan.replay import Replay, check_recipe
 
