@@ -16,7 +16,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     import numba
 
     try:
-        return numba.njit(cache=True)(function)  # type: ignore[no-any-return]
+        return numba.njit(cache=True)(function)
     except RuntimeError:
         # No directory can be written to: then it is compiled once in each process.
         return numba.njit(function)  # type: ignore[no-any-return]

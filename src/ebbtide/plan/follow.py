@@ -95,8 +95,8 @@ class Course:
         """Copies, in the order in which they were queued."""
         rows, times = self.sent
         return [
-            Transfer(number, "in" if way else "out", *seconds, int(self.size_bytes[number]))
-            for (number, way), seconds in zip(rows.tolist(), times.tolist(), strict=True)
+            Transfer(number, "in" if way else "out", issued, start, end, int(self.size_bytes[number]))
+            for (number, way), (issued, start, end) in zip(rows.tolist(), times.tolist(), strict=True)
         ]
 
     @functools.cached_property
@@ -140,15 +140,16 @@ class Follower:
 
     Args:
         problem: the problem.
-        replays: recipes that the moves may name, by their place.
+        replays: recipes that the moves may name, by their place; None is never named.
     """
 
-    def __init__(self, problem: Problem, replays: Sequence[Replay]) -> None:
+    def __init__(self, problem: Problem, replays: Sequence[Replay | None]) -> None:
         step = problem.step
         values = [step.values[absence.value] for absence in step.absences]
         storages = {storage: place for place, storage in enumerate(dict.fromkeys(value.storage for value in values))}
-        leaves = [[storages[leaf] for leaf in replay.leaves if leaf in storages] for replay in replays]
-        self.problem = problem
+        named = [replay or Replay((), 0.0, 0, 0, 0) for replay in replays]
+        leaves = [[storages[leaf] for leaf in replay.leaves if leaf in storages] for replay in named]
+        self.problem, self.replays = problem, replays
         self.tiers = {tier: place for place, tier in enumerate(problem.routes)}
         self.opens = _column(absence.opens for absence in step.absences)
         self.closes = _column(absence.closes for absence in step.absences)
@@ -161,9 +162,9 @@ class Follower:
         ).reshape(-1, 6)
         self.first_leaf = _column(np.cumsum([0, *map(len, leaves)]))
         self.leaves = _column(leaf for found in leaves for leaf in found)
-        self.replay_seconds = np.array([replay.seconds for replay in replays], dtype=np.float64)
+        self.replay_seconds = np.array([replay.seconds for replay in named], dtype=np.float64)
         self.replay_bytes = np.array(
-            [(replay.peak_bytes, replay.physical_peak_bytes, replay.valid_until) for replay in replays], dtype=np.int64
+            [(replay.peak_bytes, replay.physical_peak_bytes, replay.valid_until) for replay in named], dtype=np.int64
         ).reshape(-1, 3)
 
     def follow(self, moves: Moves) -> Course:
@@ -200,6 +201,15 @@ class Follower:
         return Course(
             memory, physical, starts[:-1], float(starts[-1]), self.size_bytes, seconds, sent, waited, replayed
         )
+
+    def listed(self, moves: Moves) -> list[Move]:
+        """``moves`` one by one."""
+        tiers = list(self.tiers)
+        trips = zip(moves.tier.tolist(), moves.out.tolist(), moves.release.tolist(), moves.load.tolist(), strict=True)
+        return [
+            self.replays[recipe] if recipe >= 0 else None if tier < 0 else Trip(tiers[tier], out, release, load)
+            for recipe, (tier, out, release, load) in zip(moves.replay.tolist(), trips, strict=True)
+        ]
 
 
 def follow(problem: Problem, moves: Sequence[Move]) -> Course:

@@ -11,10 +11,10 @@ import dataclasses
 
 import numpy as np
 
-from ebbtide.plan.follow import Course, Move, Transfer, follow
+from ebbtide.plan.follow import Course, Follower, Moves, Transfer
 from ebbtide.plan.problem import Floats, Ints, Problem
 from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Mask, Modes, Profile
-from ebbtide.plan.schedule import Schedule
+from ebbtide.plan.schedule import Scheduler
 from ebbtide.plan.select import Prices, Room, Selector
 
 PRICE_ROUNDS = 12
@@ -29,7 +29,7 @@ class Found:
     """A complete plan in the making."""
 
     modes: Modes
-    moves: list[Move]
+    moves: Moves
     course: Course
 
 
@@ -56,9 +56,11 @@ class Search:
         ceiling: Ints,
         seed: int,
     ) -> None:
-        self.problem, self.candidates, self.tier = problem, candidates, tier
+        self.problem, self.candidates = problem, candidates
         self.limit_bytes, self.ceiling = limit_bytes, ceiling
         self.selector = Selector(problem, candidates, room)
+        self.scheduler = Scheduler(problem, candidates, tier, room.cap)
+        self.follower = Follower(problem, candidates.replays)
         self.random = np.random.default_rng(seed)
         self.best: Found | None = None
         self.count = len(candidates.absence)
@@ -67,10 +69,9 @@ class Search:
 
     def offer(self, modes: Modes, profile: Profile) -> Found | None:
         """Schedule and judge ``modes``; keeps them if they are the fastest so far. None if they do not fit."""
-        extra = np.zeros(self.problem.step.moments + 1)
-        for moment, seconds in profile.extra_seconds.items():
-            extra[moment + 1] = seconds
-        found = self._judge(modes, profile, (self.problem.clock + np.cumsum(extra))[:-1])
+        starts = self.problem.clock[:-1].copy()
+        starts[1:] += np.cumsum(profile.extra_seconds)[:-1]
+        found = self._judge(modes, profile, starts)
         if found is not None and (self.best is None or found.course.seconds < 1.03 * self.best.course.seconds):
             # Scheduled again with what waiting and slowed compute really did to the clock.
             again = self._judge(modes, profile, found.course.starts)
@@ -81,12 +82,11 @@ class Search:
         return found
 
     def _judge(self, modes: Modes, profile: Profile, starts: Floats) -> Found | None:
-        room = self.selector.room
-        moves = Schedule(self.problem, self.candidates, modes, profile, room.cap, starts).moves(self.tier)
+        moves = self.scheduler.moves(modes, profile, starts)
         if moves is None:
             return None
         self.follows += 1
-        course = follow(self.problem, moves)
+        course = self.follower.follow(moves)
         if int(course.memory.max()) > self.limit_bytes or bool((course.physical > self.ceiling).any()):
             return None
         return Found(modes.copy(), moves, course)
@@ -100,8 +100,7 @@ class Search:
             + self.out_price * candidates.out_seconds
             + self.in_price * candidates.in_seconds
         )
-        seconds = np.array([0.0 if replay is None else replay.seconds for replay in candidates.replays])
-        prices = [offload + TIE_SECONDS, seconds + TIE_SECONDS]
+        prices = [offload + TIE_SECONDS, candidates.replay_seconds + TIE_SECONDS]
         if noise:
             prices = [price * np.exp(noise * self.random.standard_normal(self.count)) for price in prices]
         return Prices(prices[0], prices[1])

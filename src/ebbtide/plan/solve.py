@@ -73,7 +73,9 @@ def solve(
         search.start()
     search.improve(int(seconds * 1e6))
     assert search.best is not None
-    return _plan(problem, decisions_of(problem, search.best.moves, recipes), limit_bytes, banned)
+    return _plan(
+        problem, decisions_of(problem, search.follower.listed(search.best.moves), recipes), limit_bytes, banned
+    )
 
 
 def _ceiling_bytes(problem: Problem, limit_bytes: int) -> int:
