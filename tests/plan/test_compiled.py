@@ -1,4 +1,4 @@
-"""The compiled simulator finds what the plain oracle finds; compiling is put off, and needs no place to keep results."""
+"""The compiled simulator finds what the plain oracle finds; compiling is put off, and needs no place to keep it."""
 
 from __future__ import annotations
 
