@@ -116,9 +116,10 @@ class Tape:
         end = self.moment
         dies = [min(end, max([need for _, need in s.needs] + [s.born + 1])) for s in self.storages]
         absences = []
+        shown = {moment: value for value, moments in self.saved for moment in moments}
         for storage, gone in zip(self.storages, dies, strict=True):
             if storage.born >= 0:
-                absences += self._absences(storage, gone)
+                absences += self._absences(storage, gone, shown)
         values = [
             Value(
                 self.storages[storage].size_bytes,
@@ -135,13 +136,12 @@ class Tape:
         absences.sort(key=lambda absence: (absence.value, absence.opens))
         return Step(tuple(self.ops), tuple(values), tuple(saved), tuple(self.events), tuple(absences))
 
-    def _absences(self, storage: _Storage, gone: int) -> list[Absence]:
+    def _absences(self, storage: _Storage, gone: int, shown: dict[int, int]) -> list[Absence]:
         found = []
         for closes in sorted(set(storage.unpacks)):
             opens = max(end for start, end in storage.needs if start < closes)
-            value = next(v for v, moments in self.saved if closes in moments and v in storage.values)
             if opens < closes < gone:
-                found.append(Absence(value, opens, closes))
+                found.append(Absence(shown[closes], opens, closes))
         return found
 
     def _storage(self, size_bytes: int, born: int) -> int:

@@ -1,5 +1,7 @@
 """Planning: what to do with each absence of a step so that memory fits and little time is lost."""
 
+from ebbtide.plan.bound import Bound as Bound
+from ebbtide.plan.bound import lower_bound as lower_bound
 from ebbtide.plan.problem import plain_peak_bytes as plain_peak_bytes
 from ebbtide.plan.recipes import find_recipes as find_recipes
 from ebbtide.plan.simulate import Outcome as Outcome

@@ -16,13 +16,16 @@ durations.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from ebbtide.errors import PlanError
 from ebbtide.machine import Link
+from ebbtide.plan.compiled import compiled
+from ebbtide.plan.course import DEEPEST_NESTING, DONE, STALE, run_course, write_script
 from ebbtide.plan.problem import Floats, Ints, Problem
 from ebbtide.plan.replay import Replay
 
@@ -73,7 +76,7 @@ Move = Trip | Replay | None
 """What happens to an absence; None keeps its value."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Course:
     """What `follow` found: memory with and without workspaces per moment, start of each moment, and the end."""
 
@@ -81,9 +84,132 @@ class Course:
     physical: Ints
     starts: Floats
     seconds: float
-    transfers: list[Transfer]
-    stalls: list[Stall]
-    recomputations: list[Recomputation]
+    size_bytes: Ints
+    replay_seconds: Floats
+    sent: tuple[Ints, Floats]
+    waited: tuple[Ints, Floats]
+    replayed: tuple[Ints, Floats]
+
+    @functools.cached_property
+    def transfers(self) -> list[Transfer]:
+        """Copies, in the order in which they were queued."""
+        rows, times = self.sent
+        return [
+            Transfer(number, "in" if way else "out", issued, start, end, int(self.size_bytes[number]))
+            for (number, way), (issued, start, end) in zip(rows.tolist(), times.tolist(), strict=True)
+        ]
+
+    @functools.cached_property
+    def stalls(self) -> list[Stall]:
+        """What compute waited for, in order."""
+        rows, seconds = self.waited
+        return [
+            Stall(moment, waited, "load" if reason else "release", number)
+            for (moment, reason, number), waited in zip(rows.tolist(), seconds.tolist(), strict=True)
+        ]
+
+    @functools.cached_property
+    def recomputations(self) -> list[Recomputation]:
+        """Recipes, in the order in which they ran."""
+        rows, starts = self.replayed
+        return [
+            Recomputation(number, moment, start, float(self.replay_seconds[number]))
+            for (number, moment), start in zip(rows.tolist(), starts.tolist(), strict=True)
+        ]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Moves:
+    """Moves as columns: per absence the tier (or -1), the recipe (or -1), and the moments of a trip."""
+
+    tier: Ints
+    replay: Ints
+    out: Ints
+    release: Ints
+    load: Ints
+
+    @classmethod
+    def none(cls, count: int) -> Moves:
+        """``count`` absences whose values stay."""
+        nothing = np.full(count, -1, dtype=np.int64)
+        return cls(*(nothing.copy() for _ in dataclasses.fields(cls)))
+
+
+class Follower:
+    """Carries out plans of one problem with recipes known beforehand: what does not change is put in arrays once.
+
+    Args:
+        problem: the problem.
+        replays: recipes that the moves may name, by their place; None is never named.
+    """
+
+    def __init__(self, problem: Problem, replays: Sequence[Replay | None]) -> None:
+        step = problem.step
+        values = [step.values[absence.value] for absence in step.absences]
+        storages = {storage: place for place, storage in enumerate(dict.fromkeys(value.storage for value in values))}
+        named = [replay or Replay((), 0.0, 0, 0, 0) for replay in replays]
+        leaves = [[storages[leaf] for leaf in replay.leaves if leaf in storages] for replay in named]
+        self.problem, self.replays = problem, replays
+        self.tiers = {tier: place for place, tier in enumerate(problem.routes)}
+        self.opens = _column(absence.opens for absence in step.absences)
+        self.closes = _column(absence.closes for absence in step.absences)
+        self.size_bytes = _column(value.size_bytes for value in values)
+        self.storage = _column(storages[value.storage] for value in values)
+        self.storages = len(storages)
+        self.links = np.array(
+            [[part for link in route for part in _rates(link)] for route in problem.routes.values()],
+            dtype=np.float64,
+        ).reshape(-1, 6)
+        self.first_leaf = _column(np.cumsum([0, *map(len, leaves)]))
+        self.leaves = _column(leaf for found in leaves for leaf in found)
+        self.replay_seconds = np.array([replay.seconds for replay in named], dtype=np.float64)
+        self.replay_bytes = np.array(
+            [(replay.peak_bytes, replay.physical_peak_bytes, replay.valid_until) for replay in named], dtype=np.int64
+        ).reshape(-1, 3)
+
+    def follow(self, moves: Moves) -> Course:
+        """Carry out ``moves``. Raises `PlanError` as `follow` does."""
+        problem = self.problem
+        script = compiled(write_script)(
+            self.opens, self.closes, moves.tier, moves.replay, moves.out, moves.release, moves.load
+        )
+        levels, sent, waited, replayed, (ending, number, moment) = compiled(run_course)(
+            problem.clock,
+            problem.plain,
+            problem.workspace,
+            self.size_bytes,
+            self.storage,
+            self.storages,
+            self.links,
+            script,
+            moves.tier,
+            moves.replay,
+            self.first_leaf,
+            self.leaves,
+            self.replay_seconds,
+            self.replay_bytes,
+        )
+        if ending == STALE:
+            until = self.replay_bytes[moves.replay[number], 2]
+            raise PlanError(
+                f"absence {number}: at moment {moment} its recipe reads what was freed or written at moment {until}"
+            )
+        if ending != DONE:
+            raise PlanError(f"absence {number}: more than {DEEPEST_NESTING} recipes wait for each other")
+        memory, physical, starts = levels
+        seconds = self.replay_seconds[moves.replay] if len(self.replay_seconds) else np.zeros(len(moves.replay))
+        return Course(
+            memory, physical, starts[:-1], float(starts[-1]), self.size_bytes, seconds, sent, waited, replayed
+        )
+
+    def listed(self, moves: Moves) -> list[Move]:
+        """``moves`` one by one."""
+        tiers = list(self.tiers)
+        trips = zip(moves.tier.tolist(), moves.out.tolist(), moves.release.tolist(), moves.load.tolist(), strict=True)
+        return [
+            self.replays[recipe] if recipe >= 0 else None if tier < 0 else Trip(tiers[tier], out, release, load)
+            for recipe, (tier, out, release, load) in zip(moves.replay.tolist(), trips, strict=True)
+        ]
 
 
 def follow(problem: Problem, moves: Sequence[Move]) -> Course:
@@ -92,193 +218,21 @@ def follow(problem: Problem, moves: Sequence[Move]) -> Course:
     Raises:
         PlanError: if a recipe reads what is not there any more.
     """
-    run = _Run(problem, moves)
-    for moment, phase, _, number in _script(problem, moves):
-        if moment != run.moment:
-            run.enter(moment)
-        run.act(phase, number)
-    return run.finish()
-
-
-_GONE, _NEED, _RELEASE, _OUT, _LOAD = range(5)
-_PRESENT, _AWAY, _COMING = range(3)
-
-DEEPEST_NESTING = 100
-"""Recipes that wait for each other at most, each for a value that the next one makes; Python's own stack is finite."""
-
-
-def _script(problem: Problem, moves: Sequence[Move]) -> list[tuple[int, int, int, int]]:
-    """What is to be done, in order: moment, phase, rank within the phase, absence."""
-    script: list[tuple[int, int, int, int]] = []
+    follower = Follower(problem, [move for move in moves if isinstance(move, Replay)])
+    columns, recipes = Moves.none(len(moves)), 0
     for number, move in enumerate(moves):
-        if move is None:
-            continue
-        absence = problem.step.absences[number]
-        script.append((absence.closes, _NEED, number, number))
         if isinstance(move, Replay):
-            script.append((absence.opens, _GONE, number, number))
-            continue
-        script.append((move.out, _OUT, number, number))
-        script.append((move.release, _RELEASE, number, number))
-        if move.load < absence.closes:
-            script.append((move.load, _LOAD, absence.closes, number))
-    script.sort()
-    return script
+            columns.replay[number] = recipes
+            recipes += 1
+        elif move is not None:
+            columns.tier[number] = follower.tiers[move.tier]
+            columns.out[number], columns.release[number], columns.load[number] = move.out, move.release, move.load
+    return follower.follow(columns)
 
 
-class _Wire:
-    """One direction of transfer of one tier."""
-
-    __slots__ = ("direction", "free_seconds", "link")
-
-    def __init__(self, link: Link, direction: Literal["out", "in"]) -> None:
-        self.link = link
-        self.direction = direction
-        self.free_seconds = 0.0
+def _column(numbers: Any) -> Ints:
+    return np.array(list(numbers), dtype=np.int64)
 
 
-class _Run:
-    """The state of a step under way: what is where, the time, the bytes relative to the plain step."""
-
-    def __init__(self, problem: Problem, moves: Sequence[Move]) -> None:
-        self.problem = problem
-        self.moves = moves
-        self.wires = {tier: (_Wire(out, "out"), _Wire(back, "in")) for tier, (out, back) in problem.routes.items()}
-        self.state = [_PRESENT] * len(moves)
-        self.absent: dict[int, int] = {}
-        self.written = [0.0] * len(moves)
-        self.loaded = [0.0] * len(moves)
-        self.moment = -1
-        self.depth = 0
-        self.delay = 0.0
-        self.offset = self.high = self.physical_high = 0
-        self.marks: list[tuple[int, int, int, int, float]] = []
-        self.transfers: list[Transfer] = []
-        self.stalls: list[Stall] = []
-        self.recomputations: list[Recomputation] = []
-
-    @property
-    def now(self) -> float:
-        """Compute's clock, seconds."""
-        return float(self.problem.clock[self.moment]) + self.delay
-
-    def enter(self, moment: int) -> None:
-        """Close the last moment and go on to ``moment``."""
-        self._mark()
-        self.moment = moment
-        self.high = self.physical_high = self.offset
-
-    def act(self, phase: int, number: int) -> None:
-        """Do one thing of the script."""
-        if phase == _NEED:
-            self._bring(number)
-        elif phase == _LOAD:
-            if self.state[number] == _AWAY:
-                self._load(number)
-        elif phase == _OUT:
-            move = self.moves[number]
-            assert isinstance(move, Trip)
-            self.written[number] = self._send(self.wires[move.tier][0], number, 0.0)
-        else:
-            if phase == _RELEASE:
-                self._wait(self.written[number], number, "release")
-            self._drop(number)
-            if phase == _GONE:
-                self.high = self.physical_high = self.offset
-
-    def finish(self) -> Course:
-        """Memory and time of the whole step."""
-        self._mark()
-        problem = self.problem
-        count = problem.step.moments
-        offsets, delays = np.zeros(count, dtype=np.int64), np.zeros(count + 1)
-        before, waited = 0, 0.0
-        for moment, _, _, after, delay in self.marks:
-            offsets[moment] = after - before
-            delays[moment + 1] = delay - waited
-            before, waited = after, delay
-        memory = problem.plain + np.cumsum(offsets)
-        physical = memory + problem.workspace
-        for moment, high, physical_high, _, _ in self.marks:
-            memory[moment] = problem.plain[moment] + high
-            physical[moment] = problem.plain[moment] + max(high + problem.workspace[moment], physical_high)
-        starts = problem.clock + np.cumsum(delays)
-        return Course(
-            memory, physical, starts[:count], float(starts[count]), self.transfers, self.stalls, self.recomputations
-        )
-
-    def _mark(self) -> None:
-        if self.moment >= 0:
-            self.marks.append((self.moment, self.high, self.physical_high, self.offset, self.delay))
-
-    def _size(self, number: int) -> int:
-        return self.problem.step.values[self.problem.step.absences[number].value].size_bytes
-
-    def _storage(self, number: int) -> int:
-        return self.problem.step.values[self.problem.step.absences[number].value].storage
-
-    def _drop(self, number: int) -> None:
-        self.state[number] = _AWAY
-        self.absent[self._storage(number)] = number
-        self.offset -= self._size(number)
-
-    def _take(self, number: int) -> None:
-        self.offset += self._size(number)
-        self.high = max(self.high, self.offset)
-
-    def _load(self, number: int) -> None:
-        move = self.moves[number]
-        assert isinstance(move, Trip)
-        self._take(number)
-        self.loaded[number] = self._send(self.wires[move.tier][1], number, self.written[number])
-        self.state[number] = _COMING
-
-    def _send(self, wire: _Wire, number: int, after_seconds: float) -> float:
-        """Queue a transfer; returns its end."""
-        size_bytes, now = self._size(number), self.now
-        seconds = wire.link.seconds(size_bytes)
-        start = max(now, wire.free_seconds, after_seconds)
-        wire.free_seconds = start + seconds
-        self.delay += wire.link.compute_slowdown * seconds
-        self.transfers.append(Transfer(number, wire.direction, now, start, start + seconds, size_bytes))
-        return start + seconds
-
-    def _wait(self, until_seconds: float, number: int, reason: Literal["release", "load"]) -> None:
-        seconds = until_seconds - self.now
-        if seconds > 0:
-            self.delay += seconds
-            self.stalls.append(Stall(self.moment, seconds, reason, number))
-
-    def _bring(self, number: int) -> None:
-        """Make the value of an absence present: point 2 of the note."""
-        if self.state[number] == _PRESENT:
-            return
-        move = self.moves[number]
-        if isinstance(move, Replay):
-            self._recompute(number, move)
-        else:
-            if self.state[number] == _AWAY:
-                self._load(number)
-            self._wait(self.loaded[number], number, "load")
-        self.state[number] = _PRESENT
-        del self.absent[self._storage(number)]
-
-    def _recompute(self, number: int, replay: Replay) -> None:
-        if self.moment >= replay.valid_until:
-            raise PlanError(
-                f"absence {number}: at moment {self.moment} its recipe reads what was freed or written at moment"
-                f" {replay.valid_until}"
-            )
-        self.depth += 1
-        # The depth is checked before anything is brought: Python's own limit would end the recursion less kindly.
-        if self.depth > DEEPEST_NESTING:
-            raise PlanError(f"absence {number}: more than {DEEPEST_NESTING} recipes wait for each other")
-        for storage in replay.leaves:
-            if storage in self.absent:
-                self._bring(self.absent[storage])
-        self.depth -= 1
-        self.high = max(self.high, self.offset + replay.peak_bytes)
-        self.physical_high = max(self.physical_high, self.offset + replay.physical_peak_bytes)
-        self._take(number)
-        self.recomputations.append(Recomputation(number, self.moment, self.now, replay.seconds))
-        self.delay += replay.seconds
+def _rates(link: Link) -> tuple[float, float, float]:
+    return link.latency_seconds, link.bandwidth_bytes_per_second, link.compute_slowdown

@@ -14,11 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbtide.machine import Link
-from ebbtide.plan.follow import DEEPEST_NESTING
+from ebbtide.plan.compiled import compiled
+from ebbtide.plan.needs import KEEP, OFFLOAD, RECOMPUTE, bring_back
 from ebbtide.plan.problem import Floats, Ints, Problem
 from ebbtide.plan.replay import Replay, check_recipe
 
-KEEP, OFFLOAD, RECOMPUTE = range(3)
+__all__ = ["KEEP", "OFFLOAD", "RECOMPUTE", "Candidates", "Mask", "Modes", "Profile", "first_slots", "profile"]
+
 Modes = npt.NDArray[np.int8]
 Mask = npt.NDArray[np.bool_]
 
@@ -39,7 +41,10 @@ class Candidates:
         out_compute_seconds, in_compute_seconds: what they cost compute.
         can_offload: whether a slow tier may take it.
         replays: its checked recipe, or None.
-        leaves: candidates that its recipe may have to bring back first, in order of first use.
+        first_leaf, leaves: where the candidates begin that its recipe may have to bring back first, with one entry more
+            than candidates; these candidates, in order of first use.
+        replay_seconds: time of its recipe, 0 without one.
+        replay_bytes: most bytes that its recipe holds, and the same with workspaces.
         order: candidates by moment of need.
     """
 
@@ -55,8 +60,11 @@ class Candidates:
     in_compute_seconds: Floats
     can_offload: Mask
     replays: list[Replay | None]
-    leaves: list[list[int]]
-    order: list[int]
+    first_leaf: Ints
+    leaves: Ints
+    replay_seconds: Floats
+    replay_bytes: Ints
+    order: Ints
 
     @classmethod
     def of(cls, problem: Problem, tier: str | None, recipes: Sequence[tuple[int, ...] | None]) -> Candidates:
@@ -67,15 +75,12 @@ class Candidates:
         sizes = np.array([step.values[absence.value].size_bytes for absence in absences], dtype=np.int64)
         opens = np.array([absence.opens for absence in absences], dtype=np.int64)
         closes = np.array([absence.closes for absence in absences], dtype=np.int64)
-        slots = np.array([*facts.slots, step.moments + 1], dtype=np.int64)
-        earliest = [problem.earliest_out[number] for number in numbers]
-        latest = [step.moments if moment is None else moment for moment in earliest]
-        outs = slots[np.searchsorted(slots, np.array(latest, dtype=np.int64))]
-        releases = slots[np.searchsorted(slots, np.minimum(np.maximum(opens, outs + 1), step.moments))]
+        outs, releases, in_time = first_slots(problem, numbers)
         replays: list[Replay | None] = []
         for number, absence in zip(numbers, absences, strict=True):
             recipe = recipes[number]
             replays.append(None if recipe is None else check_recipe(facts, absence.value, recipe))
+        leaves = _leaf_candidates(problem, numbers, replays)
         out_link, in_link = problem.routes[tier] if tier is not None else (None, None)
         out_seconds, in_seconds = _transfer_seconds(out_link, sizes), _transfer_seconds(in_link, sizes)
         return cls(
@@ -89,11 +94,31 @@ class Candidates:
             in_seconds=in_seconds,
             out_compute_seconds=out_seconds * (out_link.compute_slowdown if out_link is not None else 0.0),
             in_compute_seconds=in_seconds * (in_link.compute_slowdown if in_link is not None else 0.0),
-            can_offload=_offloadable(problem, tier, sizes, (outs < releases) & (releases < closes)),
+            can_offload=_offloadable(problem, tier, sizes, in_time),
             replays=replays,
-            leaves=_leaf_candidates(problem, numbers, replays),
-            order=sorted(range(len(numbers)), key=lambda place: (closes[place], place)),
+            first_leaf=np.cumsum([0, *map(len, leaves)], dtype=np.int64),
+            leaves=np.array([leaf for found in leaves for leaf in found], dtype=np.int64),
+            replay_seconds=np.array([replay.seconds if replay else 0.0 for replay in replays], dtype=np.float64),
+            replay_bytes=np.array(
+                [(replay.peak_bytes, replay.physical_peak_bytes) if replay else (0, 0) for replay in replays],
+                dtype=np.int64,
+            ).reshape(-1, 2),
+            order=np.argsort(closes, kind="stable"),
         )
+
+
+def first_slots(problem: Problem, numbers: Sequence[int] | Ints) -> tuple[Ints, Ints, Mask]:
+    """For each absence in ``numbers``: the first slot at which its copy out can be queued, the first at which it can
+    then be released, and whether that leaves time to load it again."""
+    step, slots = problem.step, np.array([*problem.facts.slots, problem.step.moments + 1], dtype=np.int64)
+    absences = [step.absences[number] for number in numbers]
+    earliest = [problem.earliest_out[number] for number in numbers]
+    latest = np.array([step.moments if moment is None else moment for moment in earliest], dtype=np.int64)
+    opens = np.array([absence.opens for absence in absences], dtype=np.int64)
+    closes = np.array([absence.closes for absence in absences], dtype=np.int64)
+    outs = slots[np.searchsorted(slots, latest)]
+    releases = slots[np.searchsorted(slots, np.minimum(np.maximum(opens, outs + 1), step.moments))]
+    return outs, releases, (outs < releases) & (releases < closes)
 
 
 def _transfer_seconds(link: Link | None, sizes: Ints) -> Floats:
@@ -149,7 +174,7 @@ class Profile:
     end: Ints
     parent: Ints
     busy: Mask
-    extra_seconds: dict[int, float]
+    extra_seconds: Floats
     nested: bool
 
 
@@ -162,81 +187,18 @@ def profile(problem: Problem, candidates: Candidates, modes: Modes, headroom: In
         modes: one for each candidate.
         headroom: bytes per moment that workspaces of recomputed ops may take beyond the limit.
     """
-    needs = _Needs(candidates, modes)
-    for place in candidates.order:
-        if modes[place] == RECOMPUTE and not needs.done[place]:
-            needs.start(int(candidates.closes[place]), headroom)
-            needs.bring(place, -1)
-            needs.stop()
-    moved = np.flatnonzero(modes)
-    end = np.array(needs.end, dtype=np.int64)
-    begin = np.array(needs.begin, dtype=np.int64)
-    # Where a value is brought back, releases of the same event come too late for that moment's memory.
-    busy = np.zeros(problem.step.moments + 2, dtype=np.bool_)
-    busy[end[moved]] = True
-    relieved = begin + (busy[begin] & (modes == OFFLOAD))
-    change = np.zeros(problem.step.moments + 2, dtype=np.int64)
-    np.subtract.at(change, relieved[moved], candidates.size_bytes[moved])
-    np.add.at(change, end[moved], candidates.size_bytes[moved])
-    level = problem.plain + np.cumsum(change)[: problem.step.moments]
-    for moment, excess in needs.excess.items():
-        level[moment] += excess
-    return Profile(level, begin, end, np.array(needs.parent, dtype=np.int64), busy, needs.seconds, needs.nested)
-
-
-class _Needs:
-    """Which values are brought back when, because something else is computed from them."""
-
-    def __init__(self, candidates: Candidates, modes: Modes) -> None:
-        self.candidates = candidates
-        self.modes: list[int] = modes.tolist()
-        self.sizes: list[int] = candidates.size_bytes.tolist()
-        begin: list[int] = np.where(modes == OFFLOAD, candidates.release, candidates.opens).tolist()
-        closes: list[int] = candidates.closes.tolist()
-        self.begin, self.closes, self.end = begin, closes, list(closes)
-        self.done = [False] * len(self.modes)
-        self.parent = [-1] * len(self.modes)
-        self.seconds: dict[int, float] = {}
-        self.excess: dict[int, int] = {}
-        self.moment = self.depth = self.added = self.high = self.headroom = 0
-        self.nested = False
-
-    def start(self, moment: int, headroom: Ints) -> None:
-        """Go to an event."""
-        self.moment, self.added, self.high, self.headroom = moment, 0, 0, int(headroom[moment])
-
-    def stop(self) -> None:
-        """Note how far the event's recomputations went above what is held after them."""
-        self.excess[self.moment] = max(self.excess.get(self.moment, 0), self.high - self.added)
-
-    def bring(self, place: int, parent: int) -> None:
-        """Make a candidate present at this event."""
-        self.done[place] = True
-        self.parent[place] = parent
-        self.end[place] = self.moment
-        if self.modes[place] == RECOMPUTE:
-            self._recompute(place)
-        self.added += self.sizes[place]
-        self.high = max(self.high, self.added)
-
-    def _recompute(self, place: int) -> None:
-        replay = self.candidates.replays[place]
-        assert replay is not None
-        self.depth += 1
-        if self.depth > DEEPEST_NESTING:
-            self.nested = True
-        else:
-            for leaf in self.candidates.leaves[place]:
-                if self._is_away(leaf):
-                    self.bring(leaf, place)
-        self.depth -= 1
-        peak = max(replay.peak_bytes, replay.physical_peak_bytes - self.headroom)
-        self.high = max(self.high, self.added + peak)
-        self.seconds[self.moment] = self.seconds.get(self.moment, 0.0) + replay.seconds
-
-    def _is_away(self, leaf: int) -> bool:
-        if self.modes[leaf] == KEEP or self.done[leaf]:
-            return False
-        # A release happens after the recomputations of its own event, so the value is still there in them.
-        first = self.begin[leaf] + int(self.modes[leaf] == OFFLOAD)
-        return first <= self.moment < self.closes[leaf]
+    columns = compiled(bring_back)(
+        problem.plain,
+        headroom,
+        modes,
+        candidates.size_bytes,
+        candidates.opens,
+        candidates.closes,
+        candidates.release,
+        candidates.order,
+        candidates.first_leaf,
+        candidates.leaves,
+        candidates.replay_seconds,
+        candidates.replay_bytes,
+    )
+    return Profile(*columns)

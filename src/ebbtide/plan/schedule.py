@@ -6,11 +6,12 @@ a stall, where memory needs it; a load comes as late as it can to be there in ti
 
 from __future__ import annotations
 
-import bisect
+from typing import Any
 
 import numpy as np
 
-from ebbtide.plan.follow import Move, Trip
+from ebbtide.plan.compiled import compiled
+from ebbtide.plan.follow import Moves
 from ebbtide.plan.problem import Floats, Ints, Problem
 from ebbtide.plan.profile import OFFLOAD, RECOMPUTE, Candidates, Modes, Profile
 
@@ -22,116 +23,133 @@ LOAD_MARGIN_SECONDS = 2e-3
 """The same for what does not depend on size: threads waking up, the clock of a busy machine."""
 
 
-class Schedule:
-    """Places the transfers of one set of modes.
+class Scheduler:
+    """Places the transfers of modes, for one problem.
 
     Args:
         problem: the problem.
         candidates: its candidates.
-        modes: one for each candidate.
-        profile: memory under these modes.
+        tier: the slow tier, or None.
         cap: bytes allowed per moment.
-        starts: expected start of each moment, seconds.
     """
 
-    def __init__(
-        self, problem: Problem, candidates: Candidates, modes: Modes, profile: Profile, cap: Ints, starts: Floats
-    ) -> None:
-        self.problem, self.candidates, self.modes, self.profile, self.cap = problem, candidates, modes, profile, cap
-        self.starts: list[float] = starts.tolist()
-        self.slots = problem.facts.slots
-        self.slot_seconds = [self.starts[slot] for slot in self.slots]
-        self.level = profile.level.copy()
-        self.sizes: list[int] = candidates.size_bytes.tolist()
-        self.end: list[int] = profile.end.tolist()
-        offloaded: list[int] = np.flatnonzero(modes == OFFLOAD).tolist()
-        self.queue = sorted(offloaded, key=lambda place: (int(candidates.out[place]), place))
-        self.release: dict[int, int] = {}
-        self.load: dict[int, int] = {}
+    def __init__(self, problem: Problem, candidates: Candidates, tier: str | None, cap: Ints) -> None:
+        self.candidates, self.cap = candidates, cap
+        self.tier = -1 if tier is None else list(problem.routes).index(tier)
+        self.absences = len(problem.step.absences)
+        self.slots = np.array(problem.facts.slots, dtype=np.int64)
 
-    def moves(self, tier: str | None) -> list[Move] | None:
-        """A move for each absence of the step, or None if the modes cannot stay within the cap."""
-        if self.profile.nested:
+    def moves(self, modes: Modes, profile: Profile, starts: Floats) -> Moves | None:
+        """A move for each absence of the step, or None if the modes cannot stay within the cap.
+
+        Args:
+            modes: one for each candidate; a recomputed one's recipe is named by the candidate's place.
+            profile: memory under these modes.
+            starts: expected start of each moment, seconds.
+        """
+        if profile.nested:
             return None
-        self._release_when_copied()
-        if not self._release_earlier():
+        candidates = self.candidates
+        offloaded = np.flatnonzero(modes == OFFLOAD)
+        queue = offloaded[np.argsort(candidates.out[offloaded], kind="stable")]
+        level = profile.level.copy()
+        release = compiled(place_releases)(
+            self.slots, starts[self.slots], profile.busy, level, self.cap, queue, candidates.size_bytes,
+            profile.begin, profile.end, candidates.out_seconds, starts[candidates.out[queue]],
+        )  # fmt: skip
+        if release is None:
             return None
-        self._load_in_time()
-        moves: list[Move] = [None] * len(self.problem.step.absences)
-        for place in np.flatnonzero(self.modes == RECOMPUTE).tolist():
-            moves[self.candidates.absence[place]] = self.candidates.replays[place]
-        for place in self.queue:
-            assert tier is not None
-            out = int(self.candidates.out[place])
-            moves[self.candidates.absence[place]] = Trip(tier, out, self.release[place], self.load[place])
+        load = compiled(place_loads)(
+            self.slots, starts[self.slots], level, self.cap, queue, release, candidates.size_bytes,
+            profile.end, candidates.closes, candidates.in_seconds, starts[profile.end[queue]],
+        )  # fmt: skip
+        moves = Moves.none(self.absences)
+        recomputed, numbers = np.flatnonzero(modes == RECOMPUTE), candidates.absence[queue]
+        moves.replay[candidates.absence[recomputed]] = recomputed
+        moves.tier[numbers] = self.tier
+        moves.out[numbers], moves.release[numbers], moves.load[numbers] = candidates.out[queue], release, load
         return moves
 
-    def _relieved(self, release: int) -> int:
-        """The first moment whose memory a release at ``release`` lowers."""
-        return release + int(self.profile.busy[release])
 
-    def _release_when_copied(self) -> None:
-        outs, seconds = self.candidates.out.tolist(), self.candidates.out_seconds.tolist()
-        free_seconds = 0.0
-        for place in self.queue:
-            free_seconds = max(free_seconds, self.starts[outs[place]]) + seconds[place]
-            copied = free_seconds + RELEASE_MARGIN * seconds[place] + RELEASE_MARGIN_SECONDS
-            first = int(self.profile.begin[place])
-            last = self.slots[bisect.bisect_left(self.slots, self.end[place]) - 1]
-            position = min(bisect.bisect_left(self.slot_seconds, copied), len(self.slots) - 1)
-            slot = max(first, min(last, self.slots[position]))
-            self.release[place] = slot
-            self.level[self._relieved(first) : self._relieved(slot)] += self.sizes[place]
+def place_releases(
+    slots: Any, slot_seconds: Any, busy: Any, level: Any, cap: Any, queue: Any, size_bytes: Any,
+    begin: Any, end: Any, out_seconds: Any, queued_seconds: Any,
+) -> Any:  # fmt: skip
+    """Slot of each release in ``queue``, when copied or as early as memory needs; None if memory needs more.
 
-    def _release_earlier(self) -> bool:
-        """Move releases forward until memory fits: the copies queued first are done first."""
-        pending = [place for place in self.queue if self.release[place] > self.profile.begin[place]]
-        while True:
-            over = self.level > self.cap
-            moment = int(np.argmax(over))
-            if not over[moment]:
-                return True
-            for place in pending:
-                first, late = int(self.profile.begin[place]), self._relieved(self.release[place])
-                if self._relieved(first) <= moment < late:
-                    slot = max(first, self._last_slot_relieving(moment))
-                    self.level[self._relieved(slot) : late] -= self.sizes[place]
-                    self.release[place] = slot
-                    break
-            else:
-                return False
-
-    def _last_slot_relieving(self, moment: int) -> int:
-        position = bisect.bisect_right(self.slots, moment) - 1
-        if self._relieved(self.slots[position]) > moment:
-            position -= 1
-        return self.slots[position] if position >= 0 else -1
-
-    def _load_in_time(self) -> None:
-        order = sorted(self.queue, key=lambda place: (self.end[place], place))
-        seconds = self.candidates.in_seconds.tolist()
-        wanted: dict[int, float] = {}
-        free_until = float("inf")
-        for place in reversed(order):
-            due = min(free_until, self.starts[self.end[place]])
-            free_until = wanted[place] = due - (1 + LOAD_MARGIN) * seconds[place] - LOAD_MARGIN_SECONDS
-        for place in order:
-            position = bisect.bisect_right(self.slot_seconds, wanted[place]) - 1
-            after_release = bisect.bisect_right(self.slots, self.release[place])
-            slot = self._first_load_with_room(place, max(position, after_release))
-            self.load[place] = int(self.candidates.closes[place]) if slot is None else slot
-            if slot is not None:
-                self.level[slot : self.end[place]] += self.sizes[place]
-
-    def _first_load_with_room(self, place: int, position: int) -> int | None:
-        """The first slot from ``position`` on from which the value may be held until needed; None for on demand."""
-        end = self.end[place]
-        if position >= len(self.slots) or self.slots[position] >= end:
+    ``level`` is changed to the bytes held then. A release relieves its own moment, unless something is brought back in
+    it (``busy``).
+    """
+    count = len(queue)
+    release = np.empty(count, np.int64)
+    free_seconds = 0.0
+    for rank in range(count):
+        place = queue[rank]
+        seconds = out_seconds[place]
+        free_seconds = max(free_seconds, queued_seconds[rank]) + seconds
+        copied = free_seconds + RELEASE_MARGIN * seconds + RELEASE_MARGIN_SECONDS
+        first = begin[place]
+        last = slots[np.searchsorted(slots, end[place]) - 1]
+        position = min(np.searchsorted(slot_seconds, copied), len(slots) - 1)
+        slot = max(first, min(last, slots[position]))
+        release[rank] = slot
+        level[first + busy[first] : slot + busy[slot]] += size_bytes[place]
+    moment = 0
+    while moment < len(level):
+        if level[moment] <= cap[moment]:
+            moment += 1
+            continue
+        # The copies queued first are done first.
+        relieved = False
+        for rank in range(count):
+            place = queue[rank]
+            first, slot = begin[place], release[rank]
+            late = slot + busy[slot]
+            if slot > first and first + busy[first] <= moment < late:
+                position = np.searchsorted(slots, moment, side="right") - 1
+                if slots[position] + busy[slots[position]] > moment:
+                    position -= 1
+                slot = max(first, slots[position]) if position >= 0 else first
+                level[slot + busy[slot] : late] -= size_bytes[place]
+                release[rank] = slot
+                relieved = True
+                break
+        if not relieved:
             return None
-        slot = self.slots[position]
-        room = self.cap[slot:end] - self.level[slot:end]
-        full = np.flatnonzero(room < self.sizes[place])
-        if full.size:
-            position = bisect.bisect_right(self.slots, slot + int(full[-1]))
-            slot = self.slots[position] if position < len(self.slots) else end
-        return slot if slot < end else None
+    return release
+
+
+def place_loads(
+    slots: Any, slot_seconds: Any, level: Any, cap: Any, queue: Any, release: Any, size_bytes: Any,
+    end: Any, closes: Any, in_seconds: Any, due_seconds: Any,
+) -> Any:  # fmt: skip
+    """Slot of each load in ``queue``: in time if there is room, else the first with room, else on demand."""
+    count = len(queue)
+    load = np.empty(count, np.int64)
+    keys = np.empty(count, np.int64)
+    for rank in range(count):
+        keys[rank] = end[queue[rank]] * (len(end) + 1) + queue[rank]
+    order = np.argsort(keys)
+    wanted = np.empty(count)
+    free_until = np.inf
+    for turn in range(count - 1, -1, -1):
+        rank = order[turn]
+        free_until = min(free_until, due_seconds[rank])
+        free_until -= (1 + LOAD_MARGIN) * in_seconds[queue[rank]] + LOAD_MARGIN_SECONDS
+        wanted[rank] = free_until
+    for rank in order:
+        place = queue[rank]
+        position = np.searchsorted(slot_seconds, wanted[rank], side="right") - 1
+        position = max(position, np.searchsorted(slots, release[rank], side="right"))
+        slot = slots[position] if position < len(slots) else end[place]
+        for moment in range(end[place] - 1, slot - 1, -1):
+            if cap[moment] - level[moment] < size_bytes[place]:
+                position = np.searchsorted(slots, moment, side="right")
+                slot = slots[position] if position < len(slots) else end[place]
+                break
+        if slot < end[place]:
+            load[rank] = slot
+            level[slot : end[place]] += size_bytes[place]
+        else:
+            load[rank] = closes[place]
+    return load

@@ -11,10 +11,10 @@ import dataclasses
 
 import numpy as np
 
-from ebbtide.plan.follow import Course, Move, Transfer, follow
+from ebbtide.plan.follow import Course, Follower, Moves, Transfer
 from ebbtide.plan.problem import Floats, Ints, Problem
 from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Mask, Modes, Profile
-from ebbtide.plan.schedule import Schedule
+from ebbtide.plan.schedule import Scheduler
 from ebbtide.plan.select import Prices, Room, Selector
 
 PRICE_ROUNDS = 12
@@ -29,7 +29,7 @@ class Found:
     """A complete plan in the making."""
 
     modes: Modes
-    moves: list[Move]
+    moves: Moves
     course: Course
 
 
@@ -56,9 +56,11 @@ class Search:
         ceiling: Ints,
         seed: int,
     ) -> None:
-        self.problem, self.candidates, self.tier = problem, candidates, tier
+        self.problem, self.candidates = problem, candidates
         self.limit_bytes, self.ceiling = limit_bytes, ceiling
         self.selector = Selector(problem, candidates, room)
+        self.scheduler = Scheduler(problem, candidates, tier, room.cap)
+        self.follower = Follower(problem, candidates.replays)
         self.random = np.random.default_rng(seed)
         self.best: Found | None = None
         self.count = len(candidates.absence)
@@ -67,10 +69,9 @@ class Search:
 
     def offer(self, modes: Modes, profile: Profile) -> Found | None:
         """Schedule and judge ``modes``; keeps them if they are the fastest so far. None if they do not fit."""
-        extra = np.zeros(self.problem.step.moments + 1)
-        for moment, seconds in profile.extra_seconds.items():
-            extra[moment + 1] = seconds
-        found = self._judge(modes, profile, (self.problem.clock + np.cumsum(extra))[:-1])
+        starts = self.problem.clock[:-1].copy()
+        starts[1:] += np.cumsum(profile.extra_seconds)[:-1]
+        found = self._judge(modes, profile, starts)
         if found is not None and (self.best is None or found.course.seconds < 1.03 * self.best.course.seconds):
             # Scheduled again with what waiting and slowed compute really did to the clock.
             again = self._judge(modes, profile, found.course.starts)
@@ -81,12 +82,11 @@ class Search:
         return found
 
     def _judge(self, modes: Modes, profile: Profile, starts: Floats) -> Found | None:
-        room = self.selector.room
-        moves = Schedule(self.problem, self.candidates, modes, profile, room.cap, starts).moves(self.tier)
+        moves = self.scheduler.moves(modes, profile, starts)
         if moves is None:
             return None
         self.follows += 1
-        course = follow(self.problem, moves)
+        course = self.follower.follow(moves)
         if int(course.memory.max()) > self.limit_bytes or bool((course.physical > self.ceiling).any()):
             return None
         return Found(modes.copy(), moves, course)
@@ -100,8 +100,7 @@ class Search:
             + self.out_price * candidates.out_seconds
             + self.in_price * candidates.in_seconds
         )
-        seconds = np.array([0.0 if replay is None else replay.seconds for replay in candidates.replays])
-        prices = [offload + TIE_SECONDS, seconds + TIE_SECONDS]
+        prices = [offload + TIE_SECONDS, candidates.replay_seconds + TIE_SECONDS]
         if noise:
             prices = [price * np.exp(noise * self.random.standard_normal(self.count)) for price in prices]
         return Prices(prices[0], prices[1])
@@ -131,30 +130,34 @@ class Search:
         out_waited, in_waited = np.zeros(len(self.problem.step.absences)), np.zeros(len(self.problem.step.absences))
         outs = [transfer for transfer in course.transfers if transfer.direction == "out"]
         loads = [transfer for transfer in course.transfers if transfer.direction == "in"]
+        out_place = {transfer.absence: place for place, transfer in enumerate(outs)}
+        in_place = {transfer.absence: place for place, transfer in enumerate(loads)}
         for stall in course.stalls:
             if stall.reason == "load":
-                first = _blame(loads, stall.absence, in_waited)
-                copy = next(transfer for transfer in outs if transfer.absence == first.absence)
-                if copy.end_seconds >= first.start_seconds:
-                    _blame(outs, copy.absence, out_waited)
+                first = _blame(loads, in_place[stall.absence], in_waited)
+                copy = out_place[first.absence]
+                if outs[copy].end_seconds >= first.start_seconds:
+                    _blame(outs, copy, out_waited)
             else:
-                _blame(outs, stall.absence, out_waited)
+                _blame(outs, out_place[stall.absence], out_waited)
         number = self.candidates.absence
         self.out_price = PRICE_MEMORY * self.out_price + (1 - PRICE_MEMORY) * out_waited[number]
         self.in_price = PRICE_MEMORY * self.in_price + (1 - PRICE_MEMORY) * in_waited[number]
 
-    def improve(self, work: int) -> None:
-        """Ruin and recreate the best plan until about ``work`` microseconds of work are done."""
+    def improve(self, work: int, enough_seconds: float) -> None:
+        """Ruin and recreate the best plan until it takes ``enough_seconds``, or for about ``work`` microseconds."""
         per_follow, per_profile = self._costs()
         current = self.best
         while current is not None and self.follows * per_follow + self.selector.profiles * per_profile < work:
+            assert self.best is not None
+            if self.best.course.seconds <= enough_seconds:
+                break
             modes = current.modes.copy()
             stay = np.zeros(self.count, dtype=np.bool_)
             self._ruin(modes, stay)
             pivot = float(self.random.uniform(0.2, 0.8))
             noise = float(self.random.choice([0.1, 0.3, 0.8]))
             found = self.choose(modes, self.prices(noise), stay, bool(self.random.integers(2)), pivot)
-            assert self.best is not None
             if found is not None and found.course.seconds <= current.course.seconds * 1.0005:
                 current = found
             elif self.random.random() < 0.02:
@@ -162,7 +165,8 @@ class Search:
 
     def _costs(self) -> tuple[float, float]:
         """Microseconds of a judgement and of a profile on a common machine: they decide how much is tried."""
-        return 300.0 + 16.0 * self.count, 80.0 + 0.8 * self.count
+        moments, both = self.problem.step.moments, self.problem.step.moments * self.count
+        return 40.0 + 0.025 * moments + 3e-5 * both, 45.0 + 0.012 * moments + 1.3e-4 * both
 
     def _ruin(self, modes: Modes, stay: Mask) -> None:
         """Keep some moved candidates, or change how they are moved; some may not be moved again in this turn."""
@@ -187,9 +191,8 @@ class Search:
                 stay[place] = kind < 0.7
 
 
-def _blame(transfers: list[Transfer], absence: int, waited: Floats) -> Transfer:
-    """Mark the transfer of ``absence`` and those before it without a pause; returns the first of them."""
-    place = max(place for place, transfer in enumerate(transfers) if transfer.absence == absence)
+def _blame(transfers: list[Transfer], place: int, waited: Floats) -> Transfer:
+    """Mark a transfer and those before it without a pause; returns the first of them."""
     waited[transfers[place].absence] = 1.0
     while (
         place and transfers[place - 1].end_seconds >= transfers[place].start_seconds > transfers[place].issued_seconds

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
+from ebbtide.plan.compiled import compiled
 from ebbtide.plan.problem import Floats, Ints, Problem
 from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Mask, Modes, Profile, profile
 
@@ -132,9 +134,20 @@ class Selector:
         candidates = self.candidates
         cost = np.where(modes == OFFLOAD, prices.offload, prices.recompute)
         moved = np.flatnonzero(modes)
-        room = self.room.cap - found.level
-        for place in moved[np.argsort(-cost[moved], kind="stable")].tolist():
-            begin, end, size = int(found.begin[place]), int(found.end[place]), int(candidates.size_bytes[place])
-            if begin >= end or int(room[begin:end].min()) >= size:
-                room[begin:end] -= size
-                modes[place] = KEEP
+        dearest = moved[np.argsort(-cost[moved], kind="stable")]
+        compiled(keep_where_room)(
+            self.room.cap - found.level, dearest, found.begin, found.end, candidates.size_bytes, modes
+        )
+
+
+def keep_where_room(room: Any, places: Any, begin: Any, end: Any, size_bytes: Any, modes: Any) -> None:
+    """Set ``modes`` of ``places`` to `KEEP`, one after the other, wherever ``room`` is left; it is used up."""
+    for place in places:
+        fits = True
+        for moment in range(begin[place], end[place]):
+            if room[moment] < size_bytes[place]:
+                fits = False
+                break
+        if fits:
+            room[begin[place] : end[place]] -= size_bytes[place]
+            modes[place] = KEEP

@@ -9,6 +9,7 @@ import numpy as np
 from ebbtide.decisions import Decision, Keep, Plan
 from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
+from ebbtide.plan.bound import bound_of
 from ebbtide.plan.floor import least_peak
 from ebbtide.plan.follow import follow
 from ebbtide.plan.problem import Ints, Problem
@@ -24,6 +25,9 @@ PHYSICAL_SHARE = 1.06
 """What the system may see above rest, workspaces included, as a multiple of the budget above rest. The promise is 1.10;
 the rest is for what nobody plans: the allocator's own slack, transfer buffers."""
 
+NEAR = 1e-4
+"""How near the lower bound a plan is good enough for the search to stop."""
+
 METHOD = "learnt prices, ruin and recreate"
 
 
@@ -38,13 +42,14 @@ def solve(
 ) -> Plan:
     """A fast plan for ``step`` that never holds more than ``limit_bytes``. The same arguments give the same plan.
 
-    Workspaces of ops are kept within `PHYSICAL_SHARE` of the budget wherever the step allows it.
+    Workspaces of ops are kept within `PHYSICAL_SHARE` of the budget wherever the step allows it. The plan says which
+    time no plan within the limit can beat; that takes some 0.1 s for 1,000 ops, besides the search.
 
     Args:
         step: the observed step.
         machine: its slow tier with the fastest return is used, if it has one.
         limit_bytes: the budget: most bytes held at once, resting bytes included.
-        seconds: about how long to search, on a common machine.
+        seconds: about how long to search at most, on a common machine.
         seed: seed of the search's random choices.
         banned: absences whose values must not be computed again.
 
@@ -54,7 +59,7 @@ def solve(
     problem = Problem.of(step, machine)
     plain_peak = int(problem.plain.max(initial=problem.resting_bytes))
     if plain_peak <= limit_bytes:
-        return _plan(problem, [Keep()] * len(step.absences), limit_bytes)
+        return _plan(problem, [Keep()] * len(step.absences), limit_bytes, bound_of(problem, limit_bytes).seconds)
     recipes = find_recipes(step, banned)
     tiers = machine.slow_tiers()
     tier = tiers[0].name if tiers else None
@@ -69,9 +74,11 @@ def solve(
         search = _search(problem, candidates, tier, limit_bytes, np.maximum(ceiling, least.course.physical), seed)
         search.best = least
         search.start()
-    search.improve(int(seconds * 1e6))
+    bound_seconds = bound_of(problem, limit_bytes, banned=banned).seconds
+    search.improve(int(seconds * 1e6), (1 + NEAR) * bound_seconds)
     assert search.best is not None
-    return _plan(problem, decisions_of(problem, search.best.moves, recipes), limit_bytes)
+    decisions = decisions_of(problem, search.follower.listed(search.best.moves), recipes)
+    return _plan(problem, decisions, limit_bytes, bound_seconds)
 
 
 def _ceiling_bytes(problem: Problem, limit_bytes: int) -> int:
@@ -85,7 +92,7 @@ def _search(
     return Search(problem, candidates, tier, room, limit_bytes, ceiling, seed)
 
 
-def _plan(problem: Problem, decisions: list[Decision], limit_bytes: int) -> Plan:
+def _plan(problem: Problem, decisions: list[Decision], limit_bytes: int, bound_seconds: float) -> Plan:
     course = follow(problem, moves_of(problem, decisions))
     rest = problem.resting_bytes
     return Plan(
@@ -97,6 +104,7 @@ def _plan(problem: Problem, decisions: list[Decision], limit_bytes: int) -> Plan
         plain_peak_bytes=int(problem.plain.max(initial=rest)),
         plain_seconds=problem.step.plain_seconds,
         resting_bytes=rest,
+        bound_seconds=bound_seconds,
         method=METHOD,
     )
 

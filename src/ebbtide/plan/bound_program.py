@@ -1,0 +1,342 @@
+"""The linear program of the lower bound, as arrays. `bound` says what it answers; this file says why it is true.
+
+NOTE [Relaxation]
+Every plan that `moves_of` accepts gives, by the numbers that `follow` finds for it, values of all columns that satisfy
+all rows at a cost equal to its delay. So the least cost is at most the delay of any plan. Time falls into *blocks*: the
+events of one tick, then the ops up to the next tick with events. Compute is delayed only in the events (by stalls,
+recomputation, and transfers that slow it down); ops take their own durations. For a block ``k`` let ``d`` be its ops'
+seconds and ``w + h`` its delay, ``h`` being what recomputation and slowed compute cost.
+
+1. ``y`` (per absence and tier) and ``z`` are 1 where the value is offloaded or recomputed. Absences of one storage
+   that overlap are not moved together (`moves_of`): at any moment these columns of a storage add up to 1 at most.
+2. A link works at most ``d + w + h`` seconds in a block, on one transfer at a time, latency included: ``x`` out,
+   ``t`` in. A copy out is worked on from its first possible slot on; all are done in the end. Bytes flow back and forth
+   as if each second of a transfer moved its share of them; shares lie between the worst and the best of all values.
+3. Bytes ``o`` that are released in a block have been copied in former blocks or during its delay, since releases are
+   done by the end of its events; and they may be released only from the first slot that allows it.
+4. A load is worked on only after its bytes are taken, which happens in events; so the bytes ``a`` that arrive by the
+   end of a block's ops are held throughout them. ``away`` (released, not arrived) is at least what is really absent by
+   trips. Back come only bytes that have left: ``away >= 0``.
+5. By the end of a block's events, what closes in them has arrived, in bytes and in link time.
+6. A recomputed value is absent at most from opens to closes; values that a recipe needs earlier come back earlier,
+   which only adds bytes and time. It costs at least what `recompute_seconds` says, in an event from its first possible
+   one up to the one that closes it. A transfer costs compute its slowdown in an event after its first slot, up to
+   closes.
+7. At a moment in a block's ops the bytes held are at least the plain ones less ``away`` at the end of the block, less
+   recomputed values absent at the moment. At an event that closes absences, releases of its tick are still to come, so
+   there ``away`` of the block before counts, less what closes up to it. Some rows may be left out: those of moments
+   whose plain bytes fit, and those of ops that hold less than an earlier op of the block with fewer values recomputed.
+8. No value counts for more bytes than the limit is exceeded by anywhere: where such a value is away, nothing else has
+   to be, so the rows of memory stay true, and a value's transfers take their full time.
+9. Values so small that all of them together are `NEGLIGIBLE` count as absent for free whenever they could be.
+
+NOTE [Groups of blocks]
+Long steps have their blocks merged into groups. What is written per block above then says less, and stays true: sums of
+rows over the group for flows; pools are checked at the group's end only; 3 and 5 allow the plain time from the group's
+start to its last event; and within the group ``away`` is at most what was away before plus all that the group releases.
+Each is implied by the rows of the blocks, so the merged program is a relaxation of the finer one.
+
+NOTE [Boxes]
+Each column has a finite upper bound that some best solution respects: flows and pools cannot exceed what is moved in
+all; more delay in a block than the largest of the flows that it serves is of no use, hence the upper bounds of stalls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Set
+
+import numpy as np
+
+from ebbtide.machine import Link
+from ebbtide.plan.blocks import AFTER, CLOSING, WITHIN, Blocks, memory_rows
+from ebbtide.plan.linear import Assembled, Program
+from ebbtide.plan.necessary import recompute_seconds
+from ebbtide.plan.problem import Floats, Ints, Problem
+from ebbtide.plan.profile import Mask, first_slots
+
+NEGLIGIBLE = 1e-3
+"""Share of the bytes above rest that values may have together to be left out of the program."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Formulation:
+    """A program and where to find in it what callers ask for.
+
+    Attributes:
+        program: seconds of delay, in ``unit_seconds``, within a limit.
+        unit_seconds, unit_bytes: what 1 means in it.
+        memory_rows: its rows of memory.
+        memory_moments: the moment of each.
+        merged: whether it has fewer groups than the step has blocks.
+    """
+
+    program: Assembled
+    unit_seconds: float
+    unit_bytes: float
+    memory_rows: Ints
+    memory_moments: Ints
+    merged: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Absences:
+    """Absences in the program, as columns: moments, bytes, first slots, seconds of recomputation, place in the step."""
+
+    number: Ints
+    size: Floats
+    opens: Ints
+    closes: Ints
+    out: Ints
+    release: Ints
+    movable: Mask
+    replay: Floats
+
+    def some(self, chosen: Mask | Ints) -> _Absences:
+        """Part of them."""
+        return _Absences(*(getattr(self, field.name)[chosen] for field in dataclasses.fields(self)))
+
+
+def formulate(problem: Problem, limit_bytes: int, banned: Set[int], most_groups: int) -> Formulation:
+    """The program of NOTE [Relaxation] for delay within ``limit_bytes``."""
+    absences, plain = _absences(problem, banned)
+    builder = _Builder(problem, absences, plain - limit_bytes, most_groups)
+    for out, back in problem.routes.values():
+        builder.add_tier(out, back)
+    builder.add_recomputation()
+    builder.add_storages()
+    return builder.finish()
+
+
+def _absences(problem: Problem, banned: Set[int]) -> tuple[_Absences, Floats]:
+    """What the program decides about, and plain memory less the values of rule 9."""
+    step, facts = problem.step, problem.facts
+    numbers = np.array(
+        [n for n, absence in enumerate(step.absences) if step.values[absence.value].storage not in facts.external],
+        dtype=np.int64,
+    )
+    chosen = [step.absences[number] for number in numbers]
+    out, release, movable = first_slots(problem, numbers)
+    replay = np.array(recompute_seconds(facts, banned))[numbers] if len(numbers) else np.zeros(0)
+    every = _Absences(
+        numbers,
+        np.array([step.values[absence.value].size_bytes for absence in chosen], dtype=np.float64),
+        np.array([absence.opens for absence in chosen], dtype=np.int64),
+        np.array([absence.closes for absence in chosen], dtype=np.int64),
+        out,
+        release,
+        movable & bool(problem.routes),
+        replay,
+    )
+    every = every.some(every.movable | np.isfinite(every.replay))
+    order = np.argsort(every.size, kind="stable")
+    moved_bytes = np.cumsum(every.size[order])
+    above_rest = float(problem.plain.max(initial=0) - problem.resting_bytes)
+    small = order[moved_bytes <= NEGLIGIBLE * above_rest]
+    plain = problem.plain.astype(np.float64)
+    change = np.zeros(step.moments + 1)
+    np.subtract.at(change, every.opens[small], every.size[small])
+    np.add.at(change, every.closes[small], every.size[small])
+    left = np.ones(len(order), dtype=np.bool_)
+    left[small] = False
+    return every.some(left), plain + np.cumsum(change)[:-1]
+
+
+class _Builder:
+    """Puts the program together. Seconds and bytes are in its own units, in which a step has about 100 of each."""
+
+    def __init__(self, problem: Problem, absences: _Absences, excess: Floats, most_groups: int) -> None:
+        self.problem, self.absences = problem, absences
+        self.blocks = Blocks(problem, most_groups)
+        self.unit_seconds = max(problem.step.plain_seconds, 1e-9) / 100
+        self.unit_bytes = max(float(problem.plain.max(initial=0)) - problem.resting_bytes, 1.0) / 100
+        self.size = np.minimum(absences.size, max(float(excess.max()), 1.0)) / self.unit_bytes
+        self.columns_of: list[list[int]] = [[] for _ in absences.number]
+        links = [link for route in problem.routes.values() for link in route]
+        every = [self._link_seconds(link, absences.movable) for link in links]
+        slowed = [link.compute_slowdown * seconds for link, seconds in zip(links, every, strict=True)]
+        can_replay = np.isfinite(absences.replay)
+        self.replay = absences.replay[can_replay] / self.unit_seconds
+        self.replayed = np.flatnonzero(can_replay)
+        longest = 2 * sum(float(seconds.sum()) for seconds in every)
+        self.extra = float(self.replay.sum()) + sum(float(seconds.sum()) for seconds in slowed)
+
+        self.program = Program()
+        count, waits = self.blocks.count, self.blocks.waits
+        self.stall = self.program.columns(count, np.where(waits, longest, 0.0), cost=1.0)
+        self.work = self.program.columns(count, np.where(waits, self.extra, 0.0), cost=1.0)
+        self.ready, self.ready_rows = self._pool(self.extra, empty_end=True)
+        self.program.put(self.ready_rows, self.work, 1.0)
+        self.ahead, self.ahead_rows = self._pool(self.extra)
+        self.program.put(self.ahead_rows, self.work, -1.0)
+        self.moments, self.kinds = memory_rows(excess, self.blocks, absences.closes)
+        self.memory = self.program.rows(excess[self.moments] / self.unit_bytes, np.inf, len(self.moments))
+
+    def _link_seconds(self, link: Link, chosen: Mask) -> Floats:
+        """Time of a transfer of each chosen absence."""
+        seconds = link.latency_seconds + self.absences.size[chosen] / link.bandwidth_bytes_per_second
+        return seconds / self.unit_seconds
+
+    def _pool(self, upper: float, *, empty_end: bool = False) -> tuple[Ints, Ints]:
+        """What is in a pool at the end of each group, and rows that say so: what flows in has the factor -1 in them."""
+        count = self.blocks.count
+        limits = np.full(count, upper)
+        if empty_end:
+            limits[-1] = 0.0
+        columns, rows = self.program.columns(count, limits), self.program.rows(0.0, 0.0, count)
+        self.program.put(rows, columns, 1.0)
+        self.program.put(rows[1:], columns[:-1], -1.0)
+        return columns, rows
+
+    def _delay(self, rows: Ints, groups: Ints | slice, factor: float) -> None:
+        self.program.put(rows, self.stall[groups], factor)
+        self.program.put(rows, self.work[groups], factor)
+
+    def _flow(self, upper: float) -> Ints:
+        """What a link carries in each group, in seconds: rule 2."""
+        columns = self.program.columns(self.blocks.count, upper)
+        rows = self.program.rows(-np.inf, self.blocks.seconds / self.unit_seconds, self.blocks.count)
+        self.program.put(rows, columns, 1.0)
+        self._delay(rows, slice(None), -1.0)
+        return columns
+
+    def add_tier(self, out_link: Link, in_link: Link) -> None:
+        """Trips to one slow tier: rules 2 to 5, and their part in rules 6 and 7."""
+        chosen = np.flatnonzero(self.absences.movable)
+        if not len(chosen):
+            return
+        place = self.absences.some(chosen)
+        size, total = self.size[chosen], float(self.size[chosen].sum())
+        trips = self.program.columns(len(chosen), 1.0)
+        for number, column in zip(chosen.tolist(), trips.tolist(), strict=True):
+            self.columns_of[number].append(column)
+        out_seconds = self._link_seconds(out_link, self.absences.movable)
+        in_seconds = self._link_seconds(in_link, self.absences.movable)
+        released = self._add_out(place, trips, size, out_seconds)
+        arrived, early = self._add_in(place, trips, size, in_seconds)
+        away, rows = self._pool(total)
+        self.program.put(rows, released, -1.0)
+        self.program.put(rows, arrived, 1.0)
+        self._add_slowdown(place, trips, out_link.compute_slowdown * out_seconds, in_link.compute_slowdown * in_seconds)
+        self._add_away(place, trips, size, released, early, away)
+
+    def _add_out(self, place: _Absences, trips: Ints, size: Floats, seconds: Floats) -> Ints:
+        """Copies out and releases: rules 2 and 3. Returns what is released."""
+        program, group = self.program, self.blocks.group
+        total_seconds, rate = float(seconds.sum()), float((size / seconds).max())
+        sent = self._flow(total_seconds)
+        _, rows = self._pool(total_seconds, empty_end=True)
+        program.put(rows[group[place.out]], trips, -seconds)
+        program.put(rows, sent, 1.0)
+        released = program.columns(self.blocks.count, np.where(self.blocks.waits, size.sum(), 0.0))
+        copied, rows = self._pool(rate * total_seconds)
+        program.put(rows, sent, -rate)
+        program.put(rows, released, 1.0)
+        _, rows = self._pool(float(size.sum()))
+        program.put(rows[group[place.release]], trips, -size)
+        program.put(rows, released, 1.0)
+        until = self.blocks.plain_until(np.array(self.problem.facts.slots, dtype=np.int64)) / self.unit_seconds
+        rows = program.rows(-rate * until, np.inf, self.blocks.count)
+        program.put(rows[1:], copied[:-1], 1.0)
+        self._delay(rows, slice(None), rate)
+        program.put(rows, released, -1.0)
+        return released
+
+    def _add_in(self, place: _Absences, trips: Ints, size: Floats, seconds: Floats) -> tuple[Ints, Ints]:
+        """Loads: rules 2 and 5. Returns what arrives, and what has arrived before it is needed."""
+        program, due = self.program, self.blocks.group[place.closes]
+        rates = size / seconds
+        fetched = self._flow(float(seconds.sum()))
+        prepared, rows = self._pool(float(seconds.sum()))
+        program.put(rows, fetched, -1.0)
+        program.put(rows[due], trips, seconds)
+        groups = np.unique(due)
+        until = self.blocks.plain_until(place.closes)[groups] / self.unit_seconds
+        rows = program.rows(-until, np.inf, len(groups))
+        later = groups > 0
+        program.put(rows[later], prepared[groups[later] - 1], 1.0)
+        self._delay(rows, groups, 1.0)
+        program.put(rows[np.searchsorted(groups, due)], trips, -seconds)
+        arrived = program.columns(self.blocks.count, float(size.sum()))
+        for rate, lower, upper in ((float(rates.max()), -np.inf, 0.0), (float(rates.min()), 0.0, np.inf)):
+            rows = program.rows(lower, upper, self.blocks.count)
+            program.put(rows, arrived, 1.0)
+            program.put(rows, fetched, -rate)
+        early, rows = self._pool(float(size.sum()))
+        program.put(rows, arrived, -1.0)
+        program.put(rows[due], trips, size)
+        return arrived, early
+
+    def _add_slowdown(self, place: _Absences, trips: Ints, out_cost: Floats, in_cost: Floats) -> None:
+        """What transfers cost compute, after their first slots and before they close: rule 6."""
+        group = self.blocks.group
+        self.program.put(self.ready_rows[group[place.out]], trips, -out_cost)
+        self.program.put(self.ready_rows[group[place.release]], trips, -in_cost)
+        self.program.put(self.ahead_rows[group[place.closes]], trips, out_cost + in_cost)
+
+    def _add_away(self, place: _Absences, trips: Ints, size: Floats, released: Ints, early: Ints, away: Ints) -> None:
+        """What one tier takes off the rows of memory: rule 7."""
+        program, groups = self.program, self.blocks.group[self.moments]
+        after, within = self.kinds == AFTER, self.kinds == WITHIN
+        closing = self.kinds == CLOSING
+        former = ~after & (groups > 0)
+        program.put(self.memory[after], away[groups[after]], 1.0)
+        program.put(self.memory[former], away[groups[former] - 1], 1.0)
+        program.put(self.memory[within], released[groups[within]], 1.0)
+        program.put(self.memory[closing & former], early[groups[closing & former] - 1], 1.0)
+        order = np.argsort(place.closes, kind="stable")
+        closes = place.closes[order]
+        due = self.blocks.group[closes]
+        for row in np.flatnonzero(closing).tolist():
+            first = int(np.searchsorted(due, groups[row]))
+            last = int(np.searchsorted(closes, self.moments[row], side="right"))
+            back = order[first:last]
+            program.put(np.full(len(back), self.memory[row]), trips[back], -size[back])
+
+    def add_recomputation(self) -> None:
+        """Recomputed values: rule 6, and what they take off the rows of memory."""
+        place, size = self.absences.some(self.replayed), self.size[self.replayed]
+        replays = self.program.columns(len(self.replayed), 1.0)
+        for number, column in zip(self.replayed.tolist(), replays.tolist(), strict=True):
+            self.columns_of[number].append(column)
+        needs = np.unique([absence.closes for absence in self.problem.step.absences])
+        earliest = needs[np.searchsorted(needs, place.opens)] if len(place.opens) else place.opens
+        self.program.put(self.ready_rows[self.blocks.group[earliest]], replays, -self.replay)
+        self.program.put(self.ahead_rows[self.blocks.group[place.closes]], replays, self.replay)
+        moments, which = np.unique(self.moments, return_inverse=True)
+        absent = self.program.columns(len(moments), float(size.sum()))
+        rows = self.program.rows(0.0, 0.0, len(moments))
+        self.program.put(rows, absent, 1.0)
+        self.program.put(rows[1:], absent[:-1], -1.0)
+        begin, end = np.searchsorted(moments, place.opens), np.searchsorted(moments, place.closes)
+        seen = begin < end
+        self.program.put(rows[begin[seen]], replays[seen], -size[seen])
+        seen &= end < len(moments)
+        self.program.put(rows[end[seen]], replays[seen], size[seen])
+        self.program.put(self.memory, absent[which], 1.0)
+
+    def add_storages(self) -> None:
+        """One thing at a time happens to a storage: rule 1."""
+        values, step = self.problem.step.values, self.problem.step
+        rows: list[int] = []
+        columns: list[int] = []
+        count = 0
+        present: dict[int, list[int]] = {}
+        for place in np.argsort(self.absences.opens, kind="stable").tolist():
+            storage = values[step.absences[self.absences.number[place]].value].storage
+            others = present.get(storage, [])
+            here = [other for other in others if self.absences.closes[other] > self.absences.opens[place]]
+            present[storage] = [*here, place]
+            together = [column for other in present[storage] for column in self.columns_of[other]]
+            if len(together) > 1:
+                rows += [count] * len(together)
+                columns += together
+                count += 1
+        numbers = self.program.rows(-np.inf, 1.0, count)
+        self.program.put(numbers[np.array(rows, dtype=np.int64)], np.array(columns, dtype=np.int64), 1.0)
+
+    def finish(self) -> Formulation:
+        """The program."""
+        return Formulation(
+            self.program.assemble(), self.unit_seconds, self.unit_bytes, self.memory, self.moments, self.blocks.merged
+        )

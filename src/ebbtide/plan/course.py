@@ -1,0 +1,200 @@
+"""The inner loop of `follow`: one pass over the moments of a step, on arrays alone, compiled by numba."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+GONE, NEED, RELEASE, OUT, LOAD = range(5)
+"""Phases of a moment, in order: see NOTE [What happens in a moment] in `follow`."""
+PRESENT, AWAY, COMING = range(3)
+DONE, STALE, NESTED = range(3)
+"""How a course ends: well, at a recipe that reads what is gone, or at recipes that wait for each other too deeply."""
+
+DEEPEST_NESTING = 100
+"""Recipes that wait for each other at most, each for a value that the next one makes."""
+
+
+def write_script(opens: Any, closes: Any, tier: Any, replay: Any, out: Any, release: Any, load: Any) -> Any:
+    """What is to be done, in order, as rows of moment, phase, absence; columns are as in `Moves`.
+
+    Within a phase of a moment, loads are ordered by moment of need, everything by number of absence.
+    """
+    count = len(closes)
+    rows = np.empty((4 * count, 3), np.int64)
+    keys = np.empty(4 * count, np.int64)
+    span = count + 1
+    for number in range(count):
+        span = max(span, closes[number] + 1)
+    size = 0
+    for number in range(count):
+        if tier[number] < 0 and replay[number] < 0:
+            continue
+        rows[size, 0], rows[size, 1], rows[size, 2] = closes[number], NEED, number
+        size += 1
+        if replay[number] >= 0:
+            rows[size, 0], rows[size, 1], rows[size, 2] = opens[number], GONE, number
+            size += 1
+            continue
+        rows[size, 0], rows[size, 1], rows[size, 2] = out[number], OUT, number
+        size += 1
+        rows[size, 0], rows[size, 1], rows[size, 2] = release[number], RELEASE, number
+        size += 1
+        if load[number] < closes[number]:
+            rows[size, 0], rows[size, 1], rows[size, 2] = load[number], LOAD, number
+            size += 1
+    for row in range(size):
+        moment, phase, number = rows[row, 0], rows[row, 1], rows[row, 2]
+        rank = closes[number] if phase == LOAD else number
+        keys[row] = (moment * 5 + phase) * span + rank
+    # The sort is stable, and rows were written by ascending absence.
+    return rows[:size][np.argsort(keys[:size], kind="mergesort")]
+
+
+def run_course(
+    clock: Any,
+    plain: Any,
+    workspace: Any,
+    size_bytes: Any,
+    storage: Any,
+    storages: int,
+    links: Any,
+    script: Any,
+    tier: Any,
+    replay: Any,
+    first_leaf: Any,
+    leaves: Any,
+    replay_seconds: Any,
+    replay_bytes: Any,
+) -> Any:
+    """Carry out ``script`` by NOTE [What happens in a moment] in `follow`.
+
+    It is one long function because a recipe and what it waits for share all of the state; recursion is a stack in it.
+
+    Args:
+        clock, plain, workspace: per moment, as in `Problem`.
+        size_bytes, storage: per absence; storages are numbered from 0 to ``storages - 1``.
+        links: per tier latency, bandwidth and slowdown of the link out, then of the link in.
+        script: from `write_script`.
+        tier, replay: per absence the tier or recipe it goes by, or -1.
+        first_leaf, leaves: per recipe where its leaves begin, with one entry more than recipes; leaves as storages.
+        replay_seconds: per recipe.
+        replay_bytes: per recipe the most bytes, the same with workspaces, and the moment until which it is valid.
+
+    Returns:
+        memory, physical and start per moment, the last start being the end; rows of transfers (absence, 0 out or 1 in,
+        and in a second array issued, start, end), of stalls (moment, 0 release or 1 load, absence; seconds), of
+        recomputations (absence, moment; start); how it ended, with the absence and moment of a fault.
+    """
+    moments, absences = len(plain), len(size_bytes)
+    memory, physical = np.empty(moments, np.int64), np.empty(moments, np.int64)
+    starts = np.empty(moments + 1, np.float64)
+    transfers, transfer_times = np.empty((2 * absences, 2), np.int64), np.empty((2 * absences, 3), np.float64)
+    stalls, stall_seconds = np.empty((2 * absences, 3), np.int64), np.empty(2 * absences, np.float64)
+    replays, replay_starts = np.empty((absences, 2), np.int64), np.empty(absences, np.float64)
+    sent, stalled, replayed = 0, 0, 0
+    state = np.zeros(absences, np.int8)
+    absent = np.full(storages, -1, np.int64)
+    written, loaded = np.zeros(absences), np.zeros(absences)
+    free = np.zeros((len(links), 2))
+    waiting, position = np.empty(DEEPEST_NESTING + 1, np.int64), np.empty(DEEPEST_NESTING + 1, np.int64)
+    ending, offset, delay, row = DONE, 0, 0.0, 0
+    fault = np.zeros(2, np.int64)
+    for moment in range(moments):
+        starts[moment] = clock[moment] + delay
+        high = physical_high = offset
+        while row < len(script) and script[row, 0] == moment and ending == DONE:
+            phase, number = script[row, 1], script[row, 2]
+            row += 1
+            if phase in (GONE, RELEASE):
+                if phase == RELEASE:
+                    seconds = written[number] - (clock[moment] + delay)
+                    if seconds > 0:
+                        delay += seconds
+                        stalls[stalled, 0], stalls[stalled, 1], stalls[stalled, 2] = moment, 0, number
+                        stall_seconds[stalled] = seconds
+                        stalled += 1
+                state[number] = AWAY
+                absent[storage[number]] = number
+                offset -= size_bytes[number]
+                if phase == GONE:
+                    high = physical_high = offset
+                continue
+            # What remains is a copy out, a load, or a need, which may ask for the loads and recipes of others first.
+            depth = 0
+            if (phase == NEED and state[number] == PRESENT) or (phase == LOAD and state[number] != AWAY):
+                continue
+            waiting[0], position[0] = number, -1
+            while depth >= 0:
+                number = waiting[depth]
+                here, recipe = tier[number], replay[number]
+                if recipe < 0:
+                    if phase == OUT or state[number] == AWAY:
+                        way = 0 if phase == OUT else 1
+                        if way == 1:
+                            offset += size_bytes[number]
+                            high = max(high, offset)
+                        now = clock[moment] + delay
+                        seconds = links[here, 3 * way] + size_bytes[number] / links[here, 3 * way + 1]
+                        start = max(now, free[here, way])
+                        if way == 1:
+                            start = max(start, written[number])
+                        end = start + seconds
+                        free[here, way] = end
+                        delay += links[here, 3 * way + 2] * seconds
+                        transfers[sent, 0], transfers[sent, 1] = number, way
+                        transfer_times[sent, 0], transfer_times[sent, 1], transfer_times[sent, 2] = now, start, end
+                        sent += 1
+                        if way == 0:
+                            written[number] = end
+                        else:
+                            loaded[number], state[number] = end, COMING
+                    if phase == NEED:
+                        seconds = loaded[number] - (clock[moment] + delay)
+                        if seconds > 0:
+                            delay += seconds
+                            stalls[stalled, 0], stalls[stalled, 1], stalls[stalled, 2] = moment, 1, number
+                            stall_seconds[stalled] = seconds
+                            stalled += 1
+                        state[number] = PRESENT
+                        absent[storage[number]] = -1
+                    depth -= 1
+                    continue
+                if position[depth] < 0:
+                    if moment >= replay_bytes[recipe, 2]:
+                        ending = STALE
+                    elif depth >= DEEPEST_NESTING:
+                        ending = NESTED
+                    if ending != DONE:
+                        fault[0], fault[1] = number, moment
+                        break
+                    position[depth] = first_leaf[recipe]
+                if position[depth] < first_leaf[recipe + 1]:
+                    leaf = absent[leaves[position[depth]]]
+                    position[depth] += 1
+                    if leaf >= 0:
+                        depth += 1
+                        waiting[depth], position[depth] = leaf, -1
+                    continue
+                high = max(high, offset + replay_bytes[recipe, 0])
+                physical_high = max(physical_high, offset + replay_bytes[recipe, 1])
+                offset += size_bytes[number]
+                high = max(high, offset)
+                replays[replayed, 0], replays[replayed, 1] = number, moment
+                replay_starts[replayed] = clock[moment] + delay
+                replayed += 1
+                delay += replay_seconds[recipe]
+                state[number] = PRESENT
+                absent[storage[number]] = -1
+                depth -= 1
+        memory[moment] = plain[moment] + high
+        physical[moment] = plain[moment] + max(high + workspace[moment], physical_high)
+    starts[moments] = clock[moments] + delay
+    return (
+        (memory, physical, starts),
+        (transfers[:sent], transfer_times[:sent]),
+        (stalls[:stalled], stall_seconds[:stalled]),
+        (replays[:replayed], replay_starts[:replayed]),
+        (ending, fault[0], fault[1]),
+    )

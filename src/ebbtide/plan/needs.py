@@ -1,0 +1,94 @@
+"""The inner loop of `profile`: which values are brought back when, because something else is computed from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ebbtide.plan.course import DEEPEST_NESTING
+
+KEEP, OFFLOAD, RECOMPUTE = range(3)
+
+
+def bring_back(
+    plain: Any,
+    headroom: Any,
+    modes: Any,
+    size_bytes: Any,
+    opens: Any,
+    closes: Any,
+    release: Any,
+    order: Any,
+    first_leaf: Any,
+    leaves: Any,
+    replay_seconds: Any,
+    replay_bytes: Any,
+) -> Any:
+    """Memory under ``modes`` with every release and load at its least.
+
+    It is one function because a recipe and what it waits for share all of the state; recursion is a stack in it.
+
+    Args:
+        plain, headroom: per moment, bytes without a plan, and what workspaces of recomputed ops may take besides.
+        modes, size_bytes, opens, closes, release: per candidate.
+        order: candidates by moment of need.
+        first_leaf, leaves: per candidate where the candidates begin that its recipe reads, with one entry more.
+        replay_seconds: per candidate.
+        replay_bytes: per candidate the most bytes of its recipe, and the same with workspaces.
+
+    Returns:
+        The columns of `Profile`, in its order.
+    """
+    moments, count = len(plain), len(modes)
+    begin = np.where(modes == OFFLOAD, release, opens)
+    end, parent = closes.copy(), np.full(count, -1, np.int64)
+    done = np.zeros(count, np.bool_)
+    extra_seconds, excess = np.zeros(moments), np.zeros(moments, np.int64)
+    waiting, position = np.empty(DEEPEST_NESTING + 2, np.int64), np.empty(DEEPEST_NESTING + 2, np.int64)
+    nested = False
+    for first in order:
+        if modes[first] != RECOMPUTE or done[first]:
+            continue
+        moment, added, high, depth = closes[first], 0, 0, 0
+        waiting[0], position[0], parent[first] = first, -1, -1
+        while depth >= 0:
+            place = waiting[depth]
+            if position[depth] < 0:
+                done[place], end[place] = True, moment
+                position[depth] = first_leaf[place]
+                if modes[place] == RECOMPUTE and depth >= DEEPEST_NESTING:
+                    nested = True
+                    position[depth] = first_leaf[place + 1]
+            if modes[place] == RECOMPUTE:
+                if position[depth] < first_leaf[place + 1]:
+                    leaf = leaves[position[depth]]
+                    position[depth] += 1
+                    # A release happens after the recomputations of its own event: the value is still there in them.
+                    away = begin[leaf] + (1 if modes[leaf] == OFFLOAD else 0) <= moment < closes[leaf]
+                    if modes[leaf] != KEEP and not done[leaf] and away:
+                        depth += 1
+                        waiting[depth], position[depth], parent[leaf] = leaf, -1, place
+                    continue
+                high = max(high, added + max(replay_bytes[place, 0], replay_bytes[place, 1] - headroom[moment]))
+                extra_seconds[moment] += replay_seconds[place]
+            added += size_bytes[place]
+            high = max(high, added)
+            depth -= 1
+        excess[moment] = max(excess[moment], high - added)
+    busy = np.zeros(moments + 2, np.bool_)
+    for place in range(count):
+        if modes[place] != KEEP:
+            busy[end[place]] = True
+    change = np.zeros(moments + 2, np.int64)
+    for place in range(count):
+        if modes[place] != KEEP:
+            # Where a value is brought back, releases of the same event come too late for that moment's memory.
+            late = modes[place] == OFFLOAD and busy[begin[place]]
+            change[begin[place] + (1 if late else 0)] -= size_bytes[place]
+            change[end[place]] += size_bytes[place]
+    level, moved = np.empty(moments, np.int64), 0
+    for moment in range(moments):
+        moved += change[moment]
+        level[moment] = plain[moment] + moved + excess[moment]
+    return level, begin, end, parent, busy, extra_seconds, nested

@@ -1,0 +1,227 @@
+"""The lower bound is below every plan there is, and near the best one where that is known."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ebbtide.decisions import Decision, Keep, Offload, Plan, Recompute
+from ebbtide.errors import BudgetError
+from ebbtide.machine import Link, Machine, Tier
+from ebbtide.plan import find_recipes, lower_bound, plain_peak_bytes, solve
+from ebbtide.plan.follow import Move, follow
+from ebbtide.plan.linear import Program, solve_program
+from ebbtide.plan.problem import Problem
+from ebbtide.plan.simulate import moves_of
+from ebbtide.step import Step
+from tests.plan.random_steps import KIB, MIB, Tape, disk_machine, lone_machine, network_step, random_step
+
+FIXTURES = sorted((Path(__file__).parents[1] / "fixtures").glob("*.json.gz"))
+MACHINES = {
+    "quick": disk_machine(5e8, 3e8, latency=1e-4),
+    "slow": disk_machine(6e7, 4e7, latency=0.0),
+    "slowing": disk_machine(2e8, 1e8, slowdown=0.2, latency=2e-4),
+    "lone": lone_machine(),
+}
+LEAST = 1 - 1e-9
+
+
+def limit_at(step: Step, fraction: float) -> int:
+    """Rest and ``fraction`` of what the plain step needs above it."""
+    return step.resting_bytes + int(fraction * (plain_peak_bytes(step) - step.resting_bytes))
+
+
+def small_step(seed: int) -> Step:
+    """Three values and their absences around one turn; sizes and times vary, some values cannot be made again."""
+    tape = Tape()
+    value = tape.external(64 * KIB)
+    numbers = []
+    for place in range(3):
+        seconds = 1e-3 * (1 + (seed * 7 + place * 3) % 5)
+        size = 64 * KIB * (1 + (seed + place * place) % 4)
+        value = tape.op([value], [size], seconds=seconds, replay="opaque" if (seed + place) % 3 == 0 else "pure")[0]
+        numbers.append(tape.pack(value))
+    gradient = tape.op([value], [KIB], seconds=1e-3, replay="opaque")[0]
+    tape.pack(gradient)
+    gradient = tape.op([gradient], [128 * KIB], seconds=2e-3, replay="opaque")[0]
+    for number in reversed(numbers):
+        tape.unpack(number)
+        gradient = tape.op([gradient, tape.saved[number][0]], [64 * KIB], seconds=3e-3, phase="backward")[0]
+    return tape.step()
+
+
+def every_decision(step: Step, number: int) -> Iterator[Decision]:
+    """All that may be done with an absence: every choice of ticks, and its shortest recipe."""
+    absence = step.absences[number]
+    slots = {event.tick: moment for event, moment in zip(step.events, step.event_moments(), strict=True)}
+    packed = min(
+        moment
+        for moment, event in zip(step.event_moments(), step.events, strict=True)
+        if step.saved[event.saved].value == absence.value
+    )
+    yield Keep()
+    for out, release, load in itertools.permutations(slots, 3):
+        if packed <= slots[out] < slots[release] >= absence.opens and slots[release] < slots[load] <= absence.closes:
+            yield Offload("disk", out, release, load)
+    recipe = find_recipes(step)[number]
+    if recipe is not None:
+        yield Recompute(recipe)
+
+
+def all_plans(step: Step, machine: Machine) -> Iterator[tuple[int, float]]:
+    """Peak and time of every plan."""
+    problem = Problem.of(step, machine)
+    moves: list[Sequence[Move]] = []
+    for number in range(len(step.absences)):
+        kept: list[Decision] = [Keep()] * len(step.absences)
+        choices = []
+        for decision in every_decision(step, number):
+            if isinstance(decision, Offload) and not machine.slow_tiers():
+                continue
+            choices.append(moves_of(problem, [*kept[:number], decision, *kept[number + 1 :]])[number])
+        moves.append(choices)
+    for choice in itertools.product(*moves):
+        course = follow(problem, choice)
+        yield int(course.memory.max()), course.seconds
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES.keys())
+@pytest.mark.parametrize("seed", range(3))
+def test_below_the_best_of_all_plans(seed: int, machine: Machine) -> None:
+    step = small_step(seed)
+    plans = list(all_plans(step, machine))
+    for limit_bytes in sorted({peak for peak, _ in plans}):
+        best = min(seconds for peak, seconds in plans if peak <= limit_bytes)
+        bound = lower_bound(step, machine, limit_bytes).seconds
+        assert step.plain_seconds * LEAST <= bound <= best
+    assert min(peak for peak, _ in plans) > 0
+
+
+def solve_or_least(step: Step, machine: Machine, limit_bytes: int) -> Plan:
+    """A plan for the limit, or for the least one if that is above it."""
+    try:
+        return solve(step, machine, limit_bytes, seconds=0.02)
+    except BudgetError as error:
+        return solve(step, machine, error.reachable_bytes, seconds=0.02)
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES.keys())
+@pytest.mark.parametrize("seed", range(10))
+def test_below_plans_of_random_steps(seed: int, machine: Machine) -> None:
+    step = random_step(seed, length=6 + seed)
+    for fraction in (0.85, 0.6, 0.4):
+        plan = solve_or_least(step, machine, limit_at(step, fraction))
+        for most_groups in (1000, 7, 2):
+            assert lower_bound(step, machine, plan.limit_bytes, most_groups=most_groups).seconds <= plan.seconds
+
+
+@pytest.mark.parametrize("path", FIXTURES, ids=lambda path: path.name)
+def test_below_plans_of_recorded_steps_and_near_them(path: Path) -> None:
+    step, machine = Step.load(path), disk_machine(3.5e9, 1.6e9)
+    for fraction in (0.7, 0.5):
+        plan = solve_or_least(step, machine, limit_at(step, fraction))
+        assert plan.bound_seconds is not None
+        assert plan.bound_seconds <= plan.seconds <= 1.1 * plan.bound_seconds
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES.keys())
+def test_merging_weakens_the_bound_and_nothing_else(machine: Machine) -> None:
+    step = network_step(8, size_bytes=MIB, seed=5)
+    limit_bytes = limit_at(step, 0.45)
+    fine = lower_bound(step, machine, limit_bytes)
+    assert not fine.merged
+    for most_groups in (30, 11, 4, 1):
+        coarse = lower_bound(step, machine, limit_bytes, most_groups=most_groups)
+        assert coarse.merged
+        assert coarse.rows < fine.rows
+        assert step.plain_seconds <= coarse.seconds <= fine.seconds * (1 + 1e-7)
+
+
+def test_falls_with_the_limit_and_with_bandwidth() -> None:
+    step = network_step(8, size_bytes=MIB, seed=2)
+    machines = [disk_machine(bandwidth, bandwidth, latency=0.0) for bandwidth in (3e7, 1e8, 1e9)]
+    rows = [
+        [lower_bound(step, machine, limit_at(step, fraction)).seconds for fraction in (0.3, 0.45, 0.6, 0.8, 1.0)]
+        for machine in machines
+    ]
+    table = np.array(rows)
+    assert (np.diff(table, axis=1) <= 1e-7).all()
+    assert (np.diff(table, axis=0) <= 1e-7).all()
+    assert table[0, 0] > table[0, 2] > table[0, -1] == pytest.approx(step.plain_seconds)
+
+
+def test_no_limit_no_delay_and_no_prices() -> None:
+    step = network_step(4)
+    bound = lower_bound(step, MACHINES["slow"], plain_peak_bytes(step))
+    assert bound.seconds == pytest.approx(step.plain_seconds)
+    assert not bound.prices.any()
+
+
+def test_infinite_where_no_plan_is_possible() -> None:
+    step = network_step(4)
+    assert lower_bound(step, MACHINES["slow"], step.resting_bytes).seconds == math.inf
+    assert lower_bound(random_step(3, length=1), MACHINES["slow"], 1).seconds == math.inf
+
+
+def test_prices_say_what_a_byte_is_worth() -> None:
+    step, machine = network_step(8, size_bytes=MIB, seed=2), disk_machine(1e8, 1e8, latency=0.0)
+    limit_bytes = limit_at(step, 0.5)
+    bound = lower_bound(step, machine, limit_bytes)
+    more = lower_bound(step, machine, limit_bytes + KIB)
+    assert bound.prices.sum() * KIB == pytest.approx(bound.seconds - more.seconds, rel=0.05)
+    assert bound.prices.min() >= 0.0
+
+
+def test_what_must_be_waited_for_is_waited_for() -> None:
+    # One value of 100 KiB has to be away in the third of four seconds; out and back take 3 s each, 1 s is free before.
+    tape = Tape()
+    x = tape.external(KIB)
+    (a,) = tape.op([x], [100 * KIB], seconds=1.0, replay="opaque")
+    saved = tape.pack(a)
+    tape.op([a], [KIB], seconds=1.0, replay="opaque")
+    tape.pack(x)
+    tape.op([x], [200 * KIB], seconds=1.0, replay="opaque")
+    tape.unpack(saved)
+    tape.op([a], [KIB], seconds=1.0, phase="backward")
+    step, machine = tape.step(), disk_machine(100 * KIB / 2, 100 * KIB / 2, latency=1.0)
+    limit_bytes = plain_peak_bytes(step) - 100 * KIB
+    best = min(seconds for peak, seconds in all_plans(step, machine) if peak <= limit_bytes)
+    # 2 s of the copy out and all 3 s of the load are waited for, the load not during the third op: no room.
+    assert best == pytest.approx(4.0 + 2.0 + 3.0)
+    bound = lower_bound(step, machine, limit_bytes)
+    assert bound.seconds == pytest.approx(best)
+
+
+def test_no_recomputation_of_banned_values() -> None:
+    step = network_step(6, size_bytes=MIB)
+    limit_bytes = limit_at(step, 0.6)
+    free = lower_bound(step, lone_machine(), limit_bytes).seconds
+    assert free < math.inf
+    every = frozenset(range(len(step.absences)))
+    assert lower_bound(step, lone_machine(), limit_bytes, banned=every).seconds == math.inf
+
+
+def test_a_second_tier_can_only_help() -> None:
+    step = network_step(6, size_bytes=MIB, seed=1)
+    tiers = (Tier("ram", "device"), Tier("host", "host"), Tier("disk", "disk"))
+    links = (Link("ram", "disk", 0.0, 3e7, 3e7), Link("disk", "ram", 0.0, 3e7, 3e7))
+    more = (Link("ram", "host", 0.0, 1e9, 1e9), Link("host", "ram", 0.0, 1e9, 1e9))
+    one, both = Machine("one", "ram", tiers, links), Machine("both", "ram", tiers, (*links, *more))
+    limit_bytes = limit_at(step, 0.6)
+    assert lower_bound(step, both, limit_bytes).seconds < lower_bound(step, one, limit_bytes).seconds
+
+
+def test_a_program_stopped_early_still_gives_a_bound() -> None:
+    program = Program()
+    x = program.columns(2, np.array([4.0, 4.0]), cost=1.0)
+    row = program.rows(3.0, np.inf, 1)
+    program.put(np.repeat(row, 2), x, np.array([1.0, 2.0]))
+    whole = program.assemble()
+    assert solve_program(whole, 1.0).value == pytest.approx(1.5)
+    for multiplier in (-1.0, 0.0, 0.2, 0.5, 0.7, 5.0):
+        assert whole.certify(np.array([multiplier])) <= 1.5

@@ -1,0 +1,80 @@
+"""The compiled simulator finds what the plain oracle finds; compiling is put off, and needs no place to keep it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+
+from ebbtide.plan import find_recipes
+from ebbtide.plan.compiled import compiled
+from ebbtide.plan.follow import Follower, Moves, Trip, follow
+from ebbtide.plan.problem import Problem
+from ebbtide.plan.replay import Replay, check_recipe
+from ebbtide.plan.simulate import moves_of
+from tests.plan.random_steps import random_step
+from tests.plan.reference import Walk
+from tests.plan.test_simulate import MACHINE, random_decisions
+
+
+@pytest.mark.parametrize("batch", range(20))
+def test_equals_oracle_on_many_plans(batch: int) -> None:
+    step = random_step(1000 + batch, length=4 + batch % 10)
+    problem = Problem.of(step, MACHINE)
+    for seed in range(60):
+        decisions = random_decisions(step, 1000 * batch + seed)
+        course, walked = follow(problem, moves_of(problem, decisions)), Walk(step, MACHINE, decisions).run()
+        assert course.memory.tolist() == walked.memory
+        assert course.physical.tolist() == walked.physical
+        np.testing.assert_allclose(course.starts, walked.starts, rtol=0, atol=1e-9)
+        assert course.seconds == pytest.approx(walked.seconds, abs=1e-9)
+
+
+def test_columns_and_lists_say_the_same() -> None:
+    step = random_step(7, length=14)
+    problem = Problem.of(step, MACHINE)
+    recipes = find_recipes(step)
+    replays = [
+        None if recipe is None else check_recipe(problem.facts, absence.value, recipe)
+        for recipe, absence in zip(recipes, step.absences, strict=True)
+    ]
+    follower = Follower(problem, replays)
+    for seed in range(20):
+        moves = moves_of(problem, random_decisions(step, seed))
+        columns = Moves.none(len(moves))
+        for number, move in enumerate(moves):
+            if isinstance(move, Replay):
+                columns.replay[number] = number
+            elif isinstance(move, Trip):
+                columns.tier[number], columns.out[number] = 0, move.out
+                columns.release[number], columns.load[number] = move.release, move.load
+        assert follower.listed(columns) == moves
+        course, listed = follower.follow(columns), follow(problem, moves)
+        assert course.memory.tolist() == listed.memory.tolist()
+        assert (course.seconds, course.transfers) == (listed.seconds, listed.transfers)
+        assert (course.stalls, course.recomputations) == (listed.stalls, listed.recomputations)
+
+
+def test_nothing_is_compiled_before_a_plan_is_made() -> None:
+    program = "import sys, ebbtide, ebbtide.plan; sys.exit(bool({'numba', 'highspy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_nowhere_to_keep_what_was_compiled_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_ = numba.njit
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function: no locator available")
+        return compile_(*args, **options)
+
+    monkeypatch.setattr(numba, "njit", refuse)
+
+    def twice(number: int) -> int:
+        return 2 * number
+
+    assert compiled(twice)(21) == 42
