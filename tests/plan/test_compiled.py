@@ -10,8 +10,8 @@ import numba
 import numpy as np
 import pytest
 
+from ebbtide.compiled import compiled
 from ebbtide.plan import find_recipes
-from ebbtide.plan.compiled import compiled
 from ebbtide.plan.follow import Follower, Moves, Trip, follow
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.replay import Replay, check_recipe

@@ -22,9 +22,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ebbtide.compiled import compiled
 from ebbtide.errors import PlanError
 from ebbtide.machine import Link
-from ebbtide.plan.compiled import compiled
 from ebbtide.plan.course import DEEPEST_NESTING, DONE, STALE, run_course, write_script
 from ebbtide.plan.problem import Floats, Ints, Problem
 from ebbtide.plan.replay import Replay

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from ebbtide.compiled import compiled
 from ebbtide.machine import Link
-from ebbtide.plan.compiled import compiled
 from ebbtide.plan.needs import KEEP, OFFLOAD, RECOMPUTE, bring_back
 from ebbtide.plan.problem import Floats, Ints, Problem
 from ebbtide.plan.replay import Replay, check_recipe

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ebbtide.plan.compiled import compiled
+from ebbtide.compiled import compiled
 from ebbtide.plan.follow import Moves
 from ebbtide.plan.problem import Floats, Ints, Problem
 from ebbtide.plan.profile import OFFLOAD, RECOMPUTE, Candidates, Modes, Profile

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ebbtide.plan.compiled import compiled
+from ebbtide.compiled import compiled
 from ebbtide.plan.problem import Floats, Ints, Problem
 from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Mask, Modes, Profile, profile
 
