@@ -131,8 +131,8 @@ def _vit(batch_size: int, seed: int) -> Workload:
 
 
 def _lstm(batch_size: int, seed: int) -> Workload:
-    model = models.LSTMLanguageModel(data.BYTE_VALUES, width=384, layers=8)
-    return _text_workload("lstm", model, model.blocks, batch_size, 192, seed, 3e-3)
+    model = models.LSTMLanguageModel(data.BYTE_VALUES, width=384, layers=12)
+    return _text_workload("lstm", model, model.blocks, batch_size, 128, seed, 3e-3)
 
 
 WORKLOADS: dict[str, tuple[Callable[[int, int], Workload], int]] = {

@@ -313,6 +313,9 @@ class _Running:
             budget._observations_left = _LOOKS_AFTER_LEAVING
         elif kind is not None and conductor is not None:
             self._advance(kind, conductor, peak, ended)
+        elif kind is not None:
+            kind.pace.add(self._began, [], ended)
+            kind.refine(budget.machine)
 
     def _advance(self, kind: Kind, conductor: Conductor, peak: int | None, ended: float) -> None:
         """Move the kind of step along, if the step ran as planned from beginning to end."""

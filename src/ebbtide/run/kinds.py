@@ -7,7 +7,7 @@ from typing import Literal
 
 from ebbtide.decisions import Plan
 from ebbtide.machine import Machine
-from ebbtide.plan import simulate, solve
+from ebbtide.plan import lower_bound, simulate, solve
 from ebbtide.run.pace import Pace
 from ebbtide.run.rehearsed import Rehearsed
 from ebbtide.run.script import Script, signature, write_script
@@ -65,8 +65,11 @@ class Kind:
             return
         self.refined = True
         self.step = self.pace.refine(self.step)
-        outcome = simulate(self.step, machine, self.plan.decisions)
-        self.plan = dataclasses.replace(self.plan, seconds=outcome.seconds, plain_seconds=self.step.plain_seconds)
+        seconds = simulate(self.step, machine, self.plan.decisions).seconds
+        bound = lower_bound(self.step, machine, self.plan.limit_bytes, banned=self.banned).seconds
+        self.plan = dataclasses.replace(
+            self.plan, seconds=seconds, plain_seconds=self.step.plain_seconds, bound_seconds=bound
+        )
 
 
 def _settled(a: Op, b: Op) -> Op:

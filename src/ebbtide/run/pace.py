@@ -31,13 +31,18 @@ class Pace:
         return len(self._runs) >= STEPS
 
     def add(self, start: float, stamps: Sequence[tuple[float, float]], end: float) -> None:
-        """Add a step: when it began and ended, and for each event its time and how long it was held up, seconds."""
+        """Add a step: when it began and ended, and for each event its time and how long it was held up, seconds.
+
+        Without ``stamps``, for a step at whose events nobody watches, only its whole time is known.
+        """
         times = [(start, 0.0), *stamps, (end, 0.0)]
         self._runs.append([max(0.0, b[0] - a[0] - a[1]) for a, b in itertools.pairwise(times)])
 
     def refine(self, step: Step) -> Step:
         """``step`` with the durations of its ops refined."""
         ticks = [0, *(event.tick for event in step.events), len(step.ops)]
+        if len(self._runs[0]) == 1:
+            ticks = [0, len(step.ops)]
         ops = list(step.ops)
         for index in range(len(ticks) - 1):
             span = range(ticks[index], ticks[index + 1])
