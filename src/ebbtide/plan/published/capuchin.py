@@ -16,6 +16,7 @@ from ebbtide.machine import Machine
 from ebbtide.plan.follow import Course, Move, Trip, follow
 from ebbtide.plan.problem import Floats, Ints
 from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Modes, Profile, profile
+from ebbtide.plan.published.layers import slot_before
 from ebbtide.plan.published.transfers import Ground, Queues, clock_with, held_until
 from ebbtide.step import Step
 
@@ -28,8 +29,8 @@ def capuchin(step: Step, machine: Machine, limit_bytes: int, *, recompute: bool 
     Candidates are the absences that span the peak, by falling free time: seconds between the end of the copy out and
     the start of the copy back, each queued behind the others'. They are swapped while no free time is negative. The
     rest follow by falling memory saved per second of recomputation, each by what costs less: its recomputation, or the
-    free time that its swap lacks. At the end every load that compute waited for starts earlier by the wait, if there
-    is room, and the step is looked at again.
+    free time that its swap lacks. A load starts its own transfer time before the value is needed; then every load that
+    compute waited for starts earlier by the wait, if there is room, and the step is looked at again.
 
     Args:
         step, machine, limit_bytes: the problem.
@@ -104,6 +105,14 @@ class _Choice:
         starts = clock_with(problem.clock, found.extra_seconds)
         queues = Queues(self.ground, level, found.end, starts, self.limit_bytes)
         moves = queues.moves(self.swapped)
+        for place in self.swapped:
+            trip, end = moves[place], int(found.end[place])
+            assert isinstance(trip, Trip)
+            wanted = starts[end] - self.candidates.in_seconds[place]
+            # The first guess knows nothing of the queue: the access at which a swap in, alone, would just be in time.
+            load = slot_before(problem, int(np.searchsorted(starts, wanted, side="right")) - 1)
+            if trip.load < load < end:
+                moves[place] = dataclasses.replace(trip, load=load)
         for place in np.flatnonzero(self.modes == RECOMPUTE).tolist():
             moves[place] = self.candidates.replays[place]
         return moves

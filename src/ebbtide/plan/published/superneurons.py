@@ -38,12 +38,13 @@ def superneurons(
     """The unified tensor pool and cost-aware recomputation.
 
     A value is cheap if a recipe makes it again without running a checkpoint layer (see `is_checkpoint`) and no more
-    than one forward op reads it (else it is a FORK). Cheap values are recomputed, everything else is the pool's.
+    than one forward op reads it (else it is a FORK). Cheap values are recomputed; all others count as checkpoints.
 
     Args:
         step, machine, limit_bytes: the problem.
-        offload: ``checkpoints`` sends each out as soon as it is saved and fetches one checkpoint ahead. ``cache``
-            evicts the least recently used one when memory is short, compute waits; it comes back when asked for.
+        offload: ``checkpoints`` sends each of them out as soon as it is saved and fetches it one checkpoint ahead.
+            ``cache`` evicts the least recently used value that is not recomputed when memory is short; compute waits,
+            and the value comes back when it is asked for.
         recompute: ``speed`` computes each cheap value once, what lies before it stays; ``memory`` computes each from
             its checkpoint and lets go what lies between; ``cost`` takes speed for the segments whose values and
             gradients fit into the largest working set of an op, memory for the others.
@@ -55,17 +56,17 @@ def superneurons(
     """
     method = f"superneurons, {offload} offload, {recompute} recompute"
     ground = Ground.of(step, machine, method, needs_tier=offload != "none")
-    crossing, dropped = _parted(ground)
-    if recompute == "none":
-        dropped = set()
+    crossing, cheap = _parted(ground)
+    dropped = set() if recompute == "none" else cheap
     far = _far_segments(ground, dropped, recompute)
     if far:
         ground = ground.with_recipes(_far_recipes(ground, dropped, far))
     candidates = ground.candidates
-    pool = [place for place in sorted(crossing - dropped) if candidates.can_offload[place]] if ground.tier else []
+    pooled: dict[Offloading, set[int]] = {"none": set(), "checkpoints": crossing - cheap, "cache": crossing - dropped}
+    pool = [place for place in sorted(pooled[offload]) if candidates.can_offload[place]]
     modes = np.zeros(len(candidates.absence), dtype=np.int8)
     modes[sorted(dropped)] = RECOMPUTE
-    modes[[] if offload == "none" else pool] = OFFLOAD
+    modes[pool] = OFFLOAD
     unlimited = np.full(step.moments, np.iinfo(np.int64).max // 4, dtype=np.int64)
     found = profile(ground.problem, candidates, modes, unlimited)
     if found.nested:
