@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ebbtide.decisions import Offload, Recompute
 from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.machine import Machine
 from ebbtide.plan import plain_peak_bytes, simulate
+from ebbtide.plan.profile import KEEP, OFFLOAD, profile
+from ebbtide.plan.published.transfers import Ground
 from ebbtide.step import Step
 from tests.plan.published.memory_policies import POLICIES
 from tests.plan.random_steps import MIB, disk_machine, lone_machine, network_step, random_step
@@ -85,3 +88,17 @@ def test_the_same_arguments_give_the_same_plan(name: str) -> None:
     limit_bytes = plain_peak_bytes(step)
     if "none, none" not in name:
         assert POLICIES[name](step, QUICK, limit_bytes) == POLICIES[name](step, QUICK, limit_bytes)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_offload_all_reaches_the_least_that_offloading_can(seed: int) -> None:
+    """Every value gone from its first release until it is asked for."""
+    step, machine = random_step(seed, length=4 + seed), QUICK if seed % 2 else SLOW
+    ground = Ground.of(step, machine, "offload all")
+    modes = np.where(ground.candidates.can_offload, OFFLOAD, KEEP).astype(np.int8)
+    unlimited = np.full(step.moments, 1 << 60, dtype=np.int64)
+    least = int(profile(ground.problem, ground.candidates, modes, unlimited).level.max())
+    assert POLICIES["offload all"](step, machine, least).peak_bytes <= least
+    with pytest.raises(BudgetError) as caught:
+        POLICIES["offload all"](step, machine, least - 1)
+    assert caught.value.reachable_bytes == least
