@@ -7,6 +7,7 @@ from ebbtide.decisions import Recompute as Recompute
 from ebbtide.errors import BudgetError as BudgetError
 from ebbtide.errors import EbbtideError as EbbtideError
 from ebbtide.errors import PlanError as PlanError
+from ebbtide.errors import PolicyError as PolicyError
 from ebbtide.errors import RecipeError as RecipeError
 from ebbtide.errors import RecordError as RecordError
 from ebbtide.errors import SpillError as SpillError

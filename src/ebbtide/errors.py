@@ -40,6 +40,10 @@ class PlanError(EbbtideError):
     """A plan does not fit the step or the machine it is used with."""
 
 
+class PolicyError(EbbtideError):
+    """A published policy does not suit the step or the machine: there is nothing of the kind that it decides about."""
+
+
 class SpillError(EbbtideError):
     """The slower memory cannot be used: missing, not writable, full, or it returned an error."""
 

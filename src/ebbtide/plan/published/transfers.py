@@ -1,0 +1,197 @@
+"""Placing transfers as the papers do: copies out in order of readiness, copies back in order of need from the end.
+
+Both queues are first in, first out. Times are those of the plain step plus its recomputations: the papers' planners do
+not look at their own stalls either. Without a limit compute never waits and memory is what it is; with one, a release
+that would come too late for memory is pulled forward and a load that would come too early is put off, and compute waits
+(AutoSwap's two modes, section V of arXiv 1903.06631 and the swap pool of its public code).
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from ebbtide.decisions import Plan
+from ebbtide.errors import PolicyError
+from ebbtide.machine import Machine
+from ebbtide.plan.follow import Move, Trip
+from ebbtide.plan.problem import Floats, Ints, Problem
+from ebbtide.plan.profile import Candidates, Profile
+from ebbtide.plan.published.judged import judged
+from ebbtide.plan.recipes import find_recipes
+from ebbtide.plan.simulate import decisions_of
+from ebbtide.step import Step
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ground:
+    """What a policy that moves values decides about.
+
+    Attributes:
+        problem: the step on the machine.
+        tier: the slow memory used, the one with the fastest return; None if the machine has none.
+        recipes: per absence, how its value can be computed again, or None.
+        candidates: the absences worth deciding about.
+    """
+
+    problem: Problem
+    tier: str | None
+    recipes: list[tuple[int, ...] | None]
+    candidates: Candidates
+
+    @classmethod
+    def of(cls, step: Step, machine: Machine, method: str, *, needs_tier: bool = True) -> Ground:
+        """The ground of ``method``.
+
+        Raises:
+            PolicyError: if the machine has no slow memory, but the method needs one.
+        """
+        tiers = machine.slow_tiers()
+        if needs_tier and not tiers:
+            raise PolicyError(
+                f"{method} offloads, but machine {machine.name} has no slow tier; plan with recomputation"
+            )
+        problem, tier = Problem.of(step, machine), tiers[0].name if tiers else None
+        recipes = find_recipes(step)
+        return cls(problem, tier, recipes, Candidates.of(problem, tier, recipes))
+
+    def with_recipes(self, recipes: list[tuple[int, ...] | None]) -> Ground:
+        """The same with other recipes."""
+        return Ground(self.problem, self.tier, recipes, Candidates.of(self.problem, self.tier, recipes))
+
+    def trip(self, out: int, release: int, load: int) -> Trip:
+        """A trip to the slow tier, in moments."""
+        assert self.tier is not None, "only a ground with a slow tier has candidates that may be offloaded"
+        return Trip(self.tier, out, release, load)
+
+    def judged(self, limit_bytes: int, moves: dict[int, Move], method: str) -> Plan:
+        """The plan that does ``moves``, by candidate, and keeps the rest. Raises as `judged`."""
+        complete: list[Move] = [None] * len(self.problem.step.absences)
+        for place, move in moves.items():
+            complete[int(self.candidates.absence[place])] = move
+        decisions = decisions_of(self.problem, complete, self.recipes)
+        return judged(self.problem.step, self.problem.machine, limit_bytes, decisions, method)
+
+
+def clock_with(clock: Floats, extra_seconds: Mapping[int, float]) -> Floats:
+    """Start of each moment, seconds, if some moments take longer."""
+    extra = np.zeros(len(clock))
+    for moment, seconds in extra_seconds.items():
+        extra[moment + 1] = seconds
+    return np.asarray(clock + np.cumsum(extra))
+
+
+def held_until(found: Profile, candidates: Candidates, places: Sequence[int]) -> Ints:
+    """Bytes per moment if the offloaded candidates ``places`` of a profile stayed where they are."""
+    level = found.level.copy()
+    for place in places:
+        begin = int(found.begin[place])
+        level[begin + int(found.busy[begin]) : int(found.end[place])] += candidates.size_bytes[place]
+    return level
+
+
+class Queues:
+    """Places the transfers of chosen candidates.
+
+    Args:
+        ground: the step, the machine and the candidates.
+        level: bytes per moment if none of the chosen moves.
+        end: per candidate, the moment at which its value is wanted back.
+        starts: start of each moment, seconds.
+        limit_bytes: most bytes wanted, or None if compute must not wait.
+        latest_release: moment by which a copy out is waited for at the latest, if there is a limit.
+    """
+
+    def __init__(
+        self,
+        ground: Ground,
+        level: Ints,
+        end: Ints,
+        starts: Floats,
+        limit_bytes: int | None = None,
+        latest_release: int | None = None,
+    ) -> None:
+        self.ground, self.candidates, self.slots = ground, ground.candidates, ground.problem.facts.slots
+        self.level, self.end, self.limit_bytes = level.copy(), end, limit_bytes
+        self.starts: list[float] = starts.tolist()
+        self.slot_seconds = [self.starts[slot] for slot in self.slots]
+        self.latest_release = ground.problem.step.moments if latest_release is None else latest_release
+        self.outs: dict[int, int] = {}
+        self.releases: dict[int, int] = {}
+        self.loads: dict[int, int] = {}
+
+    def moves(self, chosen: Iterable[int], *, early: bool = False) -> dict[int, Move]:
+        """A trip for each candidate of ``chosen`` that has the time for one.
+
+        Args:
+            chosen: candidates that may be offloaded.
+            early: copy out as soon as the value is saved, not only after its last use.
+        """
+        self._send_out(chosen, early)
+        self._bring_back()
+        return {
+            place: self.ground.trip(self.outs[place], release, self.loads[place])
+            for place, release in self.releases.items()
+        }
+
+    def _send_out(self, chosen: Iterable[int], early: bool) -> None:
+        candidates = self.candidates
+        ready = {place: self._ready(place, early) for place in chosen}
+        free_seconds = 0.0
+        for place in sorted(ready, key=lambda place: (ready[place], place)):
+            free_seconds = max(free_seconds, self.starts[ready[place]]) + float(candidates.out_seconds[place])
+            position = bisect.bisect_left(self.slot_seconds, free_seconds)
+            position = max(position, bisect.bisect_right(self.slots, ready[place]))
+            first, end = int(candidates.release[place]), int(self.end[place])
+            release = max(first, self.slots[position] if position < len(self.slots) else end)
+            if self.limit_bytes is not None:
+                release = self._pulled_forward(first, min(release, self.latest_release, end - 1))
+            elif release >= end:
+                continue
+            self.releases[place] = release
+            before = self.slots[bisect.bisect_left(self.slots, release) - 1]
+            self.outs[place] = min(ready[place], before)
+            self.level[release + 1 : end] -= candidates.size_bytes[place]
+
+    def _ready(self, place: int, early: bool) -> int:
+        out, opens = int(self.candidates.out[place]), int(self.candidates.opens[place])
+        position = bisect.bisect_left(self.slots, out if early else max(out, opens))
+        return self.slots[position] if position < len(self.slots) else out
+
+    def _pulled_forward(self, first: int, release: int) -> int:
+        """The last slot up to ``release`` that comes before the first moment without room, but not before ``first``."""
+        without_room = np.flatnonzero(self.level[first + 1 : release + 1] > (self.limit_bytes or 0))
+        if without_room.size:
+            release = first + int(without_room[0])
+        return max(first, self.slots[bisect.bisect_right(self.slots, release) - 1])
+
+    def _bring_back(self) -> None:
+        until_seconds = float("inf")
+        for place in sorted(self.releases, key=lambda place: (int(self.end[place]), place), reverse=True):
+            end = int(self.end[place])
+            start_seconds = min(until_seconds, self.starts[end]) - float(self.candidates.in_seconds[place])
+            position = bisect.bisect_right(self.slot_seconds, start_seconds) - 1
+            load = self.slots[position] if position >= 0 else -1
+            if self.limit_bytes is not None:
+                load = self._put_off(place, load)
+            elif load <= self.releases[place]:
+                # There is no time for the way back: compute would wait. The value stays.
+                del self.releases[place]
+                continue
+            until_seconds = start_seconds
+            self.loads[place] = load if load < end else int(self.candidates.closes[place])
+            self.level[load:end] += self.candidates.size_bytes[place]
+
+    def _put_off(self, place: int, load: int) -> int:
+        """The first slot from ``load`` on from which there is room for the value; its end if there is none."""
+        end, size = int(self.end[place]), int(self.candidates.size_bytes[place])
+        load = max(load, self._next_slot(self.releases[place], end))
+        without_room = np.flatnonzero(self.level[load:end] + size > (self.limit_bytes or 0))
+        return self._next_slot(load + int(without_room[-1]), end) if without_room.size else load
+
+    def _next_slot(self, moment: int, end: int) -> int:
+        position = bisect.bisect_right(self.slots, moment)
+        return min(end, self.slots[position]) if position < len(self.slots) else end

@@ -1,0 +1,107 @@
+"""vDNN: offload the inputs of layers, wait at the end of each layer, fetch one layer at a time.
+
+Rhu, Gimelshein, Clemons, Zulfiqar, Keckler: vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient
+Neural Network Design. MICRO 2016, arXiv 1602.08124.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from ebbtide.decisions import Plan
+from ebbtide.errors import BudgetError, PolicyError
+from ebbtide.machine import Machine
+from ebbtide.plan.follow import Move
+from ebbtide.plan.published.layers import (
+    BackwardLayer,
+    backward_layers,
+    during_last_reader,
+    forward_readers,
+    is_convolution,
+    spanning,
+    turn_moment,
+)
+from ebbtide.plan.published.transfers import Ground
+from ebbtide.step import Step
+
+
+def vdnn(step: Step, machine: Machine, limit_bytes: int, *, offload: Literal["all", "conv", "dyn"] = "all") -> Plan:
+    """vDNN's plan. It does not look at the limit, except for ``dyn``.
+
+    An input goes out while the last layer that reads it runs; compute waits for the copy when that layer ends. In the
+    backward pass each layer, as it begins, starts one fetch: see `prefetches`.
+
+    Args:
+        step, machine, limit_bytes: the problem.
+        offload: inputs of ``all`` layers; of convolutions (``conv``); or ``dyn``, the first of none, conv and all that
+            stays within the limit. vDNN's own dynamic policy also chooses convolution algorithms, which a plan cannot.
+
+    Raises:
+        BudgetError: if the plan holds more than ``limit_bytes``.
+        PolicyError: if no input of such a layer is saved, or the machine has no slow tier.
+    """
+    ground = Ground.of(step, machine, "vdnn")
+    if offload != "dyn":
+        return _plan(ground, limit_bytes, _chosen(ground, offload), f"vdnn {offload}")
+    for kind in ("none", "conv"):
+        try:
+            chosen = [] if kind == "none" else layer_inputs(ground, convolutions_only=True)
+            return _plan(ground, limit_bytes, chosen, "vdnn dyn")
+        except BudgetError:
+            continue
+    return _plan(ground, limit_bytes, _chosen(ground, "all"), "vdnn dyn")
+
+
+def layer_inputs(ground: Ground, *, convolutions_only: bool) -> list[int]:
+    """Candidates that leave in the forward pass, return in the backward pass, and are read by a forward op."""
+    step = ground.problem.step
+    found = []
+    for place in spanning(ground.candidates, turn_moment(ground.problem.facts)):
+        readers = forward_readers(step, step.absences[ground.candidates.absence[place]].value)
+        if readers and (not convolutions_only or any(is_convolution(step.ops[tick]) for tick in readers)):
+            found.append(place)
+    return found
+
+
+def prefetches(layers: Sequence[BackwardLayer], offloaded: dict[int, int]) -> dict[int, int]:
+    """Slot at which each offloaded candidate is fetched; none for those that are only fetched when asked for.
+
+    Each layer, as its backward pass begins, looks at the layers to come, up to and with the next convolution, and
+    fetches what the first of them that has anything outstanding needs.
+
+    Args:
+        layers: the backward pass.
+        offloaded: release moment of each offloaded candidate.
+    """
+    found: dict[int, int] = {}
+    for index, layer in enumerate(layers):
+        for later in layers[index + 1 :]:
+            wanted = [place for place in later.closing if place in offloaded and place not in found]
+            wanted = [place for place in wanted if offloaded[place] < layer.slot]
+            found.update(dict.fromkeys(wanted, layer.slot))
+            if wanted or later.convolution:
+                break
+    return found
+
+
+def _chosen(ground: Ground, offload: Literal["all", "conv"]) -> list[int]:
+    chosen = layer_inputs(ground, convolutions_only=offload == "conv")
+    if not chosen:
+        kind = "convolution" if offload == "conv" else "layer"
+        raise PolicyError(
+            f"vdnn {offload}: this step saves no input of a {kind} that may leave; plan with another method"
+        )
+    return chosen
+
+
+def _plan(ground: Ground, limit_bytes: int, chosen: Sequence[int], method: str) -> Plan:
+    trips = {place: during_last_reader(ground.problem, ground.candidates, place) for place in chosen}
+    layers = backward_layers(ground.problem, ground.candidates)
+    loads = prefetches(layers, {place: release for place, (_, release) in trips.items()})
+    closes = ground.candidates.closes
+    moves: dict[int, Move] = {
+        place: ground.trip(out, release, loads.get(place, int(closes[place])))
+        for place, (out, release) in trips.items()
+    }
+    return ground.judged(limit_bytes, moves, method)
