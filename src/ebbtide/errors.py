@@ -40,6 +40,10 @@ class PlanError(EbbtideError):
     """A plan does not fit the step or the machine it is used with."""
 
 
+class PolicyError(EbbtideError):
+    """A published policy does not suit the shape of a step, as where it needs a chain and there is none."""
+
+
 class SpillError(EbbtideError):
     """The slower memory cannot be used: missing, not writable, full, or it returned an error."""
 
