@@ -1,0 +1,1 @@
+"""Published policies, one file per paper; the simulator judges them all."""
