@@ -41,7 +41,7 @@ class PlanError(EbbtideError):
 
 
 class PolicyError(EbbtideError):
-    """A published policy does not suit the step or the machine: there is nothing of the kind that it decides about."""
+    """A published policy does not suit the step or the machine, as where it needs a chain and there is none."""
 
 
 class SpillError(EbbtideError):

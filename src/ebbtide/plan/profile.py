@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ebbtide.compiled import compiled
 from ebbtide.machine import Link
 from ebbtide.plan.needs import KEEP, OFFLOAD, RECOMPUTE, bring_back
-from ebbtide.plan.problem import Floats, Ints, Problem
+from ebbtide.plan.problem import Facts, Floats, Ints, Problem
 from ebbtide.plan.replay import Replay, check_recipe
 
 __all__ = ["KEEP", "OFFLOAD", "RECOMPUTE", "Candidates", "Mask", "Modes", "Profile", "first_slots", "profile"]
@@ -70,7 +70,7 @@ class Candidates:
     def of(cls, problem: Problem, tier: str | None, recipes: Sequence[tuple[int, ...] | None]) -> Candidates:
         """The candidates of ``problem`` with ``tier`` as the slow memory, if any."""
         step, facts = problem.step, problem.facts
-        numbers = [number for number in range(len(step.absences)) if _movable(problem, number)]
+        numbers = [number for number in range(len(step.absences)) if movable(facts, number)]
         absences = [step.absences[number] for number in numbers]
         sizes = np.array([step.values[absence.value].size_bytes for absence in absences], dtype=np.int64)
         opens = np.array([absence.opens for absence in absences], dtype=np.int64)
@@ -140,9 +140,10 @@ def _offloadable(problem: Problem, tier: str | None, sizes: Ints, in_time: Mask)
     return in_time & fits
 
 
-def _movable(problem: Problem, number: int) -> bool:
-    value = problem.step.values[problem.step.absences[number].value]
-    return value.size_bytes >= SMALLEST_BYTES and value.storage not in problem.facts.external
+def movable(facts: Facts, number: int) -> bool:
+    """Whether absence ``number`` is worth deciding about."""
+    value = facts.step.values[facts.step.absences[number].value]
+    return value.size_bytes >= SMALLEST_BYTES and value.storage not in facts.external
 
 
 def _leaf_candidates(problem: Problem, numbers: list[int], replays: list[Replay | None]) -> list[list[int]]:

@@ -16,7 +16,8 @@ import numpy as np
 from ebbtide.decisions import Plan
 from ebbtide.errors import PlanError, PolicyError
 from ebbtide.machine import Machine
-from ebbtide.plan.follow import DEEPEST_NESTING, Move
+from ebbtide.plan.course import DEEPEST_NESTING
+from ebbtide.plan.follow import Move
 from ebbtide.plan.profile import OFFLOAD, RECOMPUTE, Profile, profile
 from ebbtide.plan.published.layers import forward_readers, is_checkpoint, slot_after, slot_before, turn_moment
 from ebbtide.plan.published.transfers import Ground, Queues, clock_with, held_until

@@ -1,0 +1,182 @@
+"""A schedule for a chain as decisions about the absences of the step that the chain was cut from.
+
+NOTE [What a chain schedule becomes]
+1. A step decides once about each absence, and what is recomputed is so when autograd asks for it. This is enough for
+   every persistent schedule, nested ones included: after the first forward each stage's input is stored once (`fates`),
+   so one recipe tells how. ``F_ck p, F_empty .. k-1`` is a recipe of the input of stage ``k`` from that of stage ``p``;
+   ``F_all k`` is one recipe for each value that ``k`` saves, from its input and from each other. What a recipe reads is
+   brought back before it and stays: inner checkpoints come back in the order of the schedule, never earlier.
+2. What differs: an op with several saved results is replayed for each of them; small values, values that no recipe can
+   make and values that the user holds stay; backward ops of neighbouring stages may mix. So memory and time of a plan
+   are those of the simulator, and the chain's own prediction is not taken for them.
+3. Recipes may wait for each other only so deeply (`DEEPEST_NESTING`). Where that is passed, every stage's input is
+   computed from the nearest one that is there since the forward pass: more time, no more memory.
+4. Overheads of a chain are upper estimates, so a schedule for a chain memory of ``M`` may hold less or, by point 2,
+   more than ``M``. Policies therefore look for the largest chain memory whose schedule holds no more than the limit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ebbtide.decisions import Decision, Plan
+from ebbtide.machine import Link, Machine
+from ebbtide.plan.problem import Problem
+from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Modes, Profile
+from ebbtide.plan.published.chain import ChainPlan, Fate, fates, store_all
+from ebbtide.plan.published.cut import Cut
+from ebbtide.plan.published.judged import judged
+from ebbtide.plan.search import Found, Search
+from ebbtide.plan.select import Room
+from ebbtide.plan.simulate import decisions_of
+
+AIMS = 10
+"""Chain memories that are tried, each halving what is left between one that fits and one that does not."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mapped:
+    """A chain schedule on its step.
+
+    Attributes:
+        problem: the step and the machine.
+        candidates: the step's absences that are decided about, with recipes.
+        modes: what happens to each candidate.
+        recipes: per absence its recipe, if any.
+        peak_bytes: the least that these modes can hold at most, if transfers are waited for.
+        nested: whether its recipes wait for each other too deeply to be run.
+    """
+
+    problem: Problem
+    candidates: Candidates
+    modes: Modes
+    recipes: list[tuple[int, ...] | None]
+    peak_bytes: int
+    nested: bool
+
+    def scheduled(self, limit_bytes: int) -> Found:
+        """With transfers timed so that ``limit_bytes`` are not passed, or, if need be, the least peak."""
+        search = _search(self.problem, self.candidates, max(limit_bytes, self.peak_bytes))
+        found = search.offer(self.modes, search.selector.profile(self.modes))
+        assert found is not None, "modes can be scheduled within their own least peak"
+        return found
+
+    def plan(self, limit_bytes: int, method: str) -> Plan:
+        """As a plan of ``method``. Raises `BudgetError` if it cannot stay within ``limit_bytes``."""
+        decisions: list[Decision] = decisions_of(self.problem, self.scheduled(limit_bytes).moves, self.recipes)
+        return judged(self.problem.step, self.problem.machine, limit_bytes, decisions, method)
+
+
+def slow_links(machine: Machine) -> tuple[Link, Link] | None:
+    """The links out to and in from the slow tier with the fastest return; None if the machine has none."""
+    tiers = machine.slow_tiers()
+    if not tiers:
+        return None
+    return machine.link(machine.fast, tiers[0].name), machine.link(tiers[0].name, machine.fast)
+
+
+def mapped(cut: Cut, plan: ChainPlan) -> Mapped:
+    """``plan`` on the step that ``cut`` cut: NOTE [What a chain schedule becomes]."""
+    ends = fates(plan.actions)
+    found = _with(cut, _recipes(cut, ends), _offloads(cut, ends, plan.offloaded))
+    return _with(cut, _flat_recipes(cut, ends), _offloads(cut, ends, plan.offloaded)) if found.nested else found
+
+
+def fitted(
+    cut: Cut, limit_bytes: int, highest_bytes: int, schedule: Callable[[int], ChainPlan | None], method: str
+) -> Plan:
+    """The plan of the largest chain memory whose schedule stays within ``limit_bytes`` on the step.
+
+    Args:
+        cut: the step as a chain.
+        limit_bytes: the budget.
+        highest_bytes: chain memory that suffices for everything.
+        schedule: the schedule for a chain memory, or None if there is none.
+        method: name of the policy.
+
+    Raises:
+        BudgetError: if none of those tried does.
+    """
+    everything = mapped(cut, store_all(cut.chain))
+    if everything.peak_bytes <= limit_bytes:
+        return everything.plan(limit_bytes, method)
+    best, least = None, everything
+    low, high, aim = 0, highest_bytes, highest_bytes
+    for _ in range(AIMS):
+        plan = schedule(aim)
+        found = None if plan is None else mapped(cut, plan)
+        if found is not None and found.peak_bytes < least.peak_bytes:
+            least = found
+        if found is not None and found.peak_bytes <= limit_bytes:
+            best = found
+        if found is None or found is best:
+            low = aim
+        else:
+            high = aim
+        if low >= high:
+            break
+        aim = (low + high) // 2
+    return (least if best is None else best).plan(limit_bytes, method)
+
+
+def _recipes(cut: Cut, ends: Sequence[Fate]) -> dict[int, tuple[int, ...] | None]:
+    """Per absence that is recomputed its recipe."""
+    recipes: dict[int, tuple[int, ...] | None] = {}
+    for stage, fate in zip(range(len(cut.first_ticks)), ends, strict=False):
+        if fate.remade:
+            recipes |= {number: cut.remake(number, stage) for number in cut.remakeable[stage]}
+        if fate.origin is not None:
+            make = cut.remake if fate.origin.through else cut.sweep
+            recipes |= {number: make(number, fate.origin.stage) for number in cut.outputs[stage - 1]}
+    return recipes
+
+
+def _flat_recipes(cut: Cut, ends: Sequence[Fate]) -> dict[int, tuple[int, ...] | None]:
+    """The same if every input is computed from one that is there since the forward pass."""
+    recipes: dict[int, tuple[int, ...] | None] = {}
+    roots: list[int] = []
+    for stage, fate in zip(range(len(cut.first_ticks)), ends, strict=False):
+        roots.append(stage if fate.origin is None else roots[fate.origin.stage])
+        if fate.remade:
+            recipes |= {number: cut.remake(number, stage) for number in cut.remakeable[stage]}
+        if fate.origin is not None:
+            recipes |= {number: cut.sweep(number, roots[stage]) for number in cut.outputs[stage - 1]}
+    return recipes
+
+
+def _offloads(cut: Cut, ends: Sequence[Fate], offloaded: frozenset[int]) -> set[int]:
+    """Absences that are offloaded."""
+    numbers: set[int] = set()
+    for stage in offloaded:
+        numbers.update(cut.outputs[stage - 1])
+        if not ends[stage - 1].remade:
+            numbers.update(cut.remakeable[stage - 1])
+            numbers.update(cut.fixed[stage - 1])
+    return numbers
+
+
+def _with(cut: Cut, recipes: dict[int, tuple[int, ...] | None], offloads: set[int]) -> Mapped:
+    problem = cut.problem
+    columns = [recipes.get(number) for number in range(len(problem.step.absences))]
+    tiers = problem.machine.slow_tiers()
+    candidates = Candidates.of(problem, tiers[0].name if tiers else None, columns)
+    numbers: list[int] = candidates.absence.tolist()
+    modes = np.full(len(numbers), KEEP, dtype=np.int8)
+    for place, number in enumerate(numbers):
+        if columns[number] is not None:
+            modes[place] = RECOMPUTE
+        elif number in offloads and candidates.can_offload[place]:
+            modes[place] = OFFLOAD
+    profile: Profile = _search(problem, candidates, 0).selector.profile(modes)
+    peak_bytes = int(profile.level.max(initial=problem.resting_bytes))
+    return Mapped(problem, candidates, modes, columns, peak_bytes, profile.nested)
+
+
+def _search(problem: Problem, candidates: Candidates, limit_bytes: int) -> Search:
+    unlimited = np.full(problem.step.moments, np.iinfo(np.int64).max // 4, dtype=np.int64)
+    room = Room(np.full(problem.step.moments, limit_bytes, dtype=np.int64), unlimited)
+    tiers = problem.machine.slow_tiers()
+    return Search(problem, candidates, tiers[0].name if tiers else None, room, limit_bytes, unlimited, 0)

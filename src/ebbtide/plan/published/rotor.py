@@ -1,0 +1,182 @@
+"""Rotor: optimal checkpointing of heterogeneous chains.
+
+Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova: "Optimal checkpointing for heterogeneous chains: how to train deep
+neural networks with limited memory", Inria RR-9302, arXiv 1911.13214 (2019); ACM TOMS (2024).
+
+Each stage's first forward keeps all that it saves, or its input, or nothing. The dynamic program is optimal among
+*persistent* schedules, those in which what is stored stays until its backward.
+
+NOTE [The recurrence]
+``C(m, s, t)`` is the least time to go forward and backward through stages ``s..t`` with ``m`` bytes, the input of ``s``
+not counted; ``x`` are outputs, ``xb`` what is saved, ``f`` and ``b`` overheads; the gradient of ``a_{t+1}`` is held
+throughout, as the paper has it:
+
+    C(m, s, s) = uF_s + uB_s       if m >= max(x_{s+1} + xb_{s+1} + f_s, x_s + x_{s+1} + xb_{s+1} + b_s)
+    mmin(s, t) = x_{t+1} + max(x_{s+1} + f_s, max over s < j < t of x_j + x_{j+1} + f_j)
+    C(m, s, t) = min of              none if m < mmin(s, t)
+        F_all:  C(m, s, s) + C(m - xb_{s+1}, s+1, t)
+        F_ck:   min over s < j <= t of uF_s + .. + uF_{j-1} + C(m - x_j, j, t) + C(m, s, j-1)
+
+Bytes that stay whatever is decided (`Stage.fixed_bytes`; none in the paper) are not counted in ``m`` either, for all of
+``s..t``; those of ``j..t`` are free again when ``C(., s, j-1)`` begins, and count as room there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from ebbtide.decisions import Plan
+from ebbtide.machine import Machine
+from ebbtide.plan.problem import Floats, Ints, Problem
+from ebbtide.plan.published.chain import Action, Chain, ChainPlan
+from ebbtide.plan.published.cut import cut
+from ebbtide.plan.published.mapping import fitted
+from ebbtide.step import Step
+
+SLOTS = 500
+"""Into how many equal parts memory is divided; sizes are rounded up to them."""
+
+METHOD = "rotor"
+_ALL = -1
+"""In `Table.choice`: keep all that the first stage saves. Else the next stage whose input is stored."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Table:
+    """Best times of all parts of a chain, the loss appended as its last stage.
+
+    Attributes:
+        chain: the chain.
+        slot_bytes: size of a slot.
+        seconds: ``C`` of NOTE [The recurrence] by first stage, last stage, slots; infinite if impossible.
+        choice: what attains it, by the same indices.
+        input_slots, saved_slots, fixed_slots: slots of each stage's input, of what it saves, and of what must stay.
+    """
+
+    chain: Chain
+    slot_bytes: float
+    seconds: Floats
+    choice: npt.NDArray[np.int16]
+    input_slots: Ints
+    saved_slots: Ints
+    fixed_slots: Ints
+
+    def part_seconds(self, first: int, last: int, free_bytes: Floats) -> Floats:
+        """Best times of stages ``first..last`` for each of ``free_bytes``; infinite where that is too little."""
+        slots = self._slots(free_bytes)
+        return np.where(slots >= 0, self.seconds[first, last, slots], np.inf)
+
+    def part_actions(self, first: int, last: int, free_bytes: float) -> list[Action]:
+        """A schedule that takes `part_seconds`, which must be finite."""
+        top = self.seconds.shape[2] - 1
+        actions: list[Action] = []
+        todo: list[tuple[int, int, int] | Action] = [(first, last, int(self._slots(np.array(free_bytes))))]
+        while todo:
+            item = todo.pop()
+            if isinstance(item, Action):
+                actions.append(item)
+                continue
+            start, end, slots = item
+            if start == end:
+                actions += [Action("forward_all", start), Action("backward", start)]
+                continue
+            stage = int(self.choice[start, end, slots])
+            if stage == _ALL:
+                actions.append(Action("forward_all", start))
+                todo += [Action("backward", start), (start + 1, end, slots - int(self.saved_slots[start]))]
+                continue
+            actions.append(Action("forward_keep", start))
+            actions += [Action("forward_drop", stage_between) for stage_between in range(start + 1, stage)]
+            back = min(top, slots + int(self.fixed_slots[stage : end + 1].sum()))
+            todo += [(start, stage - 1, back), (stage, end, slots - int(self.input_slots[stage]))]
+        return actions
+
+    def plan(self, memory_bytes: float) -> ChainPlan | None:
+        """The best schedule of the whole chain within ``memory_bytes``, its input included; None if there is none."""
+        last = len(self.chain.stages)
+        free = memory_bytes - (int(self.input_slots[0]) + int(self.fixed_slots.sum())) * self.slot_bytes
+        seconds = float(self.part_seconds(0, last, np.array(free)))
+        if not math.isfinite(seconds):
+            return None
+        return ChainPlan(tuple(self.part_actions(0, last, free)), seconds)
+
+    def _slots(self, size_bytes: Floats) -> Ints:
+        slots = np.floor(size_bytes / self.slot_bytes + 1e-9).astype(np.int64)
+        capped: Ints = np.minimum(slots, self.seconds.shape[2] - 1)
+        return capped
+
+
+def table(chain: Chain, memory_bytes: float, slots: int = SLOTS) -> Table:
+    """Solve ``chain`` for every memory up to ``memory_bytes``. Time O(stages^3 slots), memory O(stages^2 slots)."""
+    slot_bytes = max(memory_bytes, 1) / slots
+    x = _in_slots([*chain.boundary_bytes, 0], slot_bytes)
+    xb = _in_slots([*(stage.saved_bytes for stage in chain.stages), 0], slot_bytes)
+    f = _in_slots([*(stage.forward_overhead_bytes for stage in chain.stages), 0], slot_bytes)
+    b = _in_slots([*(stage.backward_overhead_bytes for stage in chain.stages), 0], slot_bytes)
+    fixed = _in_slots([*(stage.fixed_bytes for stage in chain.stages), 0], slot_bytes)
+    forward = np.array([*(stage.forward_seconds for stage in chain.stages), 0.0])
+    own = forward + np.array([*(stage.backward_seconds for stage in chain.stages), 0.0])
+    count, memory = len(own), np.arange(slots + 1)
+    seconds = np.full((count, count, slots + 1), np.inf)
+    # right[t, j] is C(m - x_j, j, t): what F_ck leaves to the stages from j on.
+    right = np.full((count, count, slots + 1), np.inf)
+    choice = np.full((count, count, slots + 1), _ALL, dtype=np.int16)
+    before = np.concatenate(([0.0], np.cumsum(forward)))
+    fixed_before = np.concatenate(([0], np.cumsum(fixed)))
+    for length in range(count):
+        for s in range(count - length):
+            t = s + length
+            if length == 0:
+                needed = max(x[s + 1] + xb[s] + f[s], x[s] + x[s + 1] + xb[s] + b[s])
+                seconds[s, s, needed:] = own[s]
+            else:
+                sweeps = [x[s + 1] + f[s], *(x[s + 1 : t] + x[s + 2 : t + 1] + f[s + 1 : t])]
+                later = fixed_before[t + 1] - fixed_before[s + 1 : t + 1]
+                options = _options(seconds, right, s, t, int(xb[s]), later)
+                options[1:] += (before[s + 1 : t + 1] - before[s])[:, None]
+                best = np.argmin(options, axis=0)
+                seconds[s, t] = np.where(memory >= x[t + 1] + max(sweeps), options[best, memory], np.inf)
+                choice[s, t] = np.where(best == 0, _ALL, s + best)
+            right[t, s, x[s] :] = seconds[s, t, : slots + 1 - x[s]] if x[s] <= slots else np.inf
+    return Table(chain, slot_bytes, seconds, choice, x[:-1], xb, fixed)
+
+
+def _options(seconds: Floats, right: Floats, s: int, t: int, saved: int, later: Ints) -> Floats:
+    """Times of stages ``s..t`` by choice and slots: F_all first, then F_ck up to each ``j``, its sweep not counted."""
+    slots = seconds.shape[2] - 1
+    options = np.full((t - s + 1, slots + 1), np.inf)
+    memory = np.arange(slots + 1)
+    alone = seconds[s, s, np.minimum(memory + later[0], slots)]
+    if saved <= slots:
+        options[0, saved:] = alone[saved:] + seconds[s + 1, t, : slots + 1 - saved]
+    left = seconds[s, s:t]
+    if later[0]:
+        left = np.take_along_axis(left, np.minimum(memory[None, :] + later[:, None], slots), axis=1)
+    options[1:] = left + right[t, s + 1 : t + 1]
+    return options
+
+
+def _in_slots(sizes: list[int], slot_bytes: float) -> Ints:
+    """Sizes in slots, rounded up."""
+    return np.ceil(np.array(sizes, dtype=np.float64) / slot_bytes - 1e-9).astype(np.int64)
+
+
+def rounded_up(chain: Chain, slots: int = SLOTS) -> int:
+    """Memory in which ``chain`` fits with nothing computed again, each size rounded up to a slot of it."""
+    return math.ceil(chain.plain_bytes * (1 + (len(chain.stages) + 4) / slots))
+
+
+def rotor(step: Step, machine: Machine, limit_bytes: int, *, slots: int = SLOTS) -> Plan:
+    """Optimal persistent checkpointing of the chain that ``step`` can be cut into. No transfers.
+
+    Raises:
+        BudgetError: if no such schedule was found that stays within ``limit_bytes``.
+        PolicyError: if the step is no chain.
+    """
+    stages = cut(Problem.of(step, machine))
+    whole = rounded_up(stages.chain, slots)
+    return fitted(stages, limit_bytes, whole, table(stages.chain, whole, slots).plan, METHOD)
