@@ -70,8 +70,9 @@ def _attention(
     width = query.shape[-1]
     fused = query.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
     scale = scale if scale is not None else width**-0.5
-    padded = [torch.nn.functional.pad(part, (0, -width % _HEAD_MULTIPLE)) for part in (query, key, value)]
-    operands = padded if width % _HEAD_MULTIPLE else [query, key, value]
+    operands = [query, key, value]
+    if fused and width % _HEAD_MULTIPLE:
+        operands = [torch.nn.functional.pad(part, (0, -width % _HEAD_MULTIPLE)) for part in operands]
     aten: Any = torch.ops.aten
     if fused and attn_mask is None and query.dtype in _FLASH_TYPES and width <= _FLASH_WIDEST_HEAD:
         result = aten._scaled_dot_product_flash_attention(*operands, dropout_p, is_causal, False, scale=scale)[0]

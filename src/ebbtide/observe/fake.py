@@ -65,7 +65,7 @@ def record_fake(
     """As `observe_fake`, without durations: the step, and what each of its ops does."""
     recorder = _FakeRecorder()
     choices = cuda_choices() if kernels == "cuda" else contextlib.nullcontext()
-    with _clear_errors(), _FakeMode() as mode, choices, _faked(modules, mode):
+    with _FakeMode() as mode, choices, _faked(modules, mode):
         run = build()
         run()
         with torch.autograd.graph.saved_tensors_hooks(recorder.keep, recorder.show), recorder:
@@ -87,6 +87,22 @@ class _FakeMode(FakeTensorMode):
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.fake_tensor_converter = _Converter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        except DataDependentOutputException as fault:
+            raise StepError(
+                f"the step looks into a tensor ({fault.func}), and fake tensors have no values: take .item(), float(),"
+                " `if tensor` and the like out of it, or observe it on real tensors"
+            ) from fault
+        except DynamicOutputShapeException as fault:
+            raise StepError(
+                f"the size of a result of {fault.func} depends on values, and fake tensors have none: observe the step"
+                " on real tensors"
+            ) from fault
+        except (UnsupportedOperatorException, UnsupportedFakeTensorException) as fault:
+            raise StepError(f"{func} has no fake version ({fault}): observe the step on real tensors") from fault
 
 
 class _Watched:
@@ -173,21 +189,3 @@ def _faked(modules: Sequence[nn.Module], mode: FakeTensorMode) -> Iterator[None]
     finally:
         for table, name, tensor in replaced:
             table[name] = tensor
-
-
-@contextlib.contextmanager
-def _clear_errors() -> Iterator[None]:
-    try:
-        yield
-    except DataDependentOutputException as fault:
-        raise StepError(
-            f"the step looks into a tensor ({fault.func}), and fake tensors have no values: take .item(), float(),"
-            " `if tensor` and the like out of it, or observe it on real tensors"
-        ) from fault
-    except DynamicOutputShapeException as fault:
-        raise StepError(
-            f"the size of a result of {fault.func} depends on values, and fake tensors have none: observe the step on"
-            " real tensors"
-        ) from fault
-    except (UnsupportedOperatorException, UnsupportedFakeTensorException) as fault:
-        raise StepError(f"an op of the step has no fake version: {fault}; observe it on real tensors") from fault

@@ -27,7 +27,8 @@ _CLASSES: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     ("copy", ("clone", "copy", "cat", "stack", "contiguous", "fill", "zero", "ones", "full", "constant_pad", "repeat")),
 )
 """Words in the names of ops, the classes they tell, in the order in which they are tried."""
-_UNFILLED = ("empty", "new_empty", "empty_like", "resize_", "_resize_output_", "set_")
+_IDLE = ("empty", "new_empty", "empty_like", "empty_strided", "resize_", "_resize_output_", "set_", "_unsafe_view")
+"""Ops that take memory or show it, but neither read nor write it, and are no views by their schema."""
 _GATHERS = ("embedding", "index_select", "index", "gather", "take")
 """Ops that read as much of their first argument as they return."""
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
@@ -40,7 +41,7 @@ def kind_of(func: Any) -> Kind:
     if schema is None:
         return "elementwise"
     base = schema.name.split("::")[1]
-    if operator_info(func).replay == "view" or base in _UNFILLED:
+    if operator_info(func).replay == "view" or base in _IDLE:
         return "none"
     if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in base and "rnn" not in base:
         return "random"
