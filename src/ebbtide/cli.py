@@ -147,7 +147,7 @@ def observe(
 @app.command()
 def plan(
     step_path: Annotated[
-        Path | None, typer.Argument(metavar="[STEP]", help="A step from `ebbtide observe`.", show_default=False)
+        Path | None, typer.Argument(metavar="STEP", help="A step from `ebbtide observe`.", show_default=False)
     ] = None,
     model: Annotated[
         str | None, typer.Option(metavar=_WHAT_FORM, help=f"Instead of a step: {_WHAT_HELP} Observed as with --fake.")

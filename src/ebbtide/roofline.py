@@ -1,4 +1,4 @@
-"""How long ops take on a machine that is only described: a roofline with a fitted share for each class of ops. No torch.
+"""How long ops take on a machine that is only described: a roofline, with a share of it for each class. No torch.
 
 An op takes a fixed launch time, and the longer of two: its arithmetic at the device's peak rate, its bytes at the
 memory's bandwidth (Williams, Waterman and Patterson 2009, "Roofline"). Real kernels reach a share of that, which
@@ -33,7 +33,7 @@ Kind = Literal[
     "elementwise",
     "copy",
 ]
-"""Class of an op. Ops of one class have kernels of about the same quality; ``none`` does no work: views, empty memory."""
+"""Class of an op: those of one class have kernels of about the same quality. ``none`` does no work."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,8 +83,9 @@ def with_durations(step: Step, works: Sequence[Work], compute: Compute) -> Step:
 def fit_efficiencies(step: Step, works: Sequence[Work], compute: Compute) -> Compute:
     """``compute`` with the shares that the ops of a timed step reached, class by class.
 
-    A class's share is its roofline's time over its measured time without launches, both summed over the step: with
-    it the class as a whole takes as long as measured. A class that the step lacks keeps the share it had.
+    A class's share is its roofline's time over its measured time without launches, both summed over the ops whose
+    roofline is longer than a launch: with it those ops together take as long as measured. Shorter ops say little of
+    their kernels, and a class that has no others keeps the share it had.
 
     Args:
         step: a step whose durations were measured on the device.
@@ -96,17 +97,15 @@ def fit_efficiencies(step: Step, works: Sequence[Work], compute: Compute) -> Com
     """
     _check_pairs(step, works)
     ideal: dict[str, list[float]] = {}
-    measured: dict[str, list[float]] = {}
+    taken: dict[str, list[float]] = {}
     for op, work in zip(step.ops, works, strict=True):
-        if work.kind != "none":
-            ideal.setdefault(work.kind, []).append(ideal_seconds(work, compute))
-            measured.setdefault(work.kind, []).append(op.duration_seconds - compute.launch_seconds)
-    shares = dict(compute.efficiencies)
-    for kind, seconds in ideal.items():
-        best, taken = math.fsum(seconds), math.fsum(measured[kind])
-        # A class of launches alone says nothing of the kernels.
-        if best > 0 and taken > 0:
-            shares[kind] = best / taken
+        seconds = ideal_seconds(work, compute)
+        if work.kind != "none" and seconds > compute.launch_seconds:
+            ideal.setdefault(work.kind, []).append(seconds)
+            taken.setdefault(work.kind, []).append(op.duration_seconds - compute.launch_seconds)
+    sums = {kind: (math.fsum(ideal[kind]), math.fsum(taken[kind])) for kind in ideal}
+    fitted = {kind: best / real for kind, (best, real) in sums.items() if real > 0}
+    shares = {**dict(compute.efficiencies), **fitted}
     return dataclasses.replace(compute, efficiencies=tuple(sorted(shares.items())))
 
 

@@ -33,7 +33,7 @@ def cuda_choices() -> Iterator[None]:
     Raises:
         StepError: for CUDA autocast, which PyTorch would silently leave out.
     """
-    library = torch.library.Library("aten", "IMPL")  # noqa: TOR901 - destroyed below
+    library = torch.library.Library("aten", "IMPL")
     library.impl("dropout", _dropout, "AutogradCPU")
     library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
     try:

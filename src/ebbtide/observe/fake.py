@@ -8,8 +8,11 @@ be observed this way.
 NOTE [Where a fake step differs from the real one]
 1. Ops that PyTorch chooses by the device are those of the CPU, or by `cuda_choices` nearly those of CUDA.
 2. Memory inside ops (`Op.workspace_bytes`) is not known and stays 0.
-3. A kernel may give its result another stride than its fake one does; the bytes are the same.
-4. Real tensors that the step reads (data loaded from a file, say) count as external, like inputs.
+3. A kernel may give its result another stride than its fake one does, and oneDNN's LSTM layer sizes its scratch result
+   at run time: 0 bytes here.
+4. Functions that look at the type of a tensor see another one: `clip_grad_norm_` takes its ops one by one, and views
+   of a tensor written in place are made anew by more view ops.
+5. Real tensors that the step reads (data loaded from a file, say) count as external, like inputs.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ from ebbtide.roofline import Work, with_durations
 from ebbtide.step import Step
 
 
-def observe_fake(build: Callable[[], Callable[[], Any]], machine: Machine, *, modules: Sequence[nn.Module] = ()) -> Step:
+def observe_fake(
+    build: Callable[[], Callable[[], Any]], machine: Machine, *, modules: Sequence[nn.Module] = ()
+) -> Step:
     """The step that ``build`` returns, as it would run on ``machine``, without its memory and without computing.
 
     Args:
@@ -89,6 +94,11 @@ class _FakeMode(FakeTensorMode):
         self.fake_tensor_converter = _Converter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(type(argument) is nn.Parameter for argument in args):
+            raise StepError(
+                "the step uses a real parameter, which would be left with a fake gradient: make the model inside"
+                " `build`, or name it in modules=[...]"
+            )
         try:
             return super().__torch_dispatch__(func, types, args, kwargs or {})
         except DataDependentOutputException as fault:
@@ -111,7 +121,8 @@ class _Watched:
     __slots__ = ("number", "recorder", "storage", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, number: int, recorder: Recorder) -> None:
-        self.tensor = tensor.detach()
+        # The mode would turn a real tensor, an input, into another one, fake.
+        self.tensor = tensor.detach() if isinstance(tensor, FakeTensor) else tensor
         self.version = tensor._version
         self.number = number
         self.recorder = recorder
@@ -146,10 +157,10 @@ class _FakeRecorder(Recorder):
             return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _execute(self, draft: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, int]:
+    def _execute(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float, int]:
         result = func(*args, **kwargs)
         self.works.append(work_of(func, args, kwargs, result))
-        return result, 0
+        return result, 0.0, 0
 
     def keep(self, tensor: torch.Tensor) -> _Watched:
         """The pack hook."""
@@ -159,7 +170,7 @@ class _FakeRecorder(Recorder):
     def show(self, watched: _Watched) -> torch.Tensor:
         """The unpack hook."""
         if watched.tensor._version != watched.version:
-            raise StepError("a tensor that the backward pass needs was changed in place: PyTorch would refuse this step")
+            raise RuntimeError("a variable needed for gradient computation was modified by an inplace operation")
         with self._aside():
             self.unpack(watched.number)
             return watched.tensor
@@ -180,7 +191,8 @@ def _faked(modules: Sequence[nn.Module], mode: FakeTensorMode) -> Iterator[None]
     fakes: dict[int, torch.Tensor] = {}
     try:
         for part in (part for module in modules for part in module.modules()):
-            for table in (part._parameters, part._buffers):
+            tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+            for table in tables:
                 for name, tensor in table.items():
                     if tensor is not None and not isinstance(tensor, FakeTensor):
                         replaced.append((table, name, tensor))

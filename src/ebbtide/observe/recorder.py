@@ -155,21 +155,21 @@ class Recorder(DispatchMode):
             draft.replay = "pure"
         self._ops.append(draft)
         self._clock += 1
-        result, grown = self._execute(draft, func, args, kwargs)
+        result, draft.duration, grown = self._execute(func, args, kwargs)
         made = self._outputs(draft, info, args, kwargs, result, tick)
         draft.workspace = max(0, grown - made)
         self._left = time.perf_counter()
         return result
 
-    def _execute(self, draft: _OpDraft, func: Any, args: Any, kwargs: Any) -> tuple[Any, int]:
-        """Run the op and time it; returns its result and the bytes by which memory grew inside it, outputs included."""
+    def _execute(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float, int]:
+        """Run the op: its result, its seconds, and the bytes by which memory grew inside it, outputs included."""
         if self._probe is not None:
             self._probe.before()
         started = time.perf_counter()
         result = func(*args, **kwargs)
-        draft.duration = time.perf_counter() - started
+        seconds = time.perf_counter() - started
         # Reads the system's mark before anything else can move it.
-        return result, self._probe.after() if self._probe is not None else 0
+        return result, seconds, self._probe.after() if self._probe is not None else 0
 
     def _place(self) -> tuple[Phase, str]:
         if torch._C._current_graph_task_id() == -1:

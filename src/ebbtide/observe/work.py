@@ -22,8 +22,14 @@ _CLASSES: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     ("matmul", ("addmm", "baddbmm", "bmm", "mm", "addmv", "mv", "dot", "scaled_mm")),
     ("pooling", ("pool", "upsample", "grid_sampler")),
     ("index", ("embedding", "index", "gather", "scatter", "take", "nll_loss", "select_backward", "slice_backward")),
-    ("transcendental", ("softmax", "gelu", "silu", "mish", "tanh", "sigmoid", "exp", "log", "erf", "sin", "cos", "pow")),
-    ("reduction", ("sum", "mean", "amax", "amin", "max", "min", "norm", "var", "std", "argmax", "cumsum", "any", "all")),
+    (
+        "transcendental",
+        ("softmax", "gelu", "silu", "mish", "tanh", "sigmoid", "exp", "log", "erf", "sin", "cos", "pow"),
+    ),
+    (
+        "reduction",
+        ("sum", "mean", "amax", "amin", "max", "min", "norm", "var", "std", "argmax", "cumsum", "any", "all"),
+    ),
     ("copy", ("clone", "copy", "cat", "stack", "contiguous", "fill", "zero", "ones", "full", "constant_pad", "repeat")),
 )
 """Words in the names of ops, the classes they tell, in the order in which they are tried."""
