@@ -26,6 +26,10 @@ def one_step():
 def broken():
     raise RuntimeError("out of luck")
 
+def peeking():
+    if model(torch.ones(1, 128)).sum() > 0:
+        one_step()
+
 number = 3
 """
 
@@ -165,6 +169,79 @@ def test_a_budget_that_is_no_size_is_a_usage_error(budget: str, script: Path, ma
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert "--budget" in result.output
+
+
+def test_plan_without_the_hardware(script: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    output = run("plan", "--machine", "rtx-4090", "--model", script, "--budget", "80%", "-o", plan)
+    assert "RTX 4090" in output
+    assert "plain: does not fit" in output
+    assert "planned: fits" in output
+    bundle = Bundle.load(plan)
+    assert bundle.step.device == "cuda"
+    assert bundle.machine.compute is not None
+    assert bundle.plan.peak_bytes <= bundle.plan.limit_bytes
+
+
+def test_plan_for_the_memory_of_a_machine(script: Path) -> None:
+    output = run("plan", "--machine", "h200", "--model", f"{script}:one_step")
+    assert "plain: fits 125 GiB" in output
+    assert "planned" not in output
+    assert "written" not in output
+
+
+def test_observe_without_the_hardware(script: Path, tmp_path: Path) -> None:
+    real, fake = tmp_path / "real.json", tmp_path / "fake.json"
+    run("observe", script, "-o", real)
+    run("observe", f"{script}:one_step", "--fake", "--machine", "k40c", "-o", fake)
+    steps = [Step.load(path) for path in (real, fake)]
+    assert [op.name for op in steps[0].ops] == [op.name for op in steps[1].ops]
+    assert steps[0].saved == steps[1].saved
+
+
+def test_a_demo_model_without_the_hardware(tmp_path: Path) -> None:
+    output = run("observe", "gpt2", "--batch", "1000", "--fake", "--machine", "h100", "-o", tmp_path / "step.json")
+    assert "absences of" in output
+    assert Step.load(tmp_path / "step.json").saved[0].shape[0] == 1000
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["observe", "{script}", "--fake", "-o", "step.json"],
+        ["observe", "{script}", "--machine", "h200", "-o", "step.json"],
+        ["plan", "--model", "{script}", "--budget", "50%"],
+        ["plan", "--machine", "h200"],
+        ["plan", "step.json", "--model", "{script}", "--machine", "h200"],
+    ],
+)
+def test_options_that_do_not_go_together(arguments: list[str], script: Path) -> None:
+    result = CliRunner().invoke(app, [argument.format(script=script) for argument in arguments])
+    assert result.exit_code == 2
+
+
+def test_a_budget_is_needed_where_the_memory_is_not_known(script: Path, machine: Path, tmp_path: Path) -> None:
+    run("observe", script, "-o", tmp_path / "step.json")
+    result = CliRunner().invoke(app, ["plan", str(tmp_path / "step.json"), "--machine", str(machine)])
+    assert result.exit_code == 2
+    assert "--budget" in result.output
+
+
+@pytest.mark.parametrize(
+    ("machine", "function", "expected"),
+    [("tpu", "one_step", "neither a machine file"), ("h200", "peeking", "fake tensors have no values")],
+)
+def test_what_cannot_be_planned_without_the_hardware(
+    machine: str,
+    function: str,
+    expected: str,
+    script: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said = failure(monkeypatch, capsys, "plan", "--machine", machine, "--model", f"{script}:{function}")
+    assert expected in said
+    assert len(said.splitlines()) == 1
 
 
 def test_calibrate_prints_both_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

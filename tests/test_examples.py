@@ -15,4 +15,4 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 def test_example(path: Path) -> None:
     done = subprocess.run([sys.executable, "-W", "error", path], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "MiB" in done.stdout
+    assert "iB" in done.stdout

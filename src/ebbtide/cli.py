@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -21,17 +21,20 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from ebbtide.bundle import Bundle
-from ebbtide.decisions import Keep
+from ebbtide.decisions import Keep, Plan
 from ebbtide.errors import EbbtideError
 from ebbtide.machine import Machine
+from ebbtide.machines import load_machine, machine_names
 from ebbtide.step import Step
 from ebbtide.units import format_bytes, format_seconds, parse_bytes, parse_fraction
 
-if TYPE_CHECKING:
-    from ebbtide.demo.workloads import Workload
-
 _WIDTH = 100
 """Columns of a table that does not go to a terminal."""
+_STEP_FUNCTION = "one_step"
+"""Function of a file that runs a step, if the user names no other."""
+_DEVICE_SHARE = 0.9
+"""Default budget, as a share of the device's memory. The rest is for its context, for workspaces of kernels, which are
+not known before they run, and for holes that the allocator leaves."""
 
 app = typer.Typer(
     help="Train PyTorch models within a memory budget, with the same gradients bit for bit.",
@@ -45,6 +48,15 @@ Spill = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="Directory on a disk for what moves out (default: the one for temporary files)."),
 ]
+MachineName = Annotated[
+    str | None,
+    typer.Option(
+        "--machine", metavar="NAME|FILE", help=f"One of {', '.join(machine_names())}, or a file as of `calibrate -o`."
+    ),
+]
+Batch = Annotated[int | None, typer.Option(min=1, help="Images or passages in a step of a demo model.")]
+_WHAT_HELP = f"A demo model, or a function of yours in a file (default: {_STEP_FUNCTION})."
+_WHAT_FORM = "MODEL|FILE[:FUNCTION]"
 
 
 @app.command()
@@ -100,19 +112,29 @@ def calibrate(
 
 @app.command()
 def observe(
-    what: Annotated[
-        str, typer.Argument(metavar="MODEL|FILE:FUNCTION", help="A demo model, or a function of yours in a file.")
-    ],
+    what: Annotated[str, typer.Argument(metavar=_WHAT_FORM, help=_WHAT_HELP)],
     output: Annotated[Path, typer.Option("-o", metavar="FILE", help="Where to write the step; .gz compresses it.")],
-    batch: Annotated[int | None, typer.Option(min=1, help="Images or passages in a step of a demo model.")] = None,
+    batch: Batch = None,
+    fake: Annotated[
+        bool, typer.Option("--fake", help="Without its memory and without computing, for the machine of --machine.")
+    ] = False,
+    machine_name: MachineName = None,
 ) -> None:
     """Record one training step: its ops, the tensors it makes and when they are needed.
 
     For example `ebbtide observe resnet50 --batch 16 -o step.json.gz`, or `ebbtide observe train.py:one_step -o
     step.json`, where one_step() runs one forward and backward pass. It is called twice.
+
+    With --fake the model may be larger than any memory at hand, and durations are estimates:
+    `ebbtide observe gpt.py --fake --machine h200 -o step.json.gz`. The file is then imported under fake tensors too.
     """
+    if fake != (machine_name is not None):
+        raise typer.BadParameter("--fake and --machine go together: the machine says how long ops take")
     with _errors().status("observing"):
-        step = _observe_model(what, batch) if ":" not in what else _observe_twice(_load_function(what), _nothing)
+        if machine_name is not None:
+            step = _observe_fake(what, batch, load_machine(machine_name))
+        else:
+            step = _observe_twice(*_load_step(what, batch))
     step.save(output)
     moved = sum(step.values[absence.value].size_bytes for absence in step.absences)
     _output().print(
@@ -124,28 +146,51 @@ def observe(
 
 @app.command()
 def plan(
-    step_path: Annotated[Path, typer.Argument(metavar="STEP", help="A step from `ebbtide observe`.")],
-    budget: Annotated[str, typer.Option(help='Most bytes to hold: "6GiB", "750MB", or "50%" of the plain peak.')],
-    output: Annotated[Path, typer.Option("-o", metavar="FILE", help="Where to write the plan; .gz compresses it.")],
-    machine_path: Annotated[
-        Path | None, typer.Option("--machine", metavar="FILE", help="A machine from `ebbtide calibrate -o`.")
+    step_path: Annotated[
+        Path | None, typer.Argument(metavar="STEP", help="A step from `ebbtide observe`.", show_default=False)
     ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar=_WHAT_FORM, help=f"Instead of a step: {_WHAT_HELP} Observed as with --fake.")
+    ] = None,
+    machine_name: MachineName = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help='Most bytes to hold: "6GiB", "750MB", or "50%" of the plain peak. '
+            f"Default: {_DEVICE_SHARE:.0%} of the machine's device memory, where it is known."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", metavar="FILE", help="Where to write the plan; .gz compresses it.")
+    ] = None,
+    batch: Batch = None,
     spill: Spill = None,
 ) -> None:
     """Decide what each saved tensor of a step does: stay, move out and come back, or be computed again.
 
     The file holds the step and the machine too, so that `ebbtide report` needs nothing else.
+
+    Without the hardware: `ebbtide plan --machine h200 --model examples/gpt2_xl.py` says whether the model fits that
+    machine, plain or planned, and how fast it would be.
     """
     from ebbtide.plan import solve
     from ebbtide.report.summary import summarise
 
-    step = Step.load(step_path)
+    if (step_path is None) == (model is None):
+        raise typer.BadParameter("name a step file or a --model, one of the two")
+    if model is not None and machine_name is None:
+        raise typer.BadParameter("--model needs --machine, which says how long ops take")
     with _errors().status("planning"):
-        machine = _machine(machine_path, spill)
+        machine = _machine(machine_name, spill)
+        step = _observe_fake(model, batch, machine) if model is not None else Step.load(step_path or "")
         made = solve(step, machine, _limit_bytes(budget, step, machine))
-    Bundle(step, machine, made).save(output)
+    if output is not None:
+        Bundle(step, machine, made).save(output)
+    if machine.compute is not None:
+        _output().print(*_verdict(machine, made), sep="\n", end="\n\n", highlight=False)
     _output().print(summarise(step, machine, made))
-    _output().print(f"written to {output}", highlight=False)
+    if output is not None:
+        _output().print(f"written to {output}", highlight=False)
 
 
 @app.command()
@@ -162,12 +207,25 @@ def report(
     _output().print(f"written to {output}", highlight=False)
 
 
-def _observe_model(name: str, batch_size: int | None) -> Step:
+def _load_step(what: str, batch_size: int | None) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """What runs a step, and what prepares it, of a demo model or of the user's function."""
+    if ":" in what or what.endswith(".py"):
+        return _load_function(what if ":" in what else f"{what}:{_STEP_FUNCTION}"), _nothing
     from ebbtide.demo.workloads import make_workload
 
-    workload: Workload = make_workload(name, batch_size=batch_size)
+    workload = make_workload(what, batch_size=batch_size)
     batch = workload.batch(0)
-    return _observe_twice(lambda: workload.step(batch), workload.model.zero_grad)
+    return lambda: workload.step(batch), workload.model.zero_grad
+
+
+def _observe_fake(what: str, batch_size: int | None, machine: Machine) -> Step:
+    from ebbtide.observe.fake import observe_fake
+
+    def build() -> Callable[[], Any]:
+        run, prepare = _load_step(what, batch_size)
+        return lambda: (prepare(), run())
+
+    return observe_fake(build, machine)
 
 
 def _observe_twice(run: Callable[[], Any], prepare: Callable[[], Any]) -> Step:
@@ -195,6 +253,8 @@ def _load_function(what: str) -> Callable[[], Any]:
     sys.path.insert(0, str(Path(path).resolve().parent))  # as Python does for a script, for the imports beside it
     try:
         specification.loader.exec_module(module)
+    except EbbtideError:
+        raise
     except Exception as fault:
         raise EbbtideError(f"{path}: cannot be imported: {type(fault).__name__}: {fault}") from fault
     function = getattr(module, name, None)
@@ -212,17 +272,22 @@ def _load_function(what: str) -> Callable[[], Any]:
     return run
 
 
-def _machine(path: Path | None, spill: Path | None) -> Machine:
-    if path is not None:
-        return Machine.load(path)
+def _machine(name: str | None, spill: Path | None) -> Machine:
+    if name is not None:
+        return load_machine(name)
     from ebbtide.run.calibrate import machine_for
 
     return machine_for(_spill_or_default(spill))
 
 
-def _limit_bytes(budget: str, step: Step, machine: Machine) -> int:
+def _limit_bytes(budget: str | None, step: Step, machine: Machine) -> int:
     from ebbtide.plan import simulate
 
+    if budget is None:
+        capacity = machine.tier(machine.fast).capacity_bytes
+        if capacity is None:
+            raise typer.BadParameter("needed: the machine does not say how much memory it has", param_hint="--budget")
+        return int(_DEVICE_SHARE * capacity)
     try:
         fraction = parse_fraction(budget)
         if fraction is None:
@@ -230,6 +295,23 @@ def _limit_bytes(budget: str, step: Step, machine: Machine) -> int:
     except ValueError as fault:
         raise typer.BadParameter(str(fault), param_hint="--budget") from fault
     return int(fraction * simulate(step, machine, [Keep()] * len(step.absences)).peak_bytes)
+
+
+def _verdict(machine: Machine, plan: Plan) -> tuple[str, ...]:
+    """Whether a step fits a machine that was described, plain and planned, and how fast it is."""
+    capacity = machine.tier(machine.fast).capacity_bytes
+    memory = "" if capacity is None else f", {format_bytes(capacity)} of memory"
+    fits = "fits" if plan.plain_peak_bytes <= plan.limit_bytes else "does not fit"
+    limit = format_bytes(plan.limit_bytes)
+    lines = [
+        f"{machine.name}{memory}; times are estimates",
+        f"plain: {fits} {limit}: peak {format_bytes(plan.plain_peak_bytes)}, {format_seconds(plan.plain_seconds)}",
+    ]
+    if plan.binds:
+        slower = plan.seconds / plan.plain_seconds - 1
+        peak, seconds = format_bytes(plan.peak_bytes), format_seconds(plan.seconds)
+        lines.append(f"planned: fits {limit}: peak {peak}, {seconds}, {slower:.1%} more than plain")
+    return tuple(lines)
 
 
 def _links_table(machine: Machine) -> Table:

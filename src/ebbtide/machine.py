@@ -1,4 +1,4 @@
-"""The memories a plan may use and the links between them. Plain records, no torch."""
+"""The memories a plan may use, the links between them, and how fast the device computes. Plain records, no torch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ FORMAT = "ebbtide-machine"
 VERSION = 1
 
 TierKind = Literal["device", "host", "disk"]
+Kernels = Literal["cpu", "cuda"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,13 +58,55 @@ class Link:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Compute:
+    """How fast the training device computes, for `ebbtide.roofline`.
+
+    Attributes:
+        kernels: whose choice of ops PyTorch makes on it.
+        peak_flops_per_second: pairs of a type (``float32``, ``tfloat32``, ``bfloat16``, ...) and the rate of matrix
+            products in it; ``float32`` must be there and stands for types that are not.
+        memory_bytes_per_second: bandwidth of the device's memory, reads and writes together.
+        launch_seconds: fixed time of an op, however small.
+        efficiencies: pairs of a class of ops, as in `ebbtide.roofline.Work.kind`, and the share of the roofline that
+            it reaches; a class that is not there reaches all of it.
+    """
+
+    kernels: Kernels
+    peak_flops_per_second: tuple[tuple[str, float], ...]
+    memory_bytes_per_second: float
+    launch_seconds: float
+    efficiencies: tuple[tuple[str, float], ...] = ()
+
+    @classmethod
+    def from_document(cls, document: dict[str, Any]) -> Compute:
+        """The record that ``document`` described; rates and shares stand there by name."""
+        pairs = {field: tuple(document[field].items()) for field in ("peak_flops_per_second", "efficiencies")}
+        return cls(**{**document, **pairs})
+
+    def document(self) -> dict[str, Any]:
+        """The record as what its JSON says."""
+        rates, shares = dict(self.peak_flops_per_second), dict(self.efficiencies)
+        return {**dataclasses.asdict(self), "peak_flops_per_second": rates, "efficiencies": shares}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
-    """What a plan is made for: the training device ``fast`` and the slower tiers reachable from it."""
+    """What a plan is made for: the training device ``fast`` and the slower tiers reachable from it.
+
+    Attributes:
+        name: what people call it.
+        fast: name of the tier that is the training device's own memory.
+        tiers, links: the memories, and the transfers between them.
+        compute: how fast the device computes; None where steps are timed on the machine itself.
+        sources: for a machine that was described, not measured: where the figures are from.
+    """
 
     name: str
     fast: str
     tiers: tuple[Tier, ...]
     links: tuple[Link, ...]
+    compute: Compute | None = None
+    sources: tuple[str, ...] = ()
 
     def tier(self, name: str) -> Tier:
         """The tier called ``name``. Raises `RecordError` if there is none."""
@@ -92,7 +135,8 @@ class Machine:
 
     def document(self) -> dict[str, Any]:
         """The machine as what its JSON says."""
-        return {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
+        document = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self), "sources": list(self.sources)}
+        return {**document, "compute": None if self.compute is None else self.compute.document()}
 
     @classmethod
     def load(cls, path: str | Path) -> Machine:
@@ -113,8 +157,10 @@ class Machine:
                 fast=str(document["fast"]),
                 tiers=tuple(Tier(**tier) for tier in document["tiers"]),
                 links=tuple(Link(**link) for link in document["links"]),
+                compute=Compute.from_document(document["compute"]) if document.get("compute") else None,
+                sources=tuple(document.get("sources", ())),
             )
-        except (KeyError, TypeError) as fault:
+        except (KeyError, TypeError, AttributeError) as fault:
             raise RecordError(f"{name}: not a whole machine: {fault!r}; calibrate again") from fault
         check_machine(machine, name)
         return machine
@@ -139,3 +185,20 @@ def check_machine(machine: Machine, name: str = "machine") -> None:
                 )
         if not (math.isfinite(link.latency_seconds) and link.latency_seconds >= 0 and link.compute_slowdown >= 0):
             raise RecordError(f"{name}: the link {link.source} -> {link.target} has a negative latency or slowdown")
+    if machine.compute is not None:
+        _check_compute(machine.compute, name)
+
+
+def _check_compute(compute: Compute, name: str) -> None:
+    if compute.kernels not in ("cpu", "cuda"):
+        raise RecordError(f"{name}: its kernels are {compute.kernels!r}; they must be 'cpu' or 'cuda'")
+    if "float32" not in dict(compute.peak_flops_per_second):
+        raise RecordError(f"{name}: its peak_flops_per_second says nothing of float32")
+    rates = {"memory_bytes_per_second": compute.memory_bytes_per_second}
+    rates |= {f"rate of {dtype}": rate for dtype, rate in compute.peak_flops_per_second}
+    rates |= {f"efficiency of {kind}": share for kind, share in compute.efficiencies}
+    for what, rate in rates.items():
+        if not (math.isfinite(rate) and rate > 0):
+            raise RecordError(f"{name}: its {what} is {rate}; it must be > 0")
+    if not (math.isfinite(compute.launch_seconds) and compute.launch_seconds >= 0):
+        raise RecordError(f"{name}: its launch_seconds is {compute.launch_seconds}; it must be >= 0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ class ModuleTrail:
 
     def __init__(self) -> None:
         self._stack: list[tuple[torch.nn.Module, str]] = []
-        self._names: dict[int, dict[int, str]] = {}
+        self._names: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
         self._hooks: list[Any] = []
 
     @property
@@ -47,10 +48,10 @@ class ModuleTrail:
         self._stack.append((module, path))
 
     def _name_within(self, parent: torch.nn.Module, module: torch.nn.Module) -> str:
-        names = self._names.get(id(parent))
+        names = self._names.get(parent)
         if names is None:
             names = {id(child): name for name, child in parent.named_modules() if name}
-            self._names[id(parent)] = names
+            self._names[parent] = names
         return names.get(id(module), type(module).__name__)
 
     def _leave(self, module: torch.nn.Module, *_: Any) -> None:

@@ -153,17 +153,21 @@ class Recorder(DispatchMode):
             draft.replay = "pure"
         self._ops.append(draft)
         self._clock += 1
-        if self._probe is not None:
-            self._probe.before()
-        started = time.perf_counter()
-        result = func(*args, **kwargs)
-        draft.duration = time.perf_counter() - started
-        # Before anything else can take memory; outputs are subtracted once they are known.
-        grown = self._probe.after() if self._probe is not None else 0
+        result, draft.duration, grown = self._execute(func, args, kwargs)
         made = self._outputs(draft, info, args, kwargs, result, tick)
         draft.workspace = max(0, grown - made)
         self._left = time.perf_counter()
         return result
+
+    def _execute(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float, int]:
+        """Run the op: its result, its seconds, and the bytes by which memory grew inside it, outputs included."""
+        if self._probe is not None:
+            self._probe.before()
+        started = time.perf_counter()
+        result = func(*args, **kwargs)
+        seconds = time.perf_counter() - started
+        # Reads the system's mark before anything else can move it.
+        return result, seconds, self._probe.after() if self._probe is not None else 0
 
     def _place(self) -> tuple[Phase, str]:
         if torch._C._current_graph_task_id() == -1:

@@ -1,0 +1,203 @@
+"""The step of a machine that is not at hand: the user's own step, run on fake tensors, its ops timed by a roofline.
+
+Fake tensors have shapes, types, strides and storages, but no memory, and their ops compute nothing. Storages are born,
+shared, counted and freed as real ones are, so the recorder sees the same values, lifetimes and saved tensors. What
+fake tensors cannot have is a value: a step that looks into a tensor (``.item()``, ``if tensor``, ``nonzero``) cannot
+be observed this way.
+
+NOTE [Where a fake step differs from the real one]
+1. Ops that PyTorch chooses by the device are those of the CPU, or by `cuda_choices` nearly those of CUDA.
+2. Memory inside ops (`Op.workspace_bytes`) is not known and stays 0.
+3. A kernel may give its result another stride than its fake one does, and oneDNN's LSTM layer sizes its scratch result
+   at run time: 0 bytes here.
+4. Functions that look at the type of a tensor see another one: `clip_grad_norm_` takes its ops one by one, and views
+   of a tensor written in place are made anew by more view ops.
+5. Real tensors that the step reads (data loaded from a file, say) count as external, like inputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorConverter,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+from ebbtide.errors import RecordError, StepError
+from ebbtide.machine import Kernels, Machine
+from ebbtide.observe.cuda_choices import cuda_choices
+from ebbtide.observe.ledger import has_storage
+from ebbtide.observe.recorder import Recorder
+from ebbtide.observe.work import work_of
+from ebbtide.roofline import Work, with_durations
+from ebbtide.step import Step
+
+
+def observe_fake(
+    build: Callable[[], Callable[[], Any]], machine: Machine, *, modules: Sequence[nn.Module] = ()
+) -> Step:
+    """The step that ``build`` returns, as it would run on ``machine``, without its memory and without computing.
+
+    Args:
+        build: makes model, data and whatever else the step needs, under fake tensors, and returns a function that runs
+            one step. That is called twice: the first time gradients and the optimizer's state come to be.
+        machine: with a `Machine.compute`; durations are its roofline's.
+        modules: real modules that the step trains. Until this returns their parameters and buffers are fake.
+
+    Raises:
+        RecordError: if ``machine`` does not say how fast it computes.
+        StepError: if the step needs the value of a tensor, or an op that fake tensors do not have.
+    """
+    if machine.compute is None:
+        raise RecordError(f"machine {machine.name} does not say how fast it computes; name one that does")
+    step, works = record_fake(build, kernels=machine.compute.kernels, modules=modules)
+    return with_durations(step, works, machine.compute)
+
+
+def record_fake(
+    build: Callable[[], Callable[[], Any]], *, kernels: Kernels = "cpu", modules: Sequence[nn.Module] = ()
+) -> tuple[Step, tuple[Work, ...]]:
+    """As `observe_fake`, without durations: the step, and what each of its ops does."""
+    recorder = _FakeRecorder()
+    choices = cuda_choices() if kernels == "cuda" else contextlib.nullcontext()
+    with _FakeMode() as mode, choices, _faked(modules, mode):
+        run = build()
+        run()
+        with torch.autograd.graph.saved_tensors_hooks(recorder.keep, recorder.show), recorder:
+            run()
+        return recorder.finish(), tuple(recorder.works)
+
+
+class _Converter(FakeTensorConverter):
+    """Remembers no fake tensor for a meta tensor, as PyTorch does in vain.
+
+    Its weak reference would forbid `nn.Module.to` to swap a parameter for a converted one.
+    """
+
+    def set_tensor_memo(self, t: Any, v: Any) -> None:
+        """Nothing: ``t`` is about to die."""
+
+
+class _FakeMode(FakeTensorMode):
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.fake_tensor_converter = _Converter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(type(argument) is nn.Parameter for argument in args):
+            raise StepError(
+                "the step uses a real parameter, which would be left with a fake gradient: make the model inside"
+                " `build`, or name it in modules=[...]"
+            )
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        except DataDependentOutputException as fault:
+            raise StepError(
+                f"the step looks into a tensor ({fault.func}), and fake tensors have no values: take .item(), float(),"
+                " `if tensor` and the like out of it, or observe it on real tensors"
+            ) from fault
+        except DynamicOutputShapeException as fault:
+            raise StepError(
+                f"the size of a result of {fault.func} depends on values, and fake tensors have none: observe the step"
+                " on real tensors"
+            ) from fault
+        except (UnsupportedOperatorException, UnsupportedFakeTensorException) as fault:
+            raise StepError(f"{func} has no fake version ({fault}): observe the step on real tensors") from fault
+
+
+class _Watched:
+    """A saved tensor; tells the recorder when autograd drops it."""
+
+    __slots__ = ("number", "recorder", "storage", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, number: int, recorder: Recorder) -> None:
+        # The mode would turn a real tensor, an input, into another one, fake.
+        self.tensor = tensor.detach() if isinstance(tensor, FakeTensor) else tensor
+        self.version = tensor._version
+        self.number = number
+        self.recorder = recorder
+        self.storage: Any = None
+        if number >= 0 and _is_plain(tensor) and not recorder.is_external(number):
+            self.storage = recorder.storage_of(number)
+            recorder.shown(self.storage, 1)
+            recorder.held(self.storage, 1)
+
+    def __del__(self) -> None:
+        if self.storage is not None:
+            self.recorder.held(self.storage, -1)
+            self.recorder.shown(self.storage, -1)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the real tensor in its place could be moved."""
+    known = type(tensor) in (torch.Tensor, nn.Parameter, FakeTensor)
+    return known and has_storage(tensor) and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+
+
+class _FakeRecorder(Recorder):
+    """Writes down what each op does instead of how long it took."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.works: list[Work] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # PyTorch asks fake tensors for their device through the mode; real ones know it.
+        if func is torch.ops.prim.device.default:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _execute(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float, int]:
+        result = func(*args, **kwargs)
+        self.works.append(work_of(func, args, kwargs, result))
+        return result, 0.0, 0
+
+    def keep(self, tensor: torch.Tensor) -> _Watched:
+        """The pack hook."""
+        with self._aside():
+            return _Watched(tensor, self.pack(tensor), self)
+
+    def show(self, watched: _Watched) -> torch.Tensor:
+        """The unpack hook."""
+        if watched.tensor._version != watched.version:
+            raise RuntimeError("a variable needed for gradient computation was modified by an inplace operation")
+        with self._aside():
+            self.unpack(watched.number)
+            return watched.tensor
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        self.hidden = True
+        try:
+            yield
+        finally:
+            self.hidden = False
+
+
+@contextlib.contextmanager
+def _faked(modules: Sequence[nn.Module], mode: FakeTensorMode) -> Iterator[None]:
+    """Puts fake tensors in the place of the modules' parameters and buffers, shared ones shared."""
+    replaced: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    fakes: dict[int, torch.Tensor] = {}
+    try:
+        for part in (part for module in modules for part in module.modules()):
+            tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+            for table in tables:
+                for name, tensor in table.items():
+                    if tensor is not None and not isinstance(tensor, FakeTensor):
+                        replaced.append((table, name, tensor))
+                        table[name] = fakes.setdefault(id(tensor), mode.from_tensor(tensor))
+        yield
+    finally:
+        for table, name, tensor in replaced:
+            table[name] = tensor
