@@ -1,0 +1,1 @@
+"""Backpropagation through chains of steps far longer than memory."""
