@@ -1,6 +1,7 @@
 """The closed forms of Revolve (Griewank and Walther 2000, ACM TOMS 26:19-45).
 
-``n`` is a number of steps, ``slots`` how many states can be held, the chain's first one included, the working state not.
+``n`` is a number of steps; ``slots`` is how many states can be held, the chain's first one included, the working state
+not.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Aupy, Herrmann, Hovland and Robert 2016 (SIAM J. Sci. Comput. 38(3)); Aupy and H
 
 NOTE [Tables]
 All are indexed by ``l``: ``l`` steps forward and ``l + 1`` reversed. ``memory[l]`` is Revolve's time; ``once[l]``, the
-"1D-Revolve" of the papers, is the time if the first state is on the disk and nothing else goes there; ``disk[l]`` is the
-time with a disk of any size. Beside each, ``advance[l]`` steps are run before the next store, 0 for plain Revolve.
+"1D-Revolve" of the papers, is the time if the first state is on the disk and nothing else goes there; ``disk[l]`` is
+the time with a disk of any size. Beside each, ``advance[l]`` steps are run before the next store, 0 for plain Revolve.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from ebbtide.sequence.schedules.records import (
     Drop,
     Load,
     Record,
-    Reverse,
     Schedule,
     Store,
     check_slots,

@@ -17,6 +17,7 @@ slots has one row, which refers to itself. The papers let ``j`` end at ``l - 1``
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -67,7 +68,7 @@ class HRevolve(Schedule):
         forward, reverse: time of one step.
 
     Raises:
-        SequenceError: if ``n < 1``, there is no slot for a chain of more than one step, or the tables would be too large.
+        SequenceError: if ``n < 1``, there is no slot for more than one step, or the tables would be too large.
     """
 
     n: int
@@ -91,10 +92,16 @@ class HRevolve(Schedule):
     """Time of all steps and transfers, in the unit of the costs."""
     _tables: tuple[_Table, ...] = dataclasses.field(init=False, compare=False, repr=False)
 
-    @property
+    @functools.cached_property
     def slots(self) -> Mapping[str, int]:
-        """See `Schedule.slots`. These are the slots given, whether or not all of them are used."""
-        return {level.name: min(_slots(level, self.n), self.n - 1) for level in self.levels}
+        """See `Schedule.slots`. Counted."""
+        held = {level.name: 0 for level in self.levels}
+        most = dict(held)
+        for record in self.records():
+            if isinstance(record, (Store, Drop)):
+                held[record.tier] += 1 if isinstance(record, Store) else -1
+                most[record.tier] = max(most[record.tier], held[record.tier])
+        return most
 
     def records(self) -> Iterator[Record]:
         """See `Schedule.records`."""

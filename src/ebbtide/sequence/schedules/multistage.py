@@ -12,7 +12,8 @@ serve copies on their way out.
 NOTE [The turn]
 The last steps are left to Revolve in memory, without a second sweep: as many as that makes fewer forward steps. With
 ``r`` more steps to go, one more part pays if ``interval + F(interval) + F(r - interval) < F(r)``; as ``F`` is convex,
-that holds for all ``r`` from some threshold on. Of the parts before, the last ``depth`` keep their first state in memory.
+that holds for all ``r`` from some threshold on. Of the parts before, the last ``depth`` keep their first state in
+memory.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ what steps and transfers really take. Without one: states in memory give way to 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator
 
@@ -33,8 +34,8 @@ More = Callable[[int], bool]
 class OnlineInMemory:
     """For a chain of unknown length, without a slow tier (Wang, Moin and Iaccarino 2009, SIAM J. Sci. Comput. 31(4)).
 
-    Each stored state has a level, and may be dropped for a new one once a later state has a higher level. Where none may
-    be, the newest is passed on to the next step, one level higher. So no step is run more often than in Revolve.
+    Each stored state has a level, and may be dropped for a new one once a later state has a higher level. Where none
+    may be, the newest is passed on to the next step, one level higher. So no step is run more often than in Revolve.
 
     Attributes:
         states: slots in memory.
@@ -51,7 +52,7 @@ class OnlineInMemory:
     def records(self, more: More) -> Iterator[Record]:
         """The records of a chain that has a step 0, and any further step that ``more`` says."""
         held: dict[int, None] = {}  # states stored, ascending
-        # Of these and the working state: those that may not be dropped, with their levels, which never rise; and others.
+        # Of these and the working state: those that may not be dropped, with levels that never rise; and the others.
         lasting: list[tuple[int, float]] = [(0, math.inf)]
         dispensable: list[int] = []
         step = 0
@@ -125,8 +126,9 @@ class Online:
         else:
             yield from revolve(step, n, self.states - 1)
             stop = step
+        inner = min(self.states - 1, max(starts.longest_part(stop) - 1, 1))
         moved = starts.pop_parts(stop)
-        yield from reverse_parts((), moved, tier=self.tier, slots=self.states - 1, depth=1)
+        yield from reverse_parts((), moved, tier=self.tier, slots=inner, depth=self.states - inner)
 
     def _part_pays(self, remaining: int, interval: int) -> bool:
         return part_pays(remaining, interval, forward_steps(interval, self.states - 1), self.states - 1)
@@ -145,6 +147,15 @@ class _Starts:
                 run[:] = [step, step - last, count + 1]
                 return
         self._runs.append([step, 0, 1])
+
+    def longest_part(self, stop: int) -> int:
+        """Steps of the longest part, the last ending with ``stop``."""
+        spacings = [spacing for _, spacing, _ in self._runs]
+        gaps = [
+            later - (later_count - 1) * spacing - earlier
+            for (earlier, _, _), (later, spacing, later_count) in itertools.pairwise(self._runs)
+        ]
+        return max([*spacings, *gaps, *(stop - last for last, _, _ in self._runs[-1:])], default=0)
 
     def pop_parts(self, stop: int) -> Iterator[tuple[int, int]]:
         """Each state with the one after it, last first, the last with ``stop``; empty parts are left out."""
