@@ -12,7 +12,7 @@ from ebbtide.errors import SequenceError
 from ebbtide.machine import Link
 from ebbtide.sequence import SlowMemory, candidates, choose, slow_memories
 from ebbtide.sequence.choose import hidden_interval
-from ebbtide.sequence.schedules import Costs, HRevolve, Multistage, Revolve, StoreAll, interpret
+from ebbtide.sequence.schedules import Costs, HRevolve, Multistage, PeriodicDiskRevolve, Revolve, StoreAll, interpret
 from tests.plan.random_steps import disk_machine
 
 SIZE = 1000
@@ -100,6 +100,13 @@ def test_no_other_interval_is_much_better(n: int, states: int, write: float, rea
 def test_slowdown_counts() -> None:
     fast, slow = (choose(5000, SIZE, 1.0, 2.0, 8 * SIZE, [disk(9, 9, slowdown=share)]).seconds for share in (0.0, 0.3))
     assert fast < slow
+
+
+def test_least_memory_and_a_long_chain() -> None:
+    """With two states in memory nothing can come back beside compute: transfers are waited for."""
+    choice = choose(10**5, SIZE, 1.0, 2.0, 2 * SIZE, [disk(5, 5)])
+    assert isinstance(choice.schedule, PeriodicDiskRevolve)
+    assert choice.recompute_factor < 5
 
 
 def test_all_candidates() -> None:

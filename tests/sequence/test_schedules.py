@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.errors import SequenceError
+from ebbtide.sequence import schedules
 from ebbtide.sequence.schedules import (
     DISK,
     MEMORY,
@@ -162,7 +165,8 @@ class TestDiskRevolve:
         judge = Costs(1, reverse, {DISK: write}, {DISK: read})
         best = DiskRevolve(n, states, costs)
         assert judged(best, judge).seconds == best.seconds
-        assert best.seconds <= judged(PeriodicDiskRevolve(n, states, costs), judge).seconds
+        periodic = PeriodicDiskRevolve(n, states, costs)
+        assert best.seconds <= periodic.seconds == judged(periodic, judge).seconds
         assert best.seconds <= Revolve(n, states).forward_steps + n * reverse
         levels = (Level(MEMORY, states), Level(DISK, None, write, read))
         assert HRevolve(n, levels, 1, reverse).seconds <= best.seconds
@@ -332,6 +336,11 @@ def test_too_few_slots() -> None:
 def test_schedules_are_lazy() -> None:
     for schedule in (Revolve(10**12, 40), Multistage(10**12, 40, 100), PeriodicDiskRevolve(10**12, 40, DiskCosts())):
         assert len(list(itertools.islice(schedule.records(), 1000))) == 1000
+
+
+def test_schedules_know_no_torch() -> None:
+    for path in Path(schedules.__file__).parent.glob("*.py"):
+        assert not re.search(r"^\s*(import|from) (torch|ebbtide\.run)", path.read_text(), re.MULTILINE), path
 
 
 def costs_of(levels: tuple[Level, ...], reverse: float = 1) -> Costs:

@@ -10,9 +10,11 @@ from ebbtide.errors import SequenceError
 from ebbtide.machine import Link, Machine
 from ebbtide.sequence.schedules import (
     MEMORY,
+    DiskCosts,
     HRevolve,
     Level,
     Multistage,
+    PeriodicDiskRevolve,
     Revolve,
     Schedule,
     StoreAll,
@@ -130,7 +132,11 @@ def candidates(
     if states >= 2:
         for tier in tiers:
             choices += _multistage(n, states, state_bytes, step_seconds, reverse_seconds, tier)
-    choices += _h_revolve(n, states, state_bytes, step_seconds, reverse_seconds, tiers)
+    if table_work(n, _levels(states, state_bytes, tiers)) <= H_REVOLVE_WORK:
+        choices += _h_revolve(n, states, state_bytes, step_seconds, reverse_seconds, tiers)
+    else:
+        for tier in tiers:
+            choices += _periodic(n, states, state_bytes, step_seconds, reverse_seconds, tier)
     return choices
 
 
@@ -191,6 +197,14 @@ def _multistage(
     return () if best is None else (predicted(best[0], state_bytes, best[1]),)
 
 
+def _levels(states: int, state_bytes: int, tiers: Sequence[SlowMemory]) -> tuple[Level, ...]:
+    slow = (
+        Level(tier.name, tier.slots(state_bytes), tier.out.seconds(state_bytes), tier.back.seconds(state_bytes))
+        for tier in tiers
+    )
+    return (Level(MEMORY, states), *slow)
+
+
 def _h_revolve(
     n: int,
     states: int,
@@ -199,17 +213,22 @@ def _h_revolve(
     reverse_seconds: float,
     tiers: Sequence[SlowMemory],
 ) -> Iterable[Choice]:
-    """H-Revolve, where its tables are small: good where transfers are too slow to be hidden, as it makes few."""
-    levels = (
-        Level(MEMORY, states),
-        *(
-            Level(tier.name, tier.slots(state_bytes), tier.out.seconds(state_bytes), tier.back.seconds(state_bytes))
-            for tier in tiers
-        ),
-    )
-    if not tiers or table_work(n, levels) > H_REVOLVE_WORK:
+    """Good where transfers are too slow to be hidden, as it makes few."""
+    if not tiers:
         return ()
-    schedule = HRevolve(n, levels, step_seconds, reverse_seconds)
+    schedule = HRevolve(n, _levels(states, state_bytes, tiers), step_seconds, reverse_seconds)
+    return (predicted(schedule, state_bytes, schedule.seconds),)
+
+
+def _periodic(
+    n: int, states: int, state_bytes: int, step_seconds: float, reverse_seconds: float, tier: SlowMemory
+) -> Iterable[Choice]:
+    """In place of H-Revolve where its tables would be too large."""
+    write, read = tier.out.seconds(state_bytes), tier.back.seconds(state_bytes)
+    schedule = PeriodicDiskRevolve(n, states, DiskCosts(step_seconds, reverse_seconds, write, read), tier=tier.name)
+    room = tier.slots(state_bytes)
+    if room is not None and schedule.parts > room:
+        return ()
     return (predicted(schedule, state_bytes, schedule.seconds),)
 
 

@@ -73,9 +73,8 @@ class Executor(Generic[State]):
                     self._store.put(step, tier, functools.partial(self._chain.pack, self.working))
                 case Load(step, tier, into=None, tape=False):
                     self._working = None  # before its successor takes memory
-                    block = self._store.get(step, tier)
                     in_memory = tier == MEMORY
-                    self._working = self._chain.unpack(block, own=not in_memory)
+                    self._working = self._chain.unpack(self._store.get(step, tier), own=not in_memory)
                     self._borrowed = step if in_memory else None
                 case Load(step, tier, into="memory", tape=False):
                     self._store.fetch(step, tier)

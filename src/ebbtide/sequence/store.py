@@ -2,8 +2,9 @@
 
 NOTE [Blocks]
 A slot in memory is a block of as many bytes as a state has. No more blocks than slots ever exist: a copy on its way out
-keeps its block until it is done, and one on its way back takes one at once. Whoever needs a block while all are taken
-waits for the oldest copy out. So a slow tier that is late makes compute wait, and nothing is dropped.
+keeps its block until it is done, and one on its way back takes one at once. They are made once and used again: blocks
+that came and went between the operators' own arrays would leave the heap full of holes. Whoever needs a block while all
+are taken waits for the oldest copy out. So a slow tier that is late makes compute wait, and nothing is dropped.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from ebbtide.errors import SequenceError
 from ebbtide.run.tiers import Load, QueuedTier, Slot
-from ebbtide.run.tiers.memory import take_memory
+from ebbtide.run.tiers.memory import CONGRUENCE_BYTES, take_memory
 from ebbtide.sequence.schedules import MEMORY
 from ebbtide.units import format_bytes
 
@@ -42,6 +43,8 @@ class StateStore:
         self._state_bytes = state_bytes
         self._slots = slots
         self._tiers = tiers
+        # What comes back must lie as it lay when it left: so that all blocks are alike.
+        self._alignment_bytes = max([CONGRUENCE_BYTES, *(tier.congruence_bytes for tier in tiers.values())])
         self._blocks = 0
         self._free: list[Block] = []
         self._memory: dict[int, Block | Load] = {}
@@ -72,13 +75,7 @@ class StateStore:
 
     def fetch(self, step: int, tier: str) -> None:
         """Begin to bring a state back from a slow tier into a slot in memory."""
-        self._make_room()
-        if self._blocks == self._slots:
-            # The tier takes memory of its own for what comes back: it stands for a block.
-            self._free.pop()
-            self._blocks -= 1
-        self._memory[step] = self._tiers[tier].read(self._slow[tier][step])
-        self._blocks += 1
+        self._memory[step] = self._tiers[tier].read(self._slow[tier][step], self._block())
 
     def get(self, step: int, tier: str) -> Block:
         """A state's block, once it is there. One in memory stays that slot's; one from a slow tier is the caller's."""
@@ -97,23 +94,20 @@ class StateStore:
         else:
             self._tiers[tier].free(self._slow[tier].pop(step))
 
-    def _make_room(self) -> None:
-        """Wait until a block is free or may be made."""
+    def _block(self) -> Block:
+        """A block that is free: one given back, a new one, or the one of the oldest copy out, once that is done."""
         while self._writing and (self._writing[0][0].finished.is_set() or self._full):
             slot, block = self._writing.popleft()
             start = time.perf_counter()
             slot.wait()
             self.waited_seconds += time.perf_counter() - start
             self._free.append(block)
-        if self._full:
-            raise SequenceError(f"the schedule holds more states in memory than its {self._slots} slots")
-
-    def _block(self) -> Block:
-        self._make_room()
         if self._free:
             return self._free.pop()
+        if self._full:
+            raise SequenceError(f"the schedule holds more states in memory than its {self._slots} slots")
         try:
-            block = take_memory(self._state_bytes)
+            block = take_memory(self._state_bytes, 0, self._alignment_bytes)
         except OSError as fault:
             size = format_bytes(self._state_bytes)
             raise SequenceError(f"no RAM for a state of {size} ({fault.strerror}); give less memory=...") from fault

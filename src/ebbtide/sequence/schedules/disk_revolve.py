@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbtide.errors import SequenceError
-from ebbtide.sequence.schedules.binomial import forward_steps_table, reach
+from ebbtide.sequence.schedules.binomial import forward_steps, forward_steps_table, reach
 from ebbtide.sequence.schedules.records import (
     DISK,
     MEMORY,
@@ -86,14 +86,23 @@ def disk_times(length: int, states: int, costs: DiskCosts, once: Times) -> tuple
     return disk, advance
 
 
-def reverse_from_disk(start: int, stop: int, states: int, advance: Distances) -> Iterator[Record]:
-    """Reverse ``stop - 1, ..., start`` by 1D-Revolve: state ``start`` is on the disk and is the working state."""
+def reverse_from_disk(start: int, stop: int, states: int, tier: str, advance: Distances) -> Iterator[Record]:
+    """Reverse ``stop - 1, ..., start`` by 1D-Revolve: state ``start`` is on ``tier`` and is the working state."""
     while (distance := int(advance[stop - start - 1])) > 0:
         yield Advance(start, start + distance)
         yield from revolve(start + distance, stop, states)
-        yield Load(start, DISK)
+        yield Load(start, tier)
         stop = start + distance
     yield from revolve(start, stop, states)
+
+
+def steps_from_disk(length: int, states: int, advance: Distances) -> int:
+    """Forward steps of `reverse_from_disk` for ``length`` steps."""
+    steps = 0
+    while (distance := int(advance[length - 1])) > 0:
+        steps += distance + forward_steps(length - distance, states)
+        length = distance
+    return steps + forward_steps(length, states)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +113,7 @@ class DiskRevolve(Schedule):
         n: number of steps, at most `TABLE_STEPS`.
         states: slots in memory.
         costs: what it is optimal for.
+        tier: the disk.
 
     Raises:
         SequenceError: if there are too few slots, or too many steps for tables.
@@ -112,6 +122,7 @@ class DiskRevolve(Schedule):
     n: int
     states: int
     costs: DiskCosts
+    tier: str = DISK
 
     def __post_init__(self) -> None:
         check_slots(self.n, self.states)
@@ -142,22 +153,22 @@ class DiskRevolve(Schedule):
     @property
     def slots(self) -> Mapping[str, int]:
         """See `Schedule.slots`."""
-        return {MEMORY: min(self.states, self.n - 1), DISK: len(self.stored)}
+        return {MEMORY: min(self.states, self.n - 1), self.tier: len(self.stored)}
 
     def records(self) -> Iterator[Record]:
         """See `Schedule.records`."""
         stored = self.stored
         start = 0
         for state in stored:
-            yield Store(state, DISK)
+            yield Store(state, self.tier)
             distance = int(self._disk_advance[self.n - 1 - state])
             yield Advance(state, state + distance)
             start = state + distance
         yield from revolve(start, self.n, self.states)
         for state in reversed(stored):
-            yield Load(state, DISK)
-            yield from reverse_from_disk(state, start, self.states, self._once_advance)
-            yield Drop(state, DISK)
+            yield Load(state, self.tier)
+            yield from reverse_from_disk(state, start, self.states, self.tier, self._once_advance)
+            yield Drop(state, self.tier)
             start = state
 
 
@@ -170,6 +181,7 @@ class PeriodicDiskRevolve(Schedule):
         states: slots in memory.
         costs: what the period and the parts in between are optimal for.
         period: steps between two states on the disk; the best one if not given.
+        tier: the disk.
 
     Raises:
         SequenceError: if there are too few slots, or the period is below 1 or too long for tables.
@@ -179,6 +191,7 @@ class PeriodicDiskRevolve(Schedule):
     states: int
     costs: DiskCosts
     period: int = 0
+    tier: str = DISK
 
     def __post_init__(self) -> None:
         check_slots(self.n, self.states)
@@ -186,8 +199,15 @@ class PeriodicDiskRevolve(Schedule):
         if not 1 <= period <= TABLE_STEPS:
             raise SequenceError(f"a period of {period} steps cannot be planned for: it may be 1 to {TABLE_STEPS}")
         object.__setattr__(self, "period", period)
-        object.__setattr__(self, "_advance", once_times(period - 1, self.states, self.costs)[1])
+        once, advance = once_times(period - 1, self.states, self.costs)
+        object.__setattr__(self, "_advance", advance)
+        costs, rest = self.costs, self.n - self.parts * period
+        part = costs.write + period * costs.forward + costs.read + once[-1]
+        seconds = self.parts * part + memory_times(rest - 1, self.states, costs)[-1]
+        object.__setattr__(self, "seconds", float(seconds))
 
+    seconds: float = dataclasses.field(init=False, compare=False)
+    """Time of all steps and transfers, in the unit of the costs."""
     _advance: Distances = dataclasses.field(init=False, compare=False, repr=False)
 
     @property
@@ -198,19 +218,25 @@ class PeriodicDiskRevolve(Schedule):
     @property
     def slots(self) -> Mapping[str, int]:
         """See `Schedule.slots`."""
-        return {MEMORY: min(self.states, self.period - 1, self.n - 1), DISK: self.parts}
+        return {MEMORY: min(self.states, self.period - 1, self.n - 1), self.tier: self.parts}
+
+    @property
+    def forward_steps(self) -> int:
+        """See `Schedule.forward_steps`. Time O(period)."""
+        part = self.period + steps_from_disk(self.period, self.states, self._advance)
+        return self.parts * part + forward_steps(self.n - self.parts * self.period, self.states)
 
     def records(self) -> Iterator[Record]:
         """See `Schedule.records`."""
         for part in range(self.parts):
-            yield Store(part * self.period, DISK)
+            yield Store(part * self.period, self.tier)
             yield Advance(part * self.period, (part + 1) * self.period)
         yield from revolve(self.parts * self.period, self.n, self.states)
         for part in range(self.parts - 1, -1, -1):
             start = part * self.period
-            yield Load(start, DISK)
-            yield from reverse_from_disk(start, start + self.period, self.states, self._advance)
-            yield Drop(start, DISK)
+            yield Load(start, self.tier)
+            yield from reverse_from_disk(start, start + self.period, self.states, self.tier, self._advance)
+            yield Drop(start, self.tier)
 
 
 def best_period(states: int, costs: DiskCosts) -> int:
