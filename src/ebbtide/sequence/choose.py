@@ -134,7 +134,7 @@ def candidates(
             choices += _multistage(n, states, state_bytes, step_seconds, reverse_seconds, tier)
     if table_work(n, _levels(states, state_bytes, tiers)) <= H_REVOLVE_WORK:
         choices += _h_revolve(n, states, state_bytes, step_seconds, reverse_seconds, tiers)
-    else:
+    elif states == 1:
         for tier in tiers:
             choices += _periodic(n, states, state_bytes, step_seconds, reverse_seconds, tier)
     return choices
@@ -223,7 +223,7 @@ def _h_revolve(
 def _periodic(
     n: int, states: int, state_bytes: int, step_seconds: float, reverse_seconds: float, tier: SlowMemory
 ) -> Iterable[Choice]:
-    """In place of H-Revolve where its tables would be too large."""
+    """In place of both where memory has no slot for a state that comes back, and tables would be too large."""
     write, read = tier.out.seconds(state_bytes), tier.back.seconds(state_bytes)
     schedule = PeriodicDiskRevolve(n, states, DiskCosts(step_seconds, reverse_seconds, write, read), tier=tier.name)
     room = tier.slots(state_bytes)
