@@ -1,5 +1,6 @@
 """Training steps within a memory budget, with bit-identical gradients."""
 
+from ebbtide import sequence as sequence
 from ebbtide.decisions import Keep as Keep
 from ebbtide.decisions import Offload as Offload
 from ebbtide.decisions import Plan as Plan
@@ -10,6 +11,7 @@ from ebbtide.errors import PlanError as PlanError
 from ebbtide.errors import PolicyError as PolicyError
 from ebbtide.errors import RecipeError as RecipeError
 from ebbtide.errors import RecordError as RecordError
+from ebbtide.errors import SequenceError as SequenceError
 from ebbtide.errors import SpillError as SpillError
 from ebbtide.errors import StepError as StepError
 from ebbtide.machine import Link as Link

@@ -54,3 +54,7 @@ class StepError(EbbtideError):
 
 class RecipeError(EbbtideError):
     """A value that was to be computed again cannot be, because something it depends on was changed."""
+
+
+class SequenceError(EbbtideError):
+    """A chain of steps cannot be reversed as asked: too little memory, a broken schedule, or steps that misbehave."""

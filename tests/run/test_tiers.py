@@ -135,6 +135,15 @@ class TestRoundTrip:
         first, second = tier.read(slot), tier.read(slot)
         assert bytes_of(first.wait()) == bytes_of(second.wait()) == bytes_of(storage)
 
+    def test_into_given_memory(self, tier: QueuedTier) -> None:
+        slot = tier.write(storage := storage_of(70_001))
+        into = storage_of(70_001, seed=1)
+        assert tier.read(slot, into).wait() is into
+        assert bytes_of(into) == bytes_of(storage)
+        for other in (storage_of(70_000), storage_of(70_001, offset_bytes=64)):
+            with pytest.raises(SpillError, match="from elsewhere"):
+                tier.read(slot, other)
+
     def test_no_dispatch_mode_sees_a_transfer(self, tier: QueuedTier) -> None:
         seen = []
 

@@ -124,8 +124,11 @@ class SlowTier(Protocol):
         """Reserve a place and queue the copy; once the slot's `wait` has returned, ``storage`` is not held here."""
         ...
 
-    def read(self, slot: Slot) -> Load:
-        """Take new memory of exactly ``slot.size_bytes`` at once and queue the copy back, after that out."""
+    def read(self, slot: Slot, into: torch.UntypedStorage | None = None) -> Load:
+        """Take new memory of exactly ``slot.size_bytes`` at once and queue the copy back, after that out.
+
+        ``into`` is memory to be used instead, of the same size and like aligned as what was written.
+        """
         ...
 
     def free(self, slot: Slot) -> None:
@@ -227,14 +230,25 @@ class QueuedTier(abc.ABC):
             self._end_write(slot)
         return slot
 
-    def read(self, slot: Slot) -> Load:
-        """See `SlowTier.read`. Raises `SpillError` if the tier is closed, the slot freed, or RAM exhausted."""
+    def read(self, slot: Slot, into: torch.UntypedStorage | None = None) -> Load:
+        """See `SlowTier.read`.
+
+        Raises:
+            SpillError: if the tier is closed, the slot freed, RAM exhausted, or ``into`` of another size or alignment.
+        """
         self._check_usable()
-        try:
-            load = Load(slot, take_memory(slot.size_bytes, slot.pointer % self.congruence_bytes, self.congruence_bytes))
-        except (OSError, MemoryError) as fault:
-            size = format_bytes(slot.size_bytes)
-            raise SpillError(f"no RAM to bring {size} back from the {self.name} tier ({fault})") from fault
+        offset_bytes = slot.pointer % self.congruence_bytes
+        if into is None:
+            try:
+                into = take_memory(slot.size_bytes, offset_bytes, self.congruence_bytes)
+            except (OSError, MemoryError) as fault:
+                size = format_bytes(slot.size_bytes)
+                raise SpillError(f"no RAM to bring {size} back from the {self.name} tier ({fault})") from fault
+        elif into.nbytes() != slot.size_bytes or into.data_ptr() % self.congruence_bytes != offset_bytes:
+            raise SpillError(
+                f"memory of {format_bytes(into.nbytes())} cannot take back what was written from elsewhere"
+            )
+        load = Load(slot, into)
         with self._lock:
             self._check_usable()
             self._collect()

@@ -1,0 +1,133 @@
+"""A chain of user operators on NumPy arrays, as an executor sees it."""
+
+from __future__ import annotations
+
+import array
+import time
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ebbtide.errors import SequenceError
+from ebbtide.sequence.executor import Executor
+from ebbtide.sequence.layout import Array, Layout
+from ebbtide.sequence.store import Block
+
+Forward = Callable[[Any, int], Any]
+Reverse = Callable[[Any, Any, int], Any]
+More = Callable[[Any, int], bool]
+
+
+class ArrayChain:
+    """A `Chain` of NumPy arrays.
+
+    Args:
+        forward, reverse, turn: see `ebbtide.sequence.run`.
+        layout: how a state lies in a block.
+        step_took: told the seconds of each step of the first sweep.
+        check: whether to compare states that are computed again.
+
+    Attributes:
+        final: the last state, once it is there.
+        adjoint: as of the step reversed last.
+        steps: how many there are, once it is known.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        reverse: Reverse,
+        turn: Callable[[Any], Any],
+        layout: Layout,
+        *,
+        step_took: Callable[[float], None],
+        check: bool,
+    ) -> None:
+        self.final: Any = None
+        self.adjoint: Any = None
+        self.steps: int | None = None
+        self._forward = forward
+        self._reverse = reverse
+        self._turn = turn
+        self._layout = layout
+        self._step_took = step_took
+        self._checksums = _Checksums() if check else None
+        self._ahead: tuple[int, Any] | None = (
+            None  # a step that was run to see whether there is another, and its result
+        )
+
+    def advance(self, state: Any, step: int) -> Any:
+        """See `Chain.advance`."""
+        if self._ahead is not None and self._ahead[0] == step:
+            following, self._ahead = self._ahead[1], None
+            return following
+        start = time.perf_counter()
+        following = self._forward(state, step)
+        seconds = time.perf_counter() - start
+        arrays = self._layout.arrays(following, step + 1)
+        if self.steps is None:
+            self._step_took(seconds)
+        if self._checksums is not None:
+            self._checksums.compare(arrays, step)
+        return following
+
+    def look_ahead(self, state: Any, step: int) -> Any:
+        """The state after ``step``, which `advance` will give, too."""
+        following = self.advance(self.copy(state), step)
+        self._ahead = (step, following)
+        return following
+
+    def reverse(self, state: Any, step: int) -> None:
+        """See `Chain.reverse`."""
+        if self.steps is None:
+            final = self.advance(self.copy(state), step)
+            self.steps = step + 1
+            self.final = final
+            self.adjoint = self._turn(final)
+        self.adjoint = self._reverse(state, self.adjoint, step)
+
+    def pack(self, state: Any, block: Block) -> None:
+        """See `Chain.pack`."""
+        self._layout.pack(state, block)
+
+    def unpack(self, block: Block, *, own: bool) -> Any:
+        """See `Chain.unpack`."""
+        return self._layout.unpack(block, writeable=own)
+
+    def copy(self, state: Any) -> Any:
+        """See `Chain.copy`."""
+        return self._layout.copy(state)
+
+
+class Lookahead:
+    """Tells an on-line schedule whether there is a further step, from the user's condition on the state before it."""
+
+    def __init__(self, chain: ArrayChain, executor: Executor[Any], condition: More) -> None:
+        self._chain = chain
+        self._executor = executor
+        self._condition = condition
+
+    def __call__(self, step: int) -> bool:
+        return bool(self._condition(self._chain.look_ahead(self._executor.working, step - 1), step))
+
+
+class _Checksums:
+    """CRC-32 of the states after steps ``0, 1, ...``, as first computed."""
+
+    def __init__(self) -> None:
+        self._first = array.array("I")
+
+    def compare(self, arrays: list[Array], step: int) -> None:
+        """Note the state after ``step``, or raise `SequenceError` if it differs from the one noted."""
+        found = 0
+        for part in arrays:
+            found = zlib.crc32(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data, found)
+        if step == len(self._first):
+            self._first.append(found)
+        elif self._first[step] != found:
+            raise SequenceError(
+                f"step {step} gave another state when it was run again: the forward operator must depend on the state "
+                "and the step alone (random numbers, time, or something that it changes itself?)"
+            )

@@ -1,0 +1,246 @@
+"""Which schedule reverses a chain soonest: each is predicted from measured times, the quickest is taken."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from ebbtide.errors import SequenceError
+from ebbtide.machine import Link, Machine
+from ebbtide.sequence.schedules import (
+    MEMORY,
+    DiskCosts,
+    HRevolve,
+    Level,
+    Multistage,
+    PeriodicDiskRevolve,
+    Revolve,
+    Schedule,
+    StoreAll,
+)
+from ebbtide.sequence.schedules.h_revolve import table_work
+from ebbtide.units import format_bytes, format_seconds, parse_bytes
+
+H_REVOLVE_WORK = 50_000_000
+"""Tables of H-Revolve are made while choosing up to this many terms: about a tenth of a second."""
+INTERVALS = 64
+"""Intervals tried between powers of ten, beside the two at which transfers are just hidden."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlowMemory:
+    """A slow tier, as a chain of states sees it.
+
+    Attributes:
+        name: how schedules name it.
+        out, back: the links to it and from it.
+        capacity_bytes: how much it can take, or None for any amount.
+    """
+
+    name: str
+    out: Link
+    back: Link
+    capacity_bytes: int | None = None
+
+    def slots(self, state_bytes: int) -> int | None:
+        """How many states it can take."""
+        return None if self.capacity_bytes is None else self.capacity_bytes // max(state_bytes, 1)
+
+
+def slow_memories(machine: Machine) -> tuple[SlowMemory, ...]:
+    """The slow tiers of ``machine``, fastest return first."""
+    return tuple(
+        SlowMemory(
+            tier.name, machine.link(machine.fast, tier.name), machine.link(tier.name, machine.fast), tier.capacity_bytes
+        )
+        for tier in machine.slow_tiers()
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """A schedule, and what is expected of it.
+
+    Attributes:
+        schedule: what to run.
+        seconds: predicted time.
+        forward_steps: steps that will run forward, besides those that the reverse of each step runs itself.
+        recompute_factor: forward steps per step of the chain; 1 if none runs twice.
+        memory_bytes: bytes of the states held in memory, the working state included.
+        slow_bytes: by tier, the most bytes held there at once.
+    """
+
+    schedule: Schedule
+    seconds: float
+    forward_steps: int
+    recompute_factor: float
+    memory_bytes: int
+    slow_bytes: dict[str, int]
+
+    def __str__(self) -> str:
+        slow = "".join(f", {format_bytes(size)} in {tier}" for tier, size in self.slow_bytes.items() if size)
+        return (
+            f"{type(self.schedule).__name__}: {self.schedule.n} steps, {format_seconds(self.seconds)}, each step "
+            f"forward {self.recompute_factor:.2f} times, {format_bytes(self.memory_bytes)} in memory{slow}"
+        )
+
+
+def choose(
+    n: int,
+    state_bytes: int,
+    step_seconds: float,
+    reverse_seconds: float,
+    memory: int | str,
+    tiers: Sequence[SlowMemory] = (),
+) -> Choice:
+    """The quickest schedule for a chain of ``n`` steps; never slower than Revolve in the same memory.
+
+    Args:
+        n: number of steps.
+        state_bytes: bytes of a state.
+        step_seconds, reverse_seconds: time of one step forward, and of one reversed with what it runs forward itself.
+        memory: for the states held at once, the working state included; bytes or such as ``"256MiB"``.
+        tiers: slow memories whose transfers run beside compute.
+
+    Raises:
+        SequenceError: if ``n < 1``, or memory takes less than two states.
+    """
+    choices = candidates(n, state_bytes, step_seconds, reverse_seconds, memory, tiers)
+    return min(choices, key=lambda choice: choice.seconds)  # the first of equals: the simplest
+
+
+def candidates(
+    n: int,
+    state_bytes: int,
+    step_seconds: float,
+    reverse_seconds: float,
+    memory: int | str,
+    tiers: Sequence[SlowMemory] = (),
+) -> list[Choice]:
+    """Every schedule that is possible, each predicted, simplest first. Arguments and errors are those of `choose`."""
+    if not (step_seconds >= 0 and reverse_seconds >= 0):
+        raise SequenceError(f"steps cannot take {step_seconds} s and {reverse_seconds} s")
+    states = memory_slots(state_bytes, memory)
+    compute = [StoreAll(n)] if states >= n - 1 else []
+    choices = [
+        predicted(schedule, state_bytes, schedule.forward_steps * step_seconds + n * reverse_seconds)
+        for schedule in (*compute, Revolve(n, states))
+    ]
+    if states >= n - 1:
+        return choices
+    if states >= 2:
+        for tier in tiers:
+            choices += _multistage(n, states, state_bytes, step_seconds, reverse_seconds, tier)
+    if table_work(n, _levels(states, state_bytes, tiers)) <= H_REVOLVE_WORK:
+        choices += _h_revolve(n, states, state_bytes, step_seconds, reverse_seconds, tiers)
+    elif states == 1:
+        for tier in tiers:
+            choices += _periodic(n, states, state_bytes, step_seconds, reverse_seconds, tier)
+    return choices
+
+
+def memory_slots(state_bytes: int, memory: int | str) -> int:
+    """Slots in ``memory`` besides the working state. Raises `SequenceError` if it takes less than two states."""
+    size = parse_bytes(memory)
+    states = size // max(state_bytes, 1)
+    if states < 2:
+        raise SequenceError(
+            f"memory of {format_bytes(size)} is too little for states of {format_bytes(state_bytes)}: one to work on "
+            f"and one stored must fit; give at least {format_bytes(2 * state_bytes)}"
+        )
+    return states - 1
+
+
+def hidden_interval(step_seconds: float, transfer_seconds: float) -> int:
+    """The interval of Kukreja et al. 2018: fewest steps beside which a transfer ends before the next one is due."""
+    if step_seconds <= 0:
+        return 1
+    return max(math.ceil(transfer_seconds / step_seconds), 1)
+
+
+def best_multistage(
+    n: int, states: int, state_bytes: int, step_seconds: float, reverse_seconds: float, tier: SlowMemory
+) -> tuple[Multistage, float] | None:
+    """The multistage schedule with the best interval, and its predicted seconds; None if the tier is too small."""
+    write, read = tier.out.seconds(state_bytes), tier.back.seconds(state_bytes)
+    slowdown = write * tier.out.compute_slowdown + read * tier.back.compute_slowdown
+    room = tier.slots(state_bytes)
+    # Above the first, copies out are hidden; above the second, those back; longer parts only run more steps again.
+    exact = [hidden_interval(step_seconds, write), hidden_interval(step_seconds + reverse_seconds, read)]
+    if room is not None:
+        exact.append(-(-n // max(room, 1)))  # so many that they fit there
+    exact = [min(interval, n) for interval in exact]
+    best: tuple[Multistage, float] | None = None
+    for interval in sorted({*_spread(max(exact)), *exact}):
+        schedule = Multistage(n, states, interval, tier.name)
+        moved = schedule.slots[tier.name]
+        if room is None or moved <= room:
+            seconds = schedule.seconds(step_seconds, reverse_seconds, write, read) + moved * slowdown
+            if best is None or seconds < best[1]:
+                best = schedule, seconds
+    return best
+
+
+def _spread(longest: int) -> Iterator[int]:
+    """Numbers from 1 to ``longest``: all of the small ones, then ever sparser."""
+    number = 1
+    while number <= longest:
+        yield number
+        number += max(number // INTERVALS, 1)
+
+
+def _multistage(
+    n: int, states: int, state_bytes: int, step_seconds: float, reverse_seconds: float, tier: SlowMemory
+) -> Iterable[Choice]:
+    best = best_multistage(n, states, state_bytes, step_seconds, reverse_seconds, tier)
+    return () if best is None else (predicted(best[0], state_bytes, best[1]),)
+
+
+def _levels(states: int, state_bytes: int, tiers: Sequence[SlowMemory]) -> tuple[Level, ...]:
+    slow = (
+        Level(tier.name, tier.slots(state_bytes), tier.out.seconds(state_bytes), tier.back.seconds(state_bytes))
+        for tier in tiers
+    )
+    return (Level(MEMORY, states), *slow)
+
+
+def _h_revolve(
+    n: int,
+    states: int,
+    state_bytes: int,
+    step_seconds: float,
+    reverse_seconds: float,
+    tiers: Sequence[SlowMemory],
+) -> Iterable[Choice]:
+    """Good where transfers are too slow to be hidden, as it makes few."""
+    if not tiers:
+        return ()
+    schedule = HRevolve(n, _levels(states, state_bytes, tiers), step_seconds, reverse_seconds)
+    return (predicted(schedule, state_bytes, schedule.seconds),)
+
+
+def _periodic(
+    n: int, states: int, state_bytes: int, step_seconds: float, reverse_seconds: float, tier: SlowMemory
+) -> Iterable[Choice]:
+    """In place of both where memory has no slot for a state that comes back, and tables would be too large."""
+    write, read = tier.out.seconds(state_bytes), tier.back.seconds(state_bytes)
+    schedule = PeriodicDiskRevolve(n, states, DiskCosts(step_seconds, reverse_seconds, write, read), tier=tier.name)
+    room = tier.slots(state_bytes)
+    if room is not None and schedule.parts > room:
+        return ()
+    return (predicted(schedule, state_bytes, schedule.seconds),)
+
+
+def predicted(schedule: Schedule, state_bytes: int, seconds: float) -> Choice:
+    """What ``schedule`` does, with its time."""
+    slots = schedule.slots
+    forward_steps = schedule.forward_steps
+    return Choice(
+        schedule=schedule,
+        seconds=seconds,
+        forward_steps=forward_steps,
+        recompute_factor=(forward_steps + 1) / schedule.n,  # the last step runs once more: rule 4 of the records
+        memory_bytes=(slots.get(MEMORY, 0) + 1) * state_bytes,
+        slow_bytes={tier: count * state_bytes for tier, count in slots.items() if tier != MEMORY},
+    )

@@ -1,0 +1,127 @@
+"""How a state of NumPy arrays lies in one block of memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ebbtide.errors import SequenceError
+from ebbtide.sequence.store import Block
+
+ALIGNMENT_BYTES = 64
+"""Arrays begin at multiples of this: a cache line, and what the widest vector instructions want."""
+
+Array = npt.NDArray[Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Leaf:
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    offset_bytes: int
+    path: str
+
+    def __str__(self) -> str:
+        return f"{self.path or 'the state'}: {self.dtype} of shape {self.shape}"
+
+
+class Layout:
+    """Structure, shapes and types of a state: an array, or a tuple, list or dict of states.
+
+    Anything that NumPy can view as an array without copying it (a `memoryview`, an `array.array`) serves as one.
+
+    Args:
+        state: the state whose like is to be stored.
+
+    Attributes:
+        size_bytes: bytes of a block for it.
+
+    Raises:
+        SequenceError: if there is something in it that is no array of plain numbers, or no array at all.
+    """
+
+    def __init__(self, state: Any) -> None:
+        self._leaves: list[_Leaf] = []
+        self.size_bytes = 0
+        self._structure = state
+        for path, array in _flatten(state):
+            if array.dtype.hasobject:
+                raise SequenceError(f"{path or 'the state'} is no array of plain numbers: {type(array).__name__}")
+            offset = -(-self.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            self._leaves.append(_Leaf(array.shape, array.dtype, offset, path))
+            self.size_bytes = offset + array.nbytes
+        if not self._leaves:
+            raise SequenceError(
+                "the state has no arrays; give state 0 of the chain as an array, or a tuple, list or dict"
+            )
+        self._structure = _rebuild(state, iter([None] * len(self._leaves)))
+
+    def arrays(self, state: Any, step: int) -> list[Array]:
+        """The arrays of the state before ``step``. Raises `SequenceError` if it is not like the first one."""
+        found = _flatten(state)
+        if len(found) == len(self._leaves):
+            for (path, array), leaf in zip(found, self._leaves, strict=True):
+                if path != leaf.path or array.shape != leaf.shape or array.dtype != leaf.dtype:
+                    break
+            else:
+                return [array for _, array in found]
+        got = ", ".join(str(_Leaf(array.shape, array.dtype, 0, path)) for path, array in found) or "nothing"
+        raise SequenceError(
+            f"state {step} is not like state 0: expected {', '.join(map(str, self._leaves))}; got {got}; "
+            "all states of a chain must have the same structure, shapes and types"
+        )
+
+    def pack(self, state: Any, block: Block) -> None:
+        """Copy a state into a block."""
+        for (_, array), place in zip(_flatten(state), self._places(block), strict=True):
+            np.copyto(place, array)
+
+    def unpack(self, block: Block, *, writeable: bool) -> Any:
+        """The state in a block. It lives as long as its arrays."""
+        places = self._places(block)
+        for place in places:
+            place.flags.writeable = writeable
+        return _rebuild(self._structure, iter(places))
+
+    def view(self, state: Any) -> Any:
+        """``state`` as arrays that cannot be written to, without copying them."""
+        views = [array.view() for _, array in _flatten(state)]
+        for view in views:
+            view.flags.writeable = False
+        return _rebuild(self._structure, iter(views))
+
+    def copy(self, state: Any) -> Any:
+        """A state with arrays of its own."""
+        return _rebuild(self._structure, iter([array.copy() for _, array in _flatten(state)]))
+
+    def _places(self, block: Block) -> list[Array]:
+        memory = torch.empty(0, dtype=torch.uint8).set_(block).numpy()
+        return [
+            np.ndarray(leaf.shape, leaf.dtype, buffer=memory.data, offset=leaf.offset_bytes) for leaf in self._leaves
+        ]
+
+
+def _flatten(state: Any, path: str = "") -> list[tuple[str, Array]]:
+    if isinstance(state, np.ndarray):
+        return [(path, state)]
+    if isinstance(state, dict):
+        return [leaf for key in state for leaf in _flatten(state[key], f"{path}[{key!r}]")]
+    if isinstance(state, (tuple, list)):
+        return [leaf for number, part in enumerate(state) for leaf in _flatten(part, f"{path}[{number}]")]
+    if state is None:
+        raise SequenceError(f"{path or 'a state'} is None; a step forward must return the next state")
+    return [(path, np.asarray(state))]
+
+
+def _rebuild(structure: Any, arrays: Any) -> Any:
+    """``structure`` with each array replaced by the next of ``arrays``."""
+    if isinstance(structure, dict):
+        return {key: _rebuild(part, arrays) for key, part in structure.items()}
+    if isinstance(structure, (tuple, list)):
+        parts = [_rebuild(part, arrays) for part in structure]
+        return type(structure)(*parts) if hasattr(structure, "_fields") else type(structure)(parts)
+    return next(arrays)

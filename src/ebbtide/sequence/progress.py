@@ -1,0 +1,42 @@
+"""A bar for long chains."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ebbtide.sequence.schedules import Advance, Record, Reverse
+
+LONG_SECONDS = 5.0
+"""Chains that are expected to take less have no bar unless asked for."""
+REFRESH_SECONDS = 0.1
+
+
+def is_wanted(progress: bool | None, expected_seconds: float) -> bool:
+    """Whether to show a bar: as asked for, else for long chains on a terminal."""
+    return progress if progress is not None else expected_seconds > LONG_SECONDS and sys.stderr.isatty()
+
+
+def watch(records: Iterable[Record], total: int | None) -> Iterator[Record]:
+    """Pass ``records`` on and show how many of ``total`` steps, forward and reversed, are done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("forward", total=total)
+        done, shown = 0, 0.0
+        for record in records:
+            yield record
+            # What was yielded is done by now.
+            if isinstance(record, Advance):
+                done += record.stop - record.start
+            elif isinstance(record, Reverse):
+                done += 1
+            if (now := time.perf_counter()) - shown > REFRESH_SECONDS:
+                shown = now
+                if isinstance(record, Reverse):
+                    bar.update(task, completed=done, description=f"reverse, {record.step} to go")
+                else:
+                    bar.update(task, completed=done)

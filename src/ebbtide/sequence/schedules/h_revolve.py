@@ -1,0 +1,185 @@
+"""H-Revolve: the least time with any number of tiers whose transfers compute waits for.
+
+Herrmann and Pallez 2020 (ACM TOMS 46(2)).
+
+NOTE [Tables]
+For level ``k``, ``m`` free slots in it and ``l`` steps forward (``l + 1`` reversed), ``stored[k][m, l]`` is the least
+time if the first state is in level ``k`` already, and ``least[k][m, l]`` if it is not:
+
+    stored[k][m, l] = min(least[k-1][all, l], min_j j f + least[k][m-1, l-j] + read_k + stored[k][m, j-1]),  1 <= j <= l
+    least[k][m, l] = min(least[k-1][all, l], write_k + stored[k][m, l]),  least[k][0, l] = least[k-1][all, l]
+
+Below level 0 there is nothing: one step is reversed at once, and more than one not at all. A level of any number of
+slots has one row, which refers to itself. The papers let ``j`` end at ``l - 1``, with a closed form for one slot;
+``j = l`` covers that case, and is needed where reading from memory costs something.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from ebbtide.errors import SequenceError
+from ebbtide.sequence.schedules.records import Advance, Drop, Load, Record, Reverse, Schedule, Store, check_length
+
+TABLE_WORK = 2_000_000_000
+"""Most terms of all minima, ``slots x n^2 / 2``: a few seconds."""
+
+Times = npt.NDArray[np.float64]
+Distances = npt.NDArray[np.int32]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Level:
+    """A tier with a synchronous price.
+
+    Attributes:
+        name: the tier.
+        slots: states that it can hold, or None for any number.
+        write, read: time of one state to and from it.
+    """
+
+    name: str
+    slots: int | None
+    write: float = 0.0
+    read: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Table:
+    """``least`` of one level by (slots, l), whether that stores, and how far ``stored`` advances (0: a level down)."""
+
+    least: Times
+    stores: npt.NDArray[np.bool_]
+    advance: Distances
+
+
+@dataclasses.dataclass(frozen=True)
+class HRevolve(Schedule):
+    """The least time with tiers of given slots and prices, fastest first.
+
+    Attributes:
+        n: number of steps.
+        levels: the tiers.
+        forward, reverse: time of one step.
+
+    Raises:
+        SequenceError: if ``n < 1``, there is no slot for more than one step, or the tables would be too large.
+    """
+
+    n: int
+    levels: tuple[Level, ...]
+    forward: float = 1.0
+    reverse: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_length(self.n)
+        if self.n > 1 and all(level.slots == 0 for level in self.levels):
+            raise SequenceError(f"a chain of {self.n} steps needs at least 1 slot besides the working state")
+        if (work := table_work(self.n, self.levels)) > TABLE_WORK:
+            raise SequenceError(
+                f"H-Revolve for {self.n} steps would take {work:.1e} comparisons, and {TABLE_WORK:.0e} is the most; "
+                "take Multistage or PeriodicDiskRevolve, or fewer slots"
+            )
+        object.__setattr__(self, "_tables", _tables(self.n, self.levels, self.forward, self.reverse))
+        object.__setattr__(self, "seconds", float(self._tables[-1].least[-1, -1]))
+
+    seconds: float = dataclasses.field(init=False, compare=False)
+    """Time of all steps and transfers, in the unit of the costs."""
+    _tables: tuple[_Table, ...] = dataclasses.field(init=False, compare=False, repr=False)
+
+    @functools.cached_property
+    def slots(self) -> Mapping[str, int]:
+        """See `Schedule.slots`. Counted."""
+        held = {level.name: 0 for level in self.levels}
+        most = dict(held)
+        for record in self.records():
+            if isinstance(record, (Store, Drop)):
+                held[record.tier] += 1 if isinstance(record, Store) else -1
+                most[record.tier] = max(most[record.tier], held[record.tier])
+        return most
+
+    def records(self) -> Iterator[Record]:
+        """See `Schedule.records`."""
+        top = len(self.levels) - 1
+        # What is still to be done, the next one last. A part is (level, start, l, slots, its first state is stored).
+        todo: list[Record | tuple[int, int, int, int, bool]] = [(top, 0, self.n - 1, self._row(top), False)]
+        while todo:
+            part = todo.pop()
+            if not isinstance(part, tuple):
+                yield part
+                continue
+            level, start, l, row, stored = part  # noqa: E741
+            table, name = self._tables[level], self.levels[level].name
+            if l == 0:
+                yield Reverse(start)
+            elif not stored and table.stores[row, l]:
+                yield Store(start, name)
+                todo += [Drop(start, name), (level, start, l, row, True)]
+            elif stored and (distance := int(table.advance[row, l])):
+                yield Advance(start, start + distance)
+                right = row - 1 if self.levels[level].slots is not None else row
+                todo += [
+                    (level, start, distance - 1, row, True),
+                    Load(start, name),
+                    (level, start + distance, l - distance, right, False),
+                ]
+            else:
+                todo.append((level - 1, start, l, self._row(level - 1), False))
+
+    def _row(self, level: int) -> int:
+        """The row of a level of which all slots are free."""
+        return len(self._tables[level].least) - 1
+
+
+def table_work(n: int, levels: tuple[Level, ...]) -> float:
+    """Terms of all minima that a schedule would be made from."""
+    return sum(1 if level.slots is None else min(level.slots, n) for level in levels) * n * n / 2
+
+
+def _slots(level: Level, n: int) -> int:
+    return n if level.slots is None else level.slots
+
+
+def _tables(n: int, levels: tuple[Level, ...], forward: float, reverse: float) -> tuple[_Table, ...]:
+    below = np.full(n, np.inf)
+    below[0] = reverse
+    tables = []
+    for level in levels:
+        tables.append(_table(level, below, forward))
+        below = tables[-1].least[-1]
+    return tuple(tables)
+
+
+def _table(level: Level, below: Times, forward: float) -> _Table:
+    """One level on top of those whose least times are ``below``. Time O(slots n^2), a row of minima at a time."""
+    n = len(below)
+    unlimited = level.slots is None
+    rows = 1 if unlimited else min(_slots(level, n), max(n - 1, 0)) + 1
+    first = 0 if unlimited else 1  # row 0 of a limited level has no slot
+    least = np.tile(below, (rows, 1))
+    stored = np.tile(below, (rows, 1))
+    stores = np.zeros((rows, n), dtype=np.bool_)
+    advance = np.zeros((rows, n), dtype=np.int32)
+    # least[m - 1, l - j] for j = 1..l is read backwards: kept mirrored, the slice is contiguous.
+    mirrored = np.ascontiguousarray(least[:, ::-1])
+    steps = forward * np.arange(n)
+    index = np.arange(rows - first)
+    for l in range(1, n) if rows > first else ():  # noqa: E741
+        right = mirrored[: rows - first, n - l :]
+        times = right + stored[first:, :l]
+        times += steps[1 : l + 1] + level.read
+        best = times.argmin(axis=1)
+        time = times[index, best]
+        better = time < below[l]
+        stored[first:, l] = np.where(better, time, below[l])
+        advance[first:, l] = np.where(better, best + 1, 0)
+        with_store = level.write + stored[first:, l]
+        stores[first:, l] = with_store < below[l]
+        least[first:, l] = np.minimum(with_store, below[l])
+        mirrored[:, n - 1 - l] = least[:, l]
+    return _Table(least, stores, advance)

@@ -1,0 +1,166 @@
+"""Schedules for chains whose length, or whose steps' cost, is not known before they have run.
+
+With a slow tier: every so many steps a state goes there, and how many is asked anew each time, so that it can follow
+what steps and transfers really take. Without one: states in memory give way to later ones. Revolve reverses each gap.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator
+
+from ebbtide.sequence.schedules.binomial import forward_steps
+from ebbtide.sequence.schedules.multistage import check_multistage, part_pays, reverse_parts
+from ebbtide.sequence.schedules.records import (
+    DISK,
+    MEMORY,
+    Advance,
+    Drop,
+    Load,
+    Record,
+    Reverse,
+    Store,
+    check_slots,
+)
+from ebbtide.sequence.schedules.revolve import revolve
+
+More = Callable[[int], bool]
+"""Says whether the chain has a step of that number. Asked once for each, in order, while the step before it waits."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OnlineInMemory:
+    """For a chain of unknown length, without a slow tier (Wang, Moin and Iaccarino 2009, SIAM J. Sci. Comput. 31(4)).
+
+    Each stored state has a level, and may be dropped for a new one once a later state has a higher level. Where none
+    may be, the newest is passed on to the next step, one level higher. So no step is run more often than in Revolve.
+
+    Attributes:
+        states: slots in memory.
+
+    Raises:
+        SequenceError: if there is no slot.
+    """
+
+    states: int
+
+    def __post_init__(self) -> None:
+        check_slots(2, self.states)
+
+    def records(self, more: More) -> Iterator[Record]:
+        """The records of a chain that has a step 0, and any further step that ``more`` says."""
+        held: dict[int, None] = {}  # states stored, ascending
+        # Of these and the working state: those that may not be dropped, with levels that never rise; and the others.
+        lasting: list[tuple[int, float]] = [(0, math.inf)]
+        dispensable: list[int] = []
+        step = 0
+        while more(step + 1):
+            level = 0.0
+            if len(held) < self.states or dispensable:
+                if len(held) == self.states:
+                    dropped = dispensable.pop()
+                    del held[dropped]
+                    yield Drop(dropped, MEMORY)
+                yield Store(step, MEMORY)
+                held[step] = None
+            else:
+                level = lasting.pop()[1] + 1
+                while lasting[-1][1] < level:
+                    dispensable.append(lasting.pop()[0])
+            lasting.append((step + 1, level))
+            yield Advance(step, step + 1)
+            step += 1
+        yield Reverse(step)
+        while held:
+            start, _ = held.popitem()
+            yield Load(start, MEMORY)
+            yield from revolve(start, step, self.states - len(held), held=True)
+            yield Drop(start, MEMORY)
+            step = start
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Online:
+    """For a chain of unknown length or of uneven steps, with a slow tier whose transfers run beside compute.
+
+    Attributes:
+        states: slots in memory, at least 2.
+        interval: given a step whose state is about to be stored, how many steps later the next one will be, >= 1.
+        tier: the slow tier.
+
+    Raises:
+        SequenceError: if there are fewer than 2 slots.
+    """
+
+    states: int
+    interval: Callable[[int], int]
+    tier: str = DISK
+
+    def __post_init__(self) -> None:
+        check_multistage(self.states, 1)
+
+    def records(self, more: More, n: int | None = None) -> Iterator[Record]:
+        """The records of a chain that has a step 0, and any further step that ``more`` says.
+
+        Args:
+            more: asked for each next step.
+            n: the number of steps, if it is known after all: the last of them then stay in memory.
+        """
+        starts = _Starts()
+        step = following = 0
+        while more(step + 1):
+            if step == following:
+                interval = max(self.interval(step), 1)
+                if n is not None and not self._part_pays(n - step, interval):
+                    break
+                yield Store(step, self.tier)
+                starts.push(step)
+                following = step + interval
+            yield Advance(step, step + 1)
+            step += 1
+        if n is None:
+            yield Reverse(step)
+            stop = step
+        else:
+            yield from revolve(step, n, self.states - 1)
+            stop = step
+        inner = min(self.states - 1, max(starts.longest_part(stop) - 1, 1))
+        moved = starts.pop_parts(stop)
+        yield from reverse_parts((), moved, tier=self.tier, slots=inner, depth=self.states - inner)
+
+    def _part_pays(self, remaining: int, interval: int) -> bool:
+        return part_pays(remaining, interval, forward_steps(interval, self.states - 1), self.states - 1)
+
+
+class _Starts:
+    """The states on the slow tier: evenly spaced ones together, so that it stays short."""
+
+    def __init__(self) -> None:
+        self._runs: list[list[int]] = []  # last state, spacing, how many
+
+    def push(self, step: int) -> None:
+        if self._runs:
+            last, spacing, count = run = self._runs[-1]
+            if count == 1 or step - last == spacing:
+                run[:] = [step, step - last, count + 1]
+                return
+        self._runs.append([step, 0, 1])
+
+    def longest_part(self, stop: int) -> int:
+        """Steps of the longest part, the last ending with ``stop``."""
+        spacings = [spacing for _, spacing, _ in self._runs]
+        gaps = [
+            later - (later_count - 1) * spacing - earlier
+            for (earlier, _, _), (later, spacing, later_count) in itertools.pairwise(self._runs)
+        ]
+        return max([*spacings, *gaps, *(stop - last for last, _, _ in self._runs[-1:])], default=0)
+
+    def pop_parts(self, stop: int) -> Iterator[tuple[int, int]]:
+        """Each state with the one after it, last first, the last with ``stop``; empty parts are left out."""
+        while self._runs:
+            last, spacing, count = self._runs.pop()
+            for start in (last - number * spacing for number in range(count)):
+                yield start, stop
+                stop = start

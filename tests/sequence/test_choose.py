@@ -1,0 +1,134 @@
+"""The choice among schedules, against the judge."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ebbtide.errors import SequenceError
+from ebbtide.machine import Link
+from ebbtide.sequence import SlowMemory, candidates, choose, slow_memories
+from ebbtide.sequence.choose import hidden_interval
+from ebbtide.sequence.schedules import Costs, HRevolve, Multistage, PeriodicDiskRevolve, Revolve, StoreAll, interpret
+from tests.plan.random_steps import disk_machine
+
+SIZE = 1000
+
+
+def disk(write: float, read: float, capacity: int | None = None, slowdown: float = 0.0) -> SlowMemory:
+    """A disk that takes so long for a state, and holds so many."""
+    out = Link("memory", "disk", 0.0, SIZE / write, SIZE / write, slowdown)
+    back = Link("disk", "memory", 0.0, SIZE / read, SIZE / read, slowdown)
+    return SlowMemory("disk", out, back, None if capacity is None else capacity * SIZE)
+
+
+def test_everything_fits() -> None:
+    choice = choose(50, SIZE, 1.0, 2.0, 50 * SIZE, [disk(1, 1)])
+    assert choice.schedule == StoreAll(50)
+    assert (choice.recompute_factor, choice.seconds) == (1.0, 49 + 100)
+    assert (choice.memory_bytes, choice.slow_bytes) == (50 * SIZE, {})
+
+
+def test_no_slow_memory() -> None:
+    choice = choose(1000, SIZE, 1.0, 2.0, 11 * SIZE)
+    assert choice.schedule == Revolve(1000, 10)
+    assert choice.seconds == Revolve(1000, 10).forward_steps + 2000
+
+
+def test_long_chain() -> None:
+    choice = choose(10**6, SIZE, 1.0, 2.0, 11 * SIZE, [disk(20, 30)])
+    assert isinstance(choice.schedule, Multistage)
+    assert choice.schedule.interval == hidden_interval(1.0, 20.0) == 20
+    assert choice.recompute_factor == pytest.approx(1 + (10 * 2 + 9 * 3 - 10 - 9 + 0) / 20, abs=0.5)
+    assert choice.slow_bytes["disk"] == pytest.approx(10**6 / 20 * SIZE, rel=0.01)
+    assert "Multistage" in str(choice)
+    assert "disk" in str(choice)
+
+
+def test_cost_per_step_does_not_depend_on_the_length() -> None:
+    per_step = [choose(n, SIZE, 1.0, 2.0, 11 * SIZE, [disk(20, 30)]).seconds / n for n in (10**4, 10**5, 10**7)]
+    assert max(per_step) < 1.01 * min(per_step)
+
+
+def test_disk_too_slow_to_hide() -> None:
+    """A copy takes as long as the whole chain: a few of them pay, one after another, or none."""
+    choice = choose(400, SIZE, 1.0, 1.0, 3 * SIZE, [disk(200, 200)])
+    assert isinstance(choice.schedule, (HRevolve, Multistage))
+    assert choice.seconds < 0.8 * (Revolve(400, 2).forward_steps + 400)
+
+
+@given(
+    st.integers(1, 400),
+    st.integers(2, 14),
+    st.floats(0.1, 4),
+    st.floats(0.01, 300),
+    st.floats(0.01, 300),
+    st.one_of(st.none(), st.integers(0, 60)),
+)
+def test_never_worse_than_revolve_and_true(
+    n: int, states: int, reverse: float, write: float, read: float, capacity: int | None
+) -> None:
+    tier = disk(write, read, capacity)
+    choice = choose(n, SIZE, 1.0, reverse, states * SIZE, [tier])
+    assert choice.seconds <= Revolve(n, states - 1).forward_steps + n * reverse + 1e-9
+    slots = {**choice.schedule.slots, "memory": states - 1}
+    if capacity is not None:
+        assert slots.get("disk", 0) <= capacity
+    overlaps = frozenset() if isinstance(choice.schedule, HRevolve) else frozenset({"disk"})
+    found = interpret(
+        choice.schedule.records(), n, slots, Costs(1.0, reverse, {"disk": write}, {"disk": read}, overlaps)
+    )
+    # A transfer at either end of the sweeps may be waited for besides.
+    assert found.seconds <= choice.seconds + write + read + 1e-6
+    assert found.forward_steps == choice.forward_steps
+
+
+@given(st.integers(30, 300), st.integers(3, 8), st.floats(0.1, 40), st.floats(0.1, 40))
+def test_no_other_interval_is_much_better(n: int, states: int, write: float, read: float) -> None:
+    choice = choose(n, SIZE, 1.0, 2.0, (states + 1) * SIZE, [disk(write, read)])
+    costs = Costs(1.0, 2.0, {"disk": write}, {"disk": read}, frozenset({"disk"}))
+    slots = {"memory": states, "disk": None}
+    best = min(
+        interpret(Multistage(n, states, interval).records(), n, slots, costs).seconds for interval in range(1, 45, 2)
+    )
+    assert choice.seconds <= 1.1 * best + write + read
+
+
+def test_slowdown_counts() -> None:
+    fast, slow = (choose(5000, SIZE, 1.0, 2.0, 8 * SIZE, [disk(9, 9, slowdown=share)]).seconds for share in (0.0, 0.3))
+    assert fast < slow
+
+
+def test_least_memory_and_a_long_chain() -> None:
+    """With two states in memory nothing can come back beside compute: transfers are waited for."""
+    choice = choose(10**5, SIZE, 1.0, 2.0, 2 * SIZE, [disk(5, 5)])
+    assert isinstance(choice.schedule, PeriodicDiskRevolve)
+    assert choice.recompute_factor < 5
+
+
+def test_all_candidates() -> None:
+    found = candidates(200, SIZE, 1.0, 2.0, 8 * SIZE, [disk(9, 9)])
+    assert [type(choice.schedule) for choice in found] == [Revolve, Multistage, HRevolve]
+
+
+def test_tiers_of_a_machine() -> None:
+    (tier,) = slow_memories(disk_machine(1e9, 5e8, latency=0.001))
+    assert (tier.name, tier.capacity_bytes) == ("disk", None)
+    assert tier.back.seconds(5 * 10**8) == pytest.approx(1.001)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ((100, SIZE, 1.0, 1.0, 2 * SIZE - 1), "give at least 1.95 KiB"),
+        ((0, SIZE, 1.0, 1.0, 9 * SIZE), "at least 1"),
+        ((10, SIZE, -1.0, 1.0, 9 * SIZE), "cannot take"),
+        ((10, SIZE, math.nan, 1.0, 9 * SIZE), "cannot take"),
+    ],
+)
+def test_impossible_chains(arguments: tuple[int, int, float, float, int], complaint: str) -> None:
+    with pytest.raises(SequenceError, match=complaint):
+        choose(*arguments)

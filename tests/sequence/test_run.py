@@ -1,0 +1,299 @@
+"""`run` against a loop that keeps every state, under each schedule and with every fault."""
+
+from __future__ import annotations
+
+import array
+import collections
+import errno
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from ebbtide.errors import SequenceError, SpillError
+from ebbtide.run.tiers import DiskTier
+from ebbtide.sequence import run
+from ebbtide.sequence.pace import Pace
+from ebbtide.sequence.schedules import (
+    DISK,
+    MEMORY,
+    DiskCosts,
+    DiskRevolve,
+    HRevolve,
+    Level,
+    Mixed,
+    Multistage,
+    PeriodicDiskRevolve,
+    Revolve,
+    Schedule,
+    StoreAll,
+)
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+Array = npt.NDArray[np.float64]
+WIDTH = 600
+STATE_BYTES = WIDTH * 8
+START = np.linspace(0.1, 0.9, WIDTH)
+
+
+def forward(u: Array, step: int) -> Array:
+    """A map without any symmetry, different in each step, that leaves its argument alone."""
+    return np.asarray(np.sin(u + 0.01 * step) + 0.3 * np.roll(u, 1))
+
+
+def forward_in_place(u: Array, step: int) -> Array:
+    """The same, written over its argument."""
+    u[:] = forward(u, step)
+    return u
+
+
+def reverse(u: Array, adjoint: Array, step: int) -> Array:
+    return np.asarray(np.cos(u + 0.01 * step) * adjoint + 0.3 * np.roll(adjoint, -1))
+
+
+def turn(u: Array) -> Array:
+    return 2 * u
+
+
+def plain(n: int) -> tuple[Array, Array]:
+    """Adjoint and last state, by a loop that keeps all states."""
+    states = [START]
+    for step in range(n):
+        states.append(forward(states[-1], step))
+    adjoint = turn(states[-1])
+    for step in reversed(range(n)):
+        adjoint = reverse(states[step], adjoint, step)
+    return adjoint, states[-1]
+
+
+def schedules(n: int) -> list[Schedule]:
+    costs = DiskCosts(write=2, read=2)
+    return [
+        StoreAll(n),
+        StoreAll(n, tier=DISK),
+        Revolve(n, 3),
+        DiskRevolve(n, 2, costs),
+        PeriodicDiskRevolve(n, 2, costs),
+        HRevolve(n, (Level(MEMORY, 3), Level(DISK, None, 2, 2))),
+        Multistage(n, 3, 1),
+        Multistage(n, 4, 7),
+        Multistage(n, 2, 5),
+    ]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 40])
+@pytest.mark.parametrize("step", [forward, forward_in_place])
+def test_every_schedule_gives_the_same_bits(n: int, step: Callable[..., Array], tmp_path: Path) -> None:
+    adjoint, final = plain(n)
+    for schedule in schedules(n):
+        memory = (max(schedule.slots.get(MEMORY, 1), 4) + 1) * STATE_BYTES
+        done = run(step, reverse, n, START, turn=turn, memory=memory, spill=tmp_path, schedule=schedule, check=True)
+        assert done.adjoint.tobytes() == adjoint.tobytes(), schedule
+        assert done.final.tobytes() == final.tobytes()
+        assert (done.steps, done.forward_steps) == (n, schedule.forward_steps)
+    assert np.array_equal(START, np.linspace(0.1, 0.9, WIDTH))
+
+
+@pytest.mark.parametrize("states", [2, 3, 5, 12, 60])
+@pytest.mark.parametrize("spilled", [True, False])
+def test_chosen_schedule(states: int, spilled: bool, tmp_path: Path) -> None:
+    adjoint, _ = plain(50)
+    spill = tmp_path if spilled else None
+    done = run(forward, reverse, 50, START, turn=turn, memory=states * STATE_BYTES, spill=spill, check=True)
+    assert done.adjoint.tobytes() == adjoint.tobytes()
+    assert done.choice is not None
+    if states == 60:
+        assert done.recompute_factor == 1.0
+    assert done.choice.memory_bytes <= states * STATE_BYTES
+
+
+@pytest.mark.parametrize("states", [2, 3, 6])
+@pytest.mark.parametrize("n", [1, 2, 37])
+@pytest.mark.parametrize("spilled", [True, False])
+def test_unknown_length(states: int, n: int, spilled: bool, tmp_path: Path) -> None:
+    """A condition on the state, and an iterator that ends when it ends; no step is run more often for that."""
+    adjoint, final = plain(n)
+    calls: collections.Counter[int] = collections.Counter()
+
+    def counted(u: Array, step: int) -> Array:
+        calls[step] += 1
+        return forward_in_place(u, step)
+
+    ticks = iter(range(n - 1))
+    done = run(
+        counted,
+        reverse,
+        lambda state, step: state.shape == (WIDTH,) and next(ticks, None) is not None,
+        START,
+        turn=turn,
+        memory=states * STATE_BYTES,
+        spill=tmp_path if spilled else None,
+    )
+    assert done.adjoint.tobytes() == adjoint.tobytes()
+    assert done.final.tobytes() == final.tobytes()
+    assert done.steps == n
+    assert done.choice is None
+    assert calls[n - 1] == 1 or n == 1
+    assert sum(calls.values()) <= done.forward_steps + 1 + 5
+
+
+def test_state_of_many_parts(tmp_path: Path) -> None:
+    """A tuple, list and dict of arrays of several types; one is not contiguous, one is no NumPy array."""
+    Pair = collections.namedtuple("Pair", "u v")
+    start: dict[str, Any] = {
+        "pair": Pair(START.reshape(20, 30).T, array.array("d", [1.0, 2.0, 3.0])),
+        "count": [np.arange(5, dtype=np.int32), np.float32(1.5)],
+    }
+
+    def step_forward(state: dict[str, Any], step: int) -> dict[str, Any]:
+        u, v = state["pair"]
+        count, scale = state["count"]
+        return {"pair": Pair(np.sin(u) * scale, v + step), "count": [count + 1, scale]}
+
+    def step_reverse(state: dict[str, Any], adjoint: float, step: int) -> float:
+        assert isinstance(state["pair"], Pair)
+        assert state["count"][0].tolist() == [step + k for k in range(5)]
+        assert state["pair"].v.tolist() == [1.0 + step * (step - 1) // 2 + k for k in range(3)]
+        return adjoint + float(state["pair"].u.sum())
+
+    n = 30
+    done = run(step_forward, step_reverse, n, start, turn=lambda _: 0.0, memory="24KiB", spill=tmp_path)
+    u, total = START.reshape(20, 30).T, []
+    for _ in range(n):
+        total.append(float(u.sum()))
+        u = np.sin(u) * np.float32(1.5)
+    assert done.adjoint == sum(reversed(total), start=0.0) or done.adjoint == pytest.approx(sum(total), rel=1e-12)
+
+
+def test_loaded_states_cannot_be_written_to() -> None:
+    def spoiling(u: Array, adjoint: Array, step: int) -> Array:
+        u += 1
+        return adjoint
+
+    with pytest.raises(ValueError, match="read-only"):
+        run(forward, spoiling, 20, START, turn=turn, memory=4 * STATE_BYTES)
+
+
+class TestBackPressure:
+    def test_a_late_disk_makes_compute_wait(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Never more blocks than slots: at most so many copies are under way at once."""
+        under_way: list[int] = []
+        real = DiskTier._pwrite
+
+        def slow(self: DiskTier, fd: int, view: memoryview, offset_bytes: int) -> int:
+            under_way.append(len(self._under_way))
+            os.sched_yield()
+            [hash(k) for k in range(2000)]
+            return real(self, fd, view, offset_bytes)
+
+        monkeypatch.setattr(DiskTier, "_pwrite", slow)
+        n, states = 60, 3
+        schedule = Multistage(n, states, 1)
+        done = run(
+            forward,
+            reverse,
+            n,
+            START,
+            turn=turn,
+            memory=(states + 1) * STATE_BYTES,
+            spill=tmp_path,
+            schedule=schedule,
+        )
+        assert done.adjoint.tobytes() == plain(n)[0].tobytes()
+        assert done.slow_bytes == schedule.slots[DISK] * STATE_BYTES
+        assert max(under_way) <= states
+        assert done.waited_seconds > 0
+
+    def test_the_interval_follows_the_steps(self) -> None:
+        pace = Pace(10, 1.0, least=2)
+        assert pace.interval(0) == 10
+        for _ in range(100):
+            pace.step_took(1.2)
+        assert pace.interval(0) == 10
+        for _ in range(100):
+            pace.step_took(5.0)
+        assert pace.interval(0) == 2
+        for _ in range(200):
+            pace.step_took(0.1)
+        assert pace.interval(0) == pytest.approx(100, abs=2)
+
+
+class TestBadInput:
+    def attempt(self, **changes: Any) -> None:
+        given: dict[str, Any] = {"forward": forward, "reverse": reverse, "n": 30, "state": START, "turn": turn}
+        run(**{**given, "memory": 5 * STATE_BYTES, **changes})
+
+    @pytest.mark.parametrize(
+        ("changes", "complaint"),
+        [
+            ({"n": 0}, "at least 1"),
+            ({"n": -3}, "at least 1"),
+            ({"memory": 2 * STATE_BYTES - 1}, "give at least 9.38 KiB"),
+            ({"state": None}, "is None"),
+            ({"state": []}, "no arrays"),
+            ({"state": {"a": np.array([{}])}}, "plain numbers"),
+            ({"forward": lambda u, step: u[:-1]}, r"state 1 is not like state 0: .*\(600,\).*got.*\(599,\)"),
+            ({"forward": lambda u, step: u.astype(np.float32)}, "float32"),
+            ({"forward": lambda u, step: (u, u)}, "state 1 is not like state 0"),
+            ({"forward": lambda u, step: None}, "must return the next state"),
+            ({"schedule": Revolve(29, 3)}, "for 29 steps"),
+            ({"schedule": Revolve(30, 3), "n": lambda state, step: step < 30}, "not for any number"),
+            ({"schedule": Revolve(30, 9)}, "give at least 46.9 KiB"),
+            ({"schedule": Multistage(30, 3, 3)}, "spill=... is not given"),
+            ({"schedule": Mixed(30, 3)}, "tapes cannot be stored"),
+        ],
+    )
+    def test_one_clear_error(self, changes: dict[str, Any], complaint: str) -> None:
+        with pytest.raises(SequenceError, match=complaint):
+            self.attempt(**changes)
+
+    def test_forward_that_differs_when_run_again(self, tmp_path: Path) -> None:
+        calls = itertools.count()
+        with pytest.raises(SequenceError, match="another state when it was run again"):
+            self.attempt(forward=lambda u, step: forward(u, step) + 1e-9 * next(calls), check=True)
+
+    def test_shape_that_changes_late(self, tmp_path: Path) -> None:
+        with pytest.raises(SequenceError, match="state 18 is not like state 0"):
+            self.attempt(forward=lambda u, step: forward(u, step)[: WIDTH - (step == 17)], spill=tmp_path)
+
+    def test_spill_directory_missing(self, tmp_path: Path) -> None:
+        with pytest.raises(SpillError, match="does not exist"):
+            self.attempt(spill=tmp_path / "none")
+
+    @pytest.mark.parametrize("call", ["_pwrite", "_preadv"])
+    def test_spill_directory_full_or_broken(self, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls = itertools.count()
+        real = getattr(DiskTier, call)
+
+        def fail(self: DiskTier, fd: int, view: memoryview, offset_bytes: int) -> int:
+            if next(calls) > 4:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return int(real(self, fd, view, offset_bytes))
+
+        monkeypatch.setattr(DiskTier, call, fail)
+        with pytest.raises(SpillError, match="is full"):
+            self.attempt(spill=tmp_path, schedule=Multistage(30, 3, 2))
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize("fault", [ZeroDivisionError, KeyboardInterrupt])
+    @pytest.mark.parametrize("where", ["forward", "reverse"])
+    def test_errors_of_the_user_pass(self, fault: type[BaseException], where: str, tmp_path: Path) -> None:
+        def broken(*arguments: Any) -> Array:
+            if arguments[-1] == 12:
+                raise fault
+            return forward(*arguments) if where == "forward" else reverse(*arguments)
+
+        with pytest.raises(fault):
+            self.attempt(**{where: broken}, spill=tmp_path, schedule=Multistage(30, 3, 2))
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    run(forward, reverse, 60, START, turn=turn, memory=4 * STATE_BYTES, progress=True)
+    run(forward, reverse, lambda _, step: step < 60, START, turn=turn, memory=4 * STATE_BYTES, progress=True)
+    assert "forward" in capsys.readouterr().err
