@@ -166,7 +166,7 @@ class Recorder(DispatchMode):
         started = time.perf_counter()
         result = func(*args, **kwargs)
         seconds = time.perf_counter() - started
-        # Reads the system's mark before anything else can move it.
+        # Before anything else can take memory.
         return result, seconds, self._probe.after() if self._probe is not None else 0
 
     def _place(self) -> tuple[Phase, str]:
