@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ebbtide.demo.case import FINAL_STATES
 from ebbtide.demo.workloads import Workload
 from ebbtide.run.allocator import set_tuned
-from ebbtide.run.budget import Budget
+from ebbtide.run.budget import FINAL_STATES, Budget
 
 MOST_STEPS_TO_SETTLE = 12
 _LEAST_ELEMENTS = 1000
@@ -85,14 +84,15 @@ class Ebbtide(Plain):
 
     def facts(self) -> dict[str, Any]:
         """What the plan promised."""
-        plan = self._memory.plan
-        if plan is None:
+        if self._memory.plan is None:
             return {}
+        bound_seconds = self._memory.report().bound_seconds
+        plan = self._memory.plan
         return {
             "predicted_peak_bytes": plan.peak_bytes,
             "predicted_seconds": plan.seconds,
             "predicted_plain_seconds": plan.plain_seconds,
-            "bound_seconds": plan.bound_seconds,
+            "bound_seconds": bound_seconds,
         }
 
     def close(self) -> None:

@@ -51,7 +51,7 @@ def test_a_repeated_step_lies_where_it_was_planned() -> None:
     places, sizes = Rehearsed(), sizes_of(0)
     for number in range(4):
         assert places.serves == (number > 0)
-        places.begin()
+        places.begin(0)
         seen, _ = ladder(sizes)
         places.end(exact=True)
     layout = places.layout
@@ -64,7 +64,7 @@ def test_a_place_that_is_taken_is_left_alone() -> None:
     places, sizes = Rehearsed(), sizes_of(1)
     kept = None
     for number in range(6):
-        places.begin()
+        places.begin(0)
         # What was kept in the step before lies where a block of this step should.
         _, kept = ladder(sizes, kept=20 + number)
         places.end(exact=True)
@@ -75,10 +75,10 @@ def test_a_place_that_is_taken_is_left_alone() -> None:
 def test_a_step_that_left_something_out_finds_its_places_again() -> None:
     places, sizes = Rehearsed(), sizes_of(2)
     for _ in range(2):
-        places.begin()
+        places.begin(0)
         expected, _ = ladder(sizes)
         places.end(exact=True)
-    places.begin()
+    places.begin(0)
     found, _ = ladder([*sizes[:10], *sizes[12:]])
     places.end(exact=False)
     assert found[-20:] == expected[-20:]
@@ -90,7 +90,7 @@ def test_a_step_that_strays_twice_is_rehearsed_again_and_one_that_always_does_gi
     served = []
     for number in range((STRAYS + 1) * FAILURES + 3):
         served.append(places.serves)
-        places.begin()
+        places.begin(0)
         ladder(sizes_of(number))
         places.end(exact=True)
     round_of_steps = [False, *[True] * STRAYS]

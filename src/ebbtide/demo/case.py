@@ -17,13 +17,11 @@ from ebbtide.demo.measure import Gauge, Measurement
 from ebbtide.demo.workloads import Workload, digest, make_workload
 from ebbtide.errors import BudgetError
 from ebbtide.run.allocator import tuned
-from ebbtide.run.budget import Budget
+from ebbtide.run.budget import FINAL_STATES, Budget
 from ebbtide.run.meter import PeakMeter
 
 PLAIN_WARM_UP_STEPS = 1
 TUNED_STEPS = 4
-FINAL_STATES = ("planned", "idle")
-"""States of a budget whose next step runs as all later ones will."""
 
 
 @dataclasses.dataclass(frozen=True)

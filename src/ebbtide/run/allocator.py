@@ -107,7 +107,7 @@ def trim() -> None:
     """Give the pages of the holes in the arena and the heap back to the system."""
     library = arena_library()
     if library is not None:
-        library.ebbtide_arena_trim()
+        library.ebbtide_arena_trim(1)
     if _LIBRARY is not None:
         _LIBRARY.malloc_trim(0)
 

@@ -36,6 +36,8 @@ _FIRST_LOOKS = 2
 """Steps to observe first: time and workspace of each op are read in the second, with no page faults in them."""
 _LOOKS_AFTER_LEAVING = 4
 """Steps to observe at most after one that left its plan, until an unknown kind has been seen."""
+FINAL_STATES = ("planned", "idle")
+"""States in which nothing is left to find out."""
 _SETTLING_STEPS = 5
 _STEPS_BETWEEN_RESTS = 64
 """How often the resident size at rest is measured anew, in steps."""
@@ -138,7 +140,7 @@ class Budget:
         planned = sorted(m.seconds for m in self.measured if m.state == kind.state and m.seconds and not m.left)
         seconds = planned[len(planned) // 2] if planned else None
         measured = Measured(kind.state, seconds, kind.audited_peak_bytes)
-        return summarise(kind.step, self.machine, kind.plan, measured)
+        return summarise(kind.step, self.machine, kind.bounded_plan(self.machine), measured)
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -170,6 +172,14 @@ class Budget:
 
     def _tier(self) -> QueuedTier:
         return self.tiers["disk"]
+
+    def _rest(self) -> int:
+        """Resident bytes at rest. To be called as a step begins."""
+        # Giving the holes back makes the next step fault them in again: done while things settle, then rarely.
+        if len(self.measured) < _SETTLING_STEPS or len(self.measured) % _STEPS_BETWEEN_RESTS == 0:
+            allocator.trim()
+            self._rest_rss_bytes = allocator.rss_bytes()
+        return self._rest_rss_bytes
 
     def _learn(self, step: Step) -> None:
         """A step was observed: plan it, or take it as a second look at a known kind."""
@@ -225,6 +235,9 @@ class _Running:
 
     def _begin(self) -> None:
         budget, kind = self._budget, self._kind
+        if kind is not None and self._state in FINAL_STATES and budget._tune:
+            self._places = kind.places
+            self._places.begin(budget._rest())
         if kind is None or kind.script is None or kind.plan is None:
             self._observe()
         elif self._state == "idle":
@@ -240,9 +253,6 @@ class _Running:
                 self._truth,
                 None if kind.places.serves else self._trimmer(kind.plan.peak_bytes - kind.plan.resting_bytes),
             )
-            if self._state == "planned" and budget._tune:
-                self._places = kind.places
-                self._places.begin()
             if self._state == "audit":
                 self._meter = PeakMeter()
                 self._meter.enter()
@@ -267,12 +277,8 @@ class _Running:
         budget = self._budget
         if not budget._tune:
             return None
-        # Giving the holes back makes the next step fault them in again: done while things settle, then rarely.
-        if len(budget.measured) < _SETTLING_STEPS or len(budget.measured) % _STEPS_BETWEEN_RESTS == 0:
-            allocator.trim()
-            budget._rest_rss_bytes = allocator.rss_bytes()
-        limit = budget._rest_rss_bytes + int(above_rest_bytes * (1 + _RSS_SLACK))
-        return allocator.Trimmer(budget._rest_rss_bytes, limit)
+        rest = budget._rest()
+        return allocator.Trimmer(rest, rest + int(above_rest_bytes * (1 + _RSS_SLACK)))
 
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
@@ -298,7 +304,7 @@ class _Running:
         if self._meter is not None:
             self._meter.leave()
         if self._places is not None:
-            self._places.end(exact=self._conductor is not None and self._conductor.finished)
+            self._places.end(exact=self._conductor.finished if self._conductor is not None else self._light is not None)
         if self._light is None or self._light.watching:
             _pop()
 

@@ -66,10 +66,18 @@ class Kind:
         self.refined = True
         self.step = self.pace.refine(self.step)
         seconds = simulate(self.step, machine, self.plan.decisions).seconds
-        bound = lower_bound(self.step, machine, self.plan.limit_bytes, banned=self.banned).seconds
+        # The bound changes with the durations, too, but takes too long for the middle of somebody's training.
         self.plan = dataclasses.replace(
-            self.plan, seconds=seconds, plain_seconds=self.step.plain_seconds, bound_seconds=bound
+            self.plan, seconds=seconds, plain_seconds=self.step.plain_seconds, bound_seconds=None
         )
+
+    def bounded_plan(self, machine: Machine) -> Plan:
+        """The plan, with the time that no plan can beat on the durations as they are known now."""
+        assert self.plan is not None
+        if self.plan.bound_seconds is None:
+            bound = lower_bound(self.step, machine, self.plan.limit_bytes, banned=self.banned)
+            self.plan = dataclasses.replace(self.plan, bound_seconds=bound.seconds)
+        return self.plan
 
 
 def _settled(a: Op, b: Op) -> Op:

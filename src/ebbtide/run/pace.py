@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 from ebbtide.step import Step
 
-STEPS = 3
-"""Planned steps to watch before durations are refined."""
+WARM_UP, STEPS = 2, 3
+"""Planned steps to leave out, as pages are still being faulted in, and to watch then, before durations are refined."""
 
 
 class Pace:
@@ -28,7 +28,7 @@ class Pace:
     @property
     def ready(self) -> bool:
         """Whether enough steps were seen."""
-        return len(self._runs) >= STEPS
+        return len(self._runs) == WARM_UP + STEPS
 
     def add(self, start: float, stamps: Sequence[tuple[float, float]], end: float) -> None:
         """Add a step: when it began and ended, and for each event its time and how long it was held up, seconds.
@@ -36,6 +36,8 @@ class Pace:
         Without ``stamps``, for a step at whose events nobody watches, only its whole time is known.
         """
         times = [(start, 0.0), *stamps, (end, 0.0)]
+        if self.ready:
+            return
         self._runs.append([max(0.0, b[0] - a[0] - a[1]) for a, b in itertools.pairwise(times)])
 
     def refine(self, step: Step) -> Step:
@@ -48,7 +50,7 @@ class Pace:
             span = range(ticks[index], ticks[index + 1])
             observed = math.fsum(ops[tick].duration_seconds for tick in span)
             if observed > 0:
-                scale = statistics.median(run[index] for run in self._runs) / observed
+                scale = statistics.median(run[index] for run in self._runs[WARM_UP:]) / observed
                 for tick in span:
                     seconds = ops[tick].duration_seconds * scale
                     ops[tick] = dataclasses.replace(ops[tick], duration_seconds=round(seconds, 9))

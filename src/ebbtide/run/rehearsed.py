@@ -20,6 +20,8 @@ STRAY_SHARE = 0.02
 """Share of a step's footprint that may lie outside its region: more, and the step strayed."""
 STRAYS = 2
 """Steps that stray one after the other before one is rehearsed again: a single one may have had a profiler on."""
+SLACK_SHARE = 0.06
+"""Share of a step's footprint that may be resident besides it when it begins, before holes are given back."""
 FAILURES = 4
 """Rehearsals of no use, one after the other, before it is given up: each step takes other blocks."""
 
@@ -34,7 +36,6 @@ class Rehearsed:
     def __init__(self) -> None:
         self.layout: Layout | None = None
         self._recording = False
-        self._untouched = False
         self._strays = 0
         self._failures = 0
         self._sizes = self._offsets = np.zeros(0, dtype=np.int64)
@@ -45,15 +46,15 @@ class Rehearsed:
         """Whether the next step has planned places."""
         return self.layout is not None
 
-    def begin(self) -> None:
-        """A step begins: rehearse it, or give its blocks their places."""
+    def begin(self, rest_rss_bytes: int) -> None:
+        """A step begins: rehearse it, or give its blocks their places. ``rest_rss_bytes``: resident size at rest."""
         arena = arena_library()
         if arena is None:
             return
         if self.layout is not None:
-            if self._untouched:
-                allocator.trim()  # the places of former steps, and of gradients that lived until now
-                self._untouched = False
+            # Places of former steps, of gradients that lived until now, or of whatever ran since the last step.
+            if allocator.rss_bytes() > rest_rss_bytes + (1 + SLACK_SHARE) * self.layout.footprint_bytes:
+                arena.ebbtide_arena_trim(0)
             pointers = self._sizes.ctypes.data, self._offsets.ctypes.data
             arena.ebbtide_arena_follow(*pointers, len(self._sizes), self._start, self.layout.footprint_bytes)
         elif self._failures < FAILURES:
@@ -78,7 +79,6 @@ class Rehearsed:
         if astray_bytes <= STRAY_SHARE * self.layout.footprint_bytes:
             self._strays = self._failures = 0
             return
-        allocator.trim()  # what lies outside the region is not used again
         self._strays += exact
         if self._strays >= STRAYS:
             self.layout = None
@@ -97,4 +97,3 @@ class Rehearsed:
         if self._start:
             self._sizes, self._offsets = sizes, np.array(layout.offsets, dtype=np.int64)
             self.layout = layout
-            self._untouched = True

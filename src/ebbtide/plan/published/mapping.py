@@ -24,6 +24,7 @@ import numpy as np
 
 from ebbtide.decisions import Decision, Plan
 from ebbtide.machine import Link, Machine
+from ebbtide.plan.follow import Follower
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Modes, Profile
 from ebbtide.plan.published.chain import ChainPlan, Fate, fates, store_all
@@ -66,7 +67,8 @@ class Mapped:
 
     def plan(self, limit_bytes: int, method: str) -> Plan:
         """As a plan of ``method``. Raises `BudgetError` if it cannot stay within ``limit_bytes``."""
-        decisions: list[Decision] = decisions_of(self.problem, self.scheduled(limit_bytes).moves, self.recipes)
+        moves = Follower(self.problem, self.candidates.replays).listed(self.scheduled(limit_bytes).moves)
+        decisions: list[Decision] = decisions_of(self.problem, moves, self.recipes)
         return judged(self.problem.step, self.problem.machine, limit_bytes, decisions, method)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -76,12 +76,9 @@ class Ground:
         return judged(self.problem.step, self.problem.machine, limit_bytes, decisions, method)
 
 
-def clock_with(clock: Floats, extra_seconds: Mapping[int, float]) -> Floats:
-    """Start of each moment, seconds, if some moments take longer."""
-    extra = np.zeros(len(clock))
-    for moment, seconds in extra_seconds.items():
-        extra[moment + 1] = seconds
-    return np.asarray(clock + np.cumsum(extra))
+def clock_with(clock: Floats, extra_seconds: Floats) -> Floats:
+    """Start of each moment, seconds, if moments take that much longer."""
+    return np.asarray(clock + np.concatenate([[0.0], np.cumsum(extra_seconds)]))
 
 
 def held_until(found: Profile, candidates: Candidates, places: Sequence[int]) -> Ints:

@@ -248,12 +248,23 @@ struct Arena {
     return astray;
   }
 
-  // Gives the whole pages of the holes back to the system.
-  void trim() {
+  static void give_up(Address start, Address stop) {
+    start = (start + kPage - 1) / kPage * kPage;
+    stop = stop / kPage * kPage;
+    if (stop > start) madvise(reinterpret_cast<void*>(start), stop - start, MADV_DONTNEED);
+  }
+
+  // Gives the whole pages of the holes back to the system: of all of them, or of those outside the planned region.
+  void trim(bool region_too) {
     std::lock_guard<std::mutex> guard(lock);
-    for (const auto& [address, size] : holes) {
-      Address start = (address + kPage - 1) / kPage * kPage, stop = (address + size) / kPage * kPage;
-      if (stop > start) madvise(reinterpret_cast<void*>(start), stop - start, MADV_DONTNEED);
+    for (const auto& [start, size] : holes) {
+      Address stop = start + size;
+      if (region_too || !in_region(start, size)) {
+        give_up(start, stop);
+      } else {
+        give_up(start, std::min(stop, region));
+        give_up(std::max(start, region_end), stop);
+      }
     }
   }
 };
@@ -305,7 +316,7 @@ void* ebbtide_arena_take(std::size_t size, std::size_t alignment, std::size_t of
 
 void ebbtide_arena_give_back(void* memory) { give_back(memory); }
 
-void ebbtide_arena_trim() { arena().trim(); }
+void ebbtide_arena_trim(int region_too) { arena().trim(region_too != 0); }
 
 // Bytes taken now, from which on `most` counts.
 std::size_t ebbtide_arena_mark() { return arena().mark(); }
