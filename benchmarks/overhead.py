@@ -29,6 +29,8 @@ from ebbtide.units import format_bytes, format_seconds
 NOT_BINDING = 1.1
 """A fraction at which a budget does not bind: what remains is what ebbtide costs when it has nothing to do."""
 PEERS = ("checkpoint", "disk-hook")
+WARM_UP = 2
+"""Steps before the timed ones: comparing and counting leave heaps and places other than a training loop would."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,8 +157,9 @@ def _measure(
 ) -> Record:
     same = worker.ask("compare")
     counted = worker.ask("count")
-    for each in (pair.default, pair.tuned, worker):
-        each.ask("step", number=0)  # all heaps are full again after the untimed steps
+    for number in range(WARM_UP):
+        for each in (pair.default, pair.tuned, worker):
+            each.ask("step", number=number)
     takes: dict[WorkerProcess, list[dict[str, Any]]] = {pair.default: [], pair.tuned: [], worker: []}
     turn = list(takes)
     for number in range(repeats):

@@ -36,6 +36,7 @@ class Rehearsed:
     def __init__(self) -> None:
         self.layout: Layout | None = None
         self._recording = False
+        self._untouched = False
         self._strays = 0
         self._failures = 0
         self._sizes = self._offsets = np.zeros(0, dtype=np.int64)
@@ -52,9 +53,11 @@ class Rehearsed:
         if arena is None:
             return
         if self.layout is not None:
-            # Places of former steps, of gradients that lived until now, or of whatever ran since the last step.
-            if allocator.rss_bytes() > rest_rss_bytes + (1 + SLACK_SHARE) * self.layout.footprint_bytes:
-                arena.ebbtide_arena_trim(0)
+            if self._untouched:
+                arena.ebbtide_arena_trim(1)  # the places of former steps, and of gradients that lived until now
+                self._untouched = False
+            elif allocator.rss_bytes() > rest_rss_bytes + (1 + SLACK_SHARE) * self.layout.footprint_bytes:
+                arena.ebbtide_arena_trim(0)  # the places of whatever ran since the last step
             pointers = self._sizes.ctypes.data, self._offsets.ctypes.data
             arena.ebbtide_arena_follow(*pointers, len(self._sizes), self._start, self.layout.footprint_bytes)
         elif self._failures < FAILURES:
@@ -79,6 +82,9 @@ class Rehearsed:
         if astray_bytes <= STRAY_SHARE * self.layout.footprint_bytes:
             self._strays = self._failures = 0
             return
+        arena = arena_library()
+        assert arena is not None
+        arena.ebbtide_arena_trim(0)
         self._strays += exact
         if self._strays >= STRAYS:
             self.layout = None
@@ -97,3 +103,4 @@ class Rehearsed:
         if self._start:
             self._sizes, self._offsets = sizes, np.array(layout.offsets, dtype=np.int64)
             self.layout = layout
+            self._untouched = True
