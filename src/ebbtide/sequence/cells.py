@@ -34,11 +34,13 @@ class _Step:
     Attributes:
         inputs, uses: numbers in `Outside` of its inputs and of what else it uses.
         same: for each tensor of its output, the tensor of the next state that it is, or -1.
+        needs_grad: for each tensor of the next state, whether it requires grad.
     """
 
     inputs: tuple[int, ...]
     uses: tuple[int, ...]
     same: tuple[int, ...]
+    needs_grad: tuple[bool, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,6 +109,7 @@ class CellChain:
         self._alike: dict[_Step, _Step] = {}  # so that steps that are alike share one record
         self._ys: list[tuple[list[Any], TreeSpec]] = []
         self._final: list[Any] = []
+        self._start: list[int | None] = []
         # While steps are reversed:
         self._grads: list[Tensor | None] = []
         self._position = 0
@@ -122,6 +125,8 @@ class CellChain:
         if step == len(self._steps):
             self._step_took(time.perf_counter() - start)
             self._note(ran, state, step, since)
+        elif _needs_grad(ran.following) != self._steps[step].needs_grad:
+            raise _other_graph(step)
         cut = self._truncate is not None and (step + 1) % self._truncate == 0
         return [part.detach().requires_grad_(part.requires_grad and not cut) for part in ran.following]
 
@@ -149,7 +154,7 @@ class CellChain:
             [*ran.following, *outputs], [*state, *ran.given], since, step, lambda: self._run_unseen(state, step)
         )
         same = tuple(_find(output, ran.following) for output in outputs)
-        record = _Step(tuple(map(self.outside.input_number, ran.inputs)), uses, same)
+        record = _Step(tuple(map(self.outside.input_number, ran.inputs)), uses, same, _needs_grad(ran.following))
         self._steps.append(self._alike.setdefault(record, record))
         numbers = {id(output): _Number(len(self.results) + k) for k, output in enumerate(outputs)}
         self.results += [output.detach() for output in outputs]
@@ -173,8 +178,9 @@ class CellChain:
         finally:
             self._checksums = checksums
 
-    def take_results(self) -> tuple[Tensor, ...]:
-        """The results; they are not held here any more."""
+    def take_results(self, start: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The results, given the user's state 0; they are not held here any more."""
+        self._start = [self.outside.find(part) for part in start]
         results, self.results = self.results, []
         return tuple(results)
 
@@ -215,14 +221,21 @@ class CellChain:
             roots = [(part, grad) for part, grad in zip(ran.following, self._adjoint, strict=True) if grad is not None]
             if own:
                 outputs = ran.outputs()
-                roots += [(outputs[k], grad) for k, grad in own if k < len(outputs)]
+                if len(outputs) != len(record.same):
+                    raise _other_graph(step)
+                roots += [(outputs[k], grad) for k, grad in own]
             self._add(state, ran, record, roots, seeds, step)
         self._adjoint = seeds
 
     def _seeds(self, parts: int, step: int) -> list[Tensor | None]:
         """Gradients that a state has as the output of the step before it."""
         seeds: list[Tensor | None] = [None] * parts
-        if step > 0:
+        if step == 0:
+            # What it has got as something else comes first: see NOTE [The same order of additions] in `graphs.py`.
+            for place, number in enumerate(self._start):
+                if number is not None:
+                    seeds[place], self._sums[number] = self._sums[number], None
+        else:
             same = self._steps[step - 1].same
             for place, grad in zip(same, self._grads[self._position - len(same) :], strict=True):
                 if place >= 0:
@@ -244,11 +257,8 @@ class CellChain:
         tensors = self.outside.tensors
         targets = [*(state[place] for place in places), *ran.given, *(tensors[number] for number in record.uses)]
         sums = [*(seeds[place] for place in places), *(self._sums[number] for number in numbers)]
-        if len(targets) != len(sums) or not all(output.requires_grad for output, _ in roots):
-            raise SequenceError(
-                f"step {step} gave another graph when it was run again: the cell must depend on the state and the "
-                "input alone; check=True finds the first step that differs"
-            )
+        if _needs_grad(ran.following) != record.needs_grad or len(ran.given) != len(record.inputs):
+            raise _other_graph(step)
         if not targets:
             return
         keep = any(tensors[number].grad_fn is not None for number in record.uses)
@@ -277,6 +287,17 @@ class CellChain:
     def copy(self, state: State) -> State:
         """See `Chain.copy`."""
         return self._layout.copy(state)
+
+
+def _needs_grad(state: Iterable[Tensor]) -> tuple[bool, ...]:
+    return tuple(part.requires_grad for part in state)
+
+
+def _other_graph(step: int) -> SequenceError:
+    return SequenceError(
+        f"step {step} gave another graph when it was run again: the cell must depend on the state and the input alone; "
+        "check=True finds the first step that differs"
+    )
 
 
 def _once(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -51,6 +51,13 @@ class Outside:
         """The number of a tensor that a step has as an input: another one than if the cell closes over it, too."""
         return self._number(tensor, ("input", id(tensor)))
 
+    def find(self, tensor: Tensor) -> int | None:
+        """The number of a tensor that requires grad, if it has one, as an input or otherwise."""
+        if not tensor.requires_grad:
+            return None
+        own = id(tensor) if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
+        return self._numbers.get(("input", id(tensor)), self._numbers.get(own))
+
     def _number(self, tensor: Tensor, key: Hashable) -> int:
         if key not in self._numbers:
             self._numbers[key] = len(self.tensors)
@@ -72,6 +79,7 @@ class Outside:
         Raises:
             SequenceError: if it uses what an earlier step made, other than through the state, or what is not found.
         """
+        outputs = list(outputs)
         leaves, results = _ends(outputs, {id(tensor) for tensor in own}, since)
         numbers = {self._number(leaf, id(leaf)) for leaf in leaves}
         unknown = {edge for edge in results if edge not in self._numbers}
@@ -82,6 +90,7 @@ class Outside:
                     "a part of the state"
                 )
             with _disable_current_modes(), _Finder(unknown) as finder:
+                finder.look(outputs)  # one may have been passed on as it was
                 again()
             missing = unknown - finder.found.keys()
             if missing:
@@ -155,12 +164,16 @@ class _Finder(TorchDispatchMode):
         self.found: dict[Edge, Tensor] = {}
         self._wanted = wanted
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for part in tree_iter((args, kwargs)):
+    def look(self, parts: Iterable[Any]) -> None:
+        """Note those of ``parts`` that are wanted."""
+        for part in parts:
             if isinstance(part, Tensor) and part.grad_fn is not None:
                 edge = (part.grad_fn, part.output_nr)
                 if edge in self._wanted:
                     self.found.setdefault(edge, part)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.look(tree_iter((args, kwargs)))
         return func(*args, **(kwargs or {}))
 
 

@@ -7,11 +7,10 @@ import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ebbtide.errors import SequenceError
@@ -85,7 +84,8 @@ def scan(
     if not sweep.chain.results:
         sweep.close()
         return sweep.chain.assemble(())
-    results = _Reversal.apply(sweep, *sweep.chain.outside.tensors, *layout.flatten(state, 0))
+    user_start = layout.flatten(state, 0)
+    results = _Reversal.apply(sweep, len(user_start), *sweep.chain.outside.tensors, *user_start)  # type: ignore[no-untyped-call]
     return sweep.chain.assemble(results)
 
 
@@ -94,7 +94,7 @@ def _indexed(inputs: Iterable[Any]) -> Inputs:
         # Each index would make another tensor, but gradients must go to one.
         return inputs.unbind(0) if inputs.requires_grad else inputs
     if hasattr(inputs, "__getitem__") and hasattr(inputs, "__len__") and not isinstance(inputs, (list, Mapping)):
-        return inputs
+        return cast(Inputs, inputs)
     return tuple(inputs)
 
 
@@ -110,20 +110,23 @@ class _Reversal(torch.autograd.Function):
     """The whole scan as one node of the user's graph. What it returns was computed before."""
 
     @staticmethod
-    def forward(ctx: Any, sweep: _Sweep, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, sweep: _Sweep, parts: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.sweep = sweep
         ctx.save_for_backward(*tensors)
-        return sweep.chain.take_results()
+        return sweep.chain.take_results(tensors[-parts:])
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors  # raises what PyTorch does if they were altered since, or the graph was freed
+        if torch.is_grad_enabled():
+            raise SequenceError(
+                "a scan cannot be differentiated twice: run its backward pass without create_graph=True"
+            )
         if all(grad is None for grad in grads):
             return (None,) * len(ctx.needs_input_grad)
         outside, state = ctx.sweep.back(grads)
-        return None, *outside, *state
+        return None, None, *outside, *state
 
 
 class _Sweep:

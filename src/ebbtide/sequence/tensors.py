@@ -216,4 +216,4 @@ def _is_like(part: Any, leaf: _Leaf) -> bool:
 
 def _over(block: Block, dtype: torch.dtype, offset_bytes: int, shape: Sequence[int]) -> Tensor:
     stride = torch.empty(shape, device="meta").stride()
-    return torch.empty(0, dtype=dtype).set_(block, offset_bytes // dtype.itemsize, shape, stride)  # type: ignore[arg-type]
+    return torch.empty(0, dtype=dtype).set_(block, offset_bytes // dtype.itemsize, shape, stride)
