@@ -353,7 +353,7 @@ class TestGraph:
 def test_random_cells(data: st.DataObject) -> None:
     """Ops, what feeds them, what is in the state, put out, watched, truncated: all at random.
 
-    Left out are states with a tensor that is passed on as it was, or twice: to the plain loop it is one tensor, here it
+    Left out are states with a tensor that was there before the step, or twice: to the plain loop it is one tensor, here it
     is several, so that three or more gradients of it add up in another order.
     """
     draw = data.draw
@@ -361,7 +361,7 @@ def test_random_cells(data: st.DataObject) -> None:
     parts, length = draw(st.integers(1, 3)), draw(st.integers(2, 8))
     sources = [[draw(st.integers(0, parts + 3 + k)) for _ in range(2)] for k in range(length)]
     ops = [draw(st.sampled_from([torch.mul, torch.matmul, torch.atan2, torch.add])) for _ in range(length)]
-    results = st.integers(parts + 2, parts + 2 + length)
+    results = st.integers(parts + 3, parts + 3 + length)
     picked = draw(st.lists(results, min_size=parts, max_size=parts, unique=True))
     put_out = draw(st.lists(results | st.integers(0, parts - 1), max_size=3))
     watched = draw(st.lists(st.booleans(), min_size=n, max_size=n))

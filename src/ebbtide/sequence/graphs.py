@@ -145,8 +145,9 @@ def local_gradients(
 @contextlib.contextmanager
 def without_saved_tensor_hooks() -> Iterator[None]:
     """Hooks that others have put on saved tensors do not see what is saved inside; those put on inside work."""
-    taken = []
-    while (pair := _hooks._top_saved_tensors_default_hooks(True)) is not None:
+    top: Callable[[bool], tuple[Any, Any] | None] = _hooks._top_saved_tensors_default_hooks
+    taken: list[tuple[Any, Any]] = []
+    while (pair := top(True)) is not None:
         taken.append(pair)
         _hooks._pop_saved_tensors_default_hooks()
     try:
@@ -160,7 +161,7 @@ class _Finder(TorchDispatchMode):
     """Looks for tensors by the edges that lead to them."""
 
     def __init__(self, wanted: set[Edge]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: dict[Edge, Tensor] = {}
         self._wanted = wanted
 
