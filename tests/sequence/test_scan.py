@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import collections
+import errno
 import gc
 import itertools
+import os
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import ebbtide
+from ebbtide.run.tiers import DiskTier
 from ebbtide.sequence import choose
 from ebbtide.sequence.tensors import TensorLayout
 
@@ -353,8 +357,8 @@ class TestGraph:
 def test_random_cells(data: st.DataObject) -> None:
     """Ops, what feeds them, what is in the state, put out, watched, truncated: all at random.
 
-    Left out are states with a tensor that was there before the step, or twice: to the plain loop it is one tensor, here it
-    is several, so that three or more gradients of it add up in another order.
+    Left out are states with a tensor that was there before the step, or twice: to the plain loop it is one tensor, here
+    it is several, so that three or more gradients of it add up in another order.
     """
     draw = data.draw
     seed, n, count = draw(st.integers(0, 999)), draw(st.integers(1, 12)), draw(st.integers(2, 6))
@@ -426,6 +430,21 @@ class TestBadInput:
         with pytest.raises(ebbtide.SequenceError, match="another graph when it was run again"):
             self.attempt(lambda s, x, w: (s * w if next(calls) < 24 else s.detach(), None))
 
+    @pytest.mark.parametrize("allowed", [4, 20])
+    def test_spill_directory_full(self, allowed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls = itertools.count()
+        real = DiskTier._pwrite
+
+        def fail(self: DiskTier, fd: int, view: memoryview, offset_bytes: int) -> int:
+            if next(calls) >= allowed:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(self, fd, view, offset_bytes)
+
+        monkeypatch.setattr(DiskTier, "_pwrite", fail)
+        with pytest.raises(ebbtide.SpillError, match="is full"):
+            self.attempt(lambda s, x, w: (s * w, time.sleep(1e-3)), inputs=range(300), memory="20KiB", spill=tmp_path)
+        assert list(tmp_path.iterdir()) == []
+
     @pytest.mark.parametrize("when", [5, 24])
     def test_errors_of_the_user_pass(self, when: int, tmp_path: Path) -> None:
         """In the forward and in the backward pass; nothing is left, though the traceback lives."""
@@ -437,5 +456,5 @@ class TestBadInput:
             return s * w, None
 
         with pytest.raises(KeyboardInterrupt):
-            self.attempt(cell)
+            self.attempt(cell, spill=tmp_path if when == 5 else None)
         assert list(tmp_path.iterdir()) == []
