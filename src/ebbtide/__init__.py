@@ -20,4 +20,5 @@ from ebbtide.machine import Tier as Tier
 from ebbtide.run.budget import Budget as Budget
 from ebbtide.run.meter import PeakMeter as PeakMeter
 from ebbtide.run.observing import observe_step as observe_step
+from ebbtide.sequence import scan as scan
 from ebbtide.step import Step as Step

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import array
 import time
-import zlib
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ebbtide.errors import SequenceError
+from ebbtide.sequence.checksums import Checksums
 from ebbtide.sequence.executor import Executor
 from ebbtide.sequence.layout import Array, Layout
 from ebbtide.sequence.store import Block
@@ -53,7 +51,7 @@ class ArrayChain:
         self._turn = turn
         self._layout = layout
         self._step_took = step_took
-        self._checksums = _Checksums() if check else None
+        self._checksums = Checksums("forward operator") if check else None
         self._ahead: tuple[int, Any] | None = (
             None  # a step that was run to see whether there is another, and its result
         )
@@ -70,7 +68,7 @@ class ArrayChain:
         if self.steps is None:
             self._step_took(seconds)
         if self._checksums is not None:
-            self._checksums.compare(arrays, step)
+            self._checksums.compare(map(_bytes, arrays), step)
         return following
 
     def look_ahead(self, state: Any, step: int) -> Any:
@@ -113,21 +111,5 @@ class Lookahead:
         return bool(self._condition(self._chain.look_ahead(self._executor.working, step - 1), step))
 
 
-class _Checksums:
-    """CRC-32 of the states after steps ``0, 1, ...``, as first computed."""
-
-    def __init__(self) -> None:
-        self._first = array.array("I")
-
-    def compare(self, arrays: list[Array], step: int) -> None:
-        """Note the state after ``step``, or raise `SequenceError` if it differs from the one noted."""
-        found = 0
-        for part in arrays:
-            found = zlib.crc32(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data, found)
-        if step == len(self._first):
-            self._first.append(found)
-        elif self._first[step] != found:
-            raise SequenceError(
-                f"step {step} gave another state when it was run again: the forward operator must depend on the state "
-                "and the step alone (random numbers, time, or something that it changes itself?)"
-            )
+def _bytes(part: Array) -> memoryview:
+    return np.ascontiguousarray(part).reshape(-1).view(np.uint8).data

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ebbtide.errors import SequenceError
 from ebbtide.run.tiers import DiskTier
-from ebbtide.run.tiers.disk import free_bytes
 from ebbtide.sequence.arrays import ArrayChain, Forward, Lookahead, More, Reverse
-from ebbtide.sequence.choose import Choice, choose, hidden_interval, memory_slots, predicted
+from ebbtide.sequence.choose import Choice, hidden_interval, memory_slots, predicted
 from ebbtide.sequence.executor import Executor
 from ebbtide.sequence.layout import Layout
 from ebbtide.sequence.pace import Pace, time_step, time_transfers
+from ebbtide.sequence.planning import Course, open_spill, quickest, unnoted
 from ebbtide.sequence.progress import is_wanted, watch
-from ebbtide.sequence.schedules import MEMORY, Multistage, Online, OnlineInMemory, Record, Schedule
+from ebbtide.sequence.schedules import MEMORY, Online, OnlineInMemory, Schedule
 from ebbtide.sequence.store import StateStore
 from ebbtide.units import format_bytes
 
-DISK_SHARE = 0.9
-"""Part of the free space in the spill directory that a schedule may plan with."""
-
-Records = Callable[[Callable[[int], bool]], Iterator[Record]]
-"""Makes the records, given whether the chain has a step of some number."""
+REVERSE_FACTOR = 2.0
+"""A reverse step runs a step forward and does about as much again."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,13 +97,13 @@ def run(
     def trial() -> float:
         return time_step(lambda: forward(layout.copy(first), 0))
 
-    with _spill(spill, check) as disk:
+    with open_spill(spill, checksum=check) as disk:
         if schedule is not None:
             plan = _given(schedule, n, slots, layout.size_bytes, disk)
         elif callable(n):
             plan = _online(slots, layout.size_bytes, disk, trial)
         else:
-            plan = _quickest(n, slots, layout.size_bytes, disk, trial)
+            plan = quickest(n, slots, layout.size_bytes, disk, trial, reverse_factor=REVERSE_FACTOR)
         before_bytes = 0 if disk is None else disk.written_bytes
         chain = ArrayChain(forward, reverse, turn, layout, step_took=plan.step_took, check=check)
         with StateStore(layout.size_bytes, slots, {} if disk is None else {disk.name: disk}) as store:
@@ -132,23 +128,7 @@ def run(
         )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Plan:
-    records: Records
-    choice: Choice | None
-    step_took: Callable[[float], None]
-
-
-@contextlib.contextmanager
-def _spill(directory: str | Path | None, check: bool) -> Iterator[DiskTier | None]:
-    if directory is None:
-        yield None
-        return
-    with contextlib.closing(DiskTier(directory, checksum=check)) as disk:
-        yield disk
-
-
-def _given(schedule: Schedule, n: int | More, slots: int, state_bytes: int, disk: DiskTier | None) -> _Plan:
+def _given(schedule: Schedule, n: int | More, slots: int, state_bytes: int, disk: DiskTier | None) -> Course:
     if callable(n) or schedule.n != n:
         raise SequenceError(f"the schedule is for {schedule.n} steps, not for {'any number' if callable(n) else n}")
     wanted = schedule.slots
@@ -162,37 +142,14 @@ def _given(schedule: Schedule, n: int | More, slots: int, state_bytes: int, disk
         if tier != MEMORY and count and (disk is None or tier != disk.name):
             there = "spill=... is not given" if disk is None else f"spill=... is called {disk.name!r}"
             raise SequenceError(f"the schedule stores states in a tier called {tier!r}, but {there}")
-    return _Plan(lambda _: schedule.records(), predicted(schedule, state_bytes, math.nan), _unnoted)
+    return Course(lambda _: schedule.records(), predicted(schedule, state_bytes, math.nan), unnoted)
 
 
-def _online(slots: int, state_bytes: int, disk: DiskTier | None, trial: Callable[[], float]) -> _Plan:
+def _online(slots: int, state_bytes: int, disk: DiskTier | None, trial: Callable[[], float]) -> Course:
     if disk is None or slots < 2:
-        return _Plan(OnlineInMemory(slots).records, None, _unnoted)
+        return Course(OnlineInMemory(slots).records, None, unnoted)
     step_seconds = trial()
     links = time_transfers(disk, state_bytes, None)
     interval = hidden_interval(step_seconds, links.out.seconds(state_bytes))
     pace = Pace(interval, step_seconds)
-    return _Plan(Online(slots, pace.interval, disk.name).records, None, pace.step_took)
-
-
-def _quickest(n: int, slots: int, state_bytes: int, disk: DiskTier | None, trial: Callable[[], float]) -> _Plan:
-    memory = (slots + 1) * max(state_bytes, 1)
-    if disk is None or slots >= n - 1:
-        choice = choose(n, state_bytes, 0.0, 0.0, memory)
-        choice = dataclasses.replace(choice, seconds=math.nan)  # nothing was measured, as there is nothing to decide
-        return _Plan(lambda _: choice.schedule.records(), choice, _unnoted)
-    step_seconds = trial()
-    tier = time_transfers(disk, state_bytes, int(DISK_SHARE * free_bytes(disk.directory)))
-    # A reverse step runs a step forward and does about as much again.
-    choice = choose(n, state_bytes, step_seconds, 2 * step_seconds, memory, (tier,))
-    schedule = choice.schedule
-    if not isinstance(schedule, Multistage) or not schedule.parts:
-        return _Plan(lambda _: schedule.records(), choice, _unnoted)
-    room = tier.slots(state_bytes)
-    pace = Pace(schedule.interval, step_seconds, 1 if room is None else -(-n // max(room, 1)))
-    online = Online(slots, pace.interval, disk.name)
-    return _Plan(lambda more: online.records(more, n), choice, pace.step_took)
-
-
-def _unnoted(_: float) -> None:
-    """A schedule that is fixed does not ask what steps take."""
+    return Course(Online(slots, pace.interval, disk.name).records, None, pace.step_took)

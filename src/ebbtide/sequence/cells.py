@@ -1,0 +1,308 @@
+"""A cell as a chain of steps: run forward once with its outputs, again as often as needed, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from ebbtide.errors import SequenceError
+from ebbtide.sequence.checksums import Checksums
+from ebbtide.sequence.graphs import Outside, local_gradients, nodes_made
+from ebbtide.sequence.store import Block
+from ebbtide.sequence.tensors import State, TensorLayout, bytes_of
+
+Cell = Callable[[Any, Any], tuple[Any, Any]]
+
+
+class Inputs(Protocol):
+    """What `scan` takes an input from, by step, as often as it needs it."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, step: int, /) -> Any: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Step:
+    """What must be known of a step to reverse it.
+
+    Attributes:
+        inputs, uses: numbers in `Outside` of its inputs and of what else it uses.
+        same: for each tensor of its output, the tensor of the next state that it is, or -1.
+        needs_grad: for each tensor of the next state, whether it requires grad.
+    """
+
+    inputs: tuple[int, ...]
+    uses: tuple[int, ...]
+    same: tuple[int, ...]
+    needs_grad: tuple[bool, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Ran:
+    """A step as just run, with its graph.
+
+    Attributes:
+        inputs, given: tensors of its input that require grad, and what the cell was given in their place.
+        following: tensors of the next state.
+        parts, spec: its output, flat.
+    """
+
+    inputs: list[Tensor]
+    given: list[Tensor]
+    following: list[Tensor]
+    parts: list[Any]
+    spec: TreeSpec
+
+    def outputs(self) -> list[Tensor]:
+        """The tensors of its output that require grad, each once."""
+        return _once(part for part in self.parts if isinstance(part, Tensor) and part.requires_grad)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Number:
+    """Stands in an output for a tensor with a gradient."""
+
+    value: int
+
+
+class CellChain:
+    """A `Chain` of a cell's steps.
+
+    Args:
+        cell: see `ebbtide.scan`.
+        inputs: one for each step.
+        layout: how a state lies in a block.
+        truncate: see `ebbtide.scan`.
+        step_took: told the seconds of each step of the first sweep.
+        check: whether to compare states that are computed again.
+
+    Attributes:
+        outside: tensors made outside the cell that its steps use.
+        results: tensors with a gradient that the steps put out and, at the end, those of the last state; detached.
+    """
+
+    def __init__(
+        self,
+        cell: Cell,
+        inputs: Inputs,
+        layout: TensorLayout,
+        *,
+        truncate: int | None,
+        step_took: Callable[[float], None],
+        check: bool,
+    ) -> None:
+        self.outside = Outside()
+        self.results: list[Tensor] = []
+        self._cell = cell
+        self._inputs = inputs
+        self._layout = layout
+        self._truncate = truncate
+        self._step_took = step_took
+        self._checksums = Checksums("cell") if check else None
+        self._steps: list[_Step] = []
+        self._alike: dict[_Step, _Step] = {}  # so that steps that are alike share one record
+        self._ys: list[tuple[list[Any], TreeSpec]] = []
+        self._final: list[Any] = []
+        self._start: list[int | None] = []
+        # While steps are reversed:
+        self._grads: list[Tensor | None] = []
+        self._position = 0
+        self._adjoint: list[Tensor | None] = []
+        self._sums: list[Tensor | None] = []
+
+    # --- forward -------------------------------------------------------------------------------------------------
+
+    def advance(self, state: State, step: int) -> State:
+        """See `Chain.advance`. It does not alter ``state``."""
+        since, start = nodes_made(), time.perf_counter()
+        ran = self._run(state, step)
+        if step == len(self._steps):
+            self._step_took(time.perf_counter() - start)
+            self._note(ran, state, step, since)
+        elif _needs_grad(ran.following) != self._steps[step].needs_grad:
+            raise _other_graph(step)
+        cut = self._truncate is not None and (step + 1) % self._truncate == 0
+        return [part.detach().requires_grad_(part.requires_grad and not cut) for part in ran.following]
+
+    def _run(self, state: State, step: int) -> _Ran:
+        parts, spec = tree_flatten(self._inputs[step])
+        inputs = [part for part in parts if isinstance(part, Tensor) and part.requires_grad]
+        given = {id(part): part.detach().requires_grad_() for part in inputs}
+        versions = [part._version for part in state]
+        found = self._cell(self._layout.unflatten(state), tree_unflatten([given.get(id(p), p) for p in parts], spec))
+        if not (isinstance(found, tuple) and len(found) == 2):
+            raise SequenceError(
+                f"the cell must return (state, y), but returned a {type(found).__name__} in step {step}"
+            )
+        following = self._layout.flatten(found[0], step + 1)
+        if versions != [part._version for part in state]:
+            raise SequenceError(f"the cell has altered its state in place in step {step}; it must return a new one")
+        if self._checksums is not None:
+            self._checksums.compare(bytes_of(following), step)
+        return _Ran(_once(inputs), list(given.values()), following, *tree_flatten(found[1]))
+
+    def _note(self, ran: _Ran, state: State, step: int, since: int) -> None:
+        """Take up what the first run of a step shows and puts out."""
+        outputs = ran.outputs()
+        uses = self.outside.used(
+            [*ran.following, *outputs], [*state, *ran.given], since, step, lambda: self._run_unseen(state, step)
+        )
+        same = tuple(_find(output, ran.following) for output in outputs)
+        record = _Step(tuple(map(self.outside.input_number, ran.inputs)), uses, same, _needs_grad(ran.following))
+        self._steps.append(self._alike.setdefault(record, record))
+        numbers = {id(output): _Number(len(self.results) + k) for k, output in enumerate(outputs)}
+        self.results += [output.detach() for output in outputs]
+        self._ys.append(([numbers.get(id(part), part) for part in ran.parts], ran.spec))
+        if step == len(self._inputs) - 1:
+            for part in ran.following:
+                if part.requires_grad and id(part) not in numbers:
+                    numbers[id(part)] = _Number(len(self.results))
+                    self.results.append(part.detach())
+            self._final = [numbers.get(id(part), part) for part in ran.following]
+
+    def trial(self, state: State) -> None:
+        """Run step 0, leaving no trace."""
+        self._run_unseen(state, 0)
+
+    def _run_unseen(self, state: State, step: int) -> None:
+        checksums, self._checksums = self._checksums, None
+        try:
+            with self._layout.generators.preserved():
+                self._run(state, step)
+        finally:
+            self._checksums = checksums
+
+    def take_results(self, start: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The results, given the user's state 0; they are not held here any more."""
+        self._start = [self.outside.find(part) for part in start]
+        results, self.results = self.results, []
+        return tuple(results)
+
+    def assemble(self, results: Sequence[Tensor]) -> tuple[Any, list[Any]]:
+        """The last state and the outputs of all steps, with ``results`` in their places; not held here any more."""
+
+        def put(parts: Iterable[Any]) -> list[Any]:
+            return [results[part.value] if isinstance(part, _Number) else part for part in parts]
+
+        ys = [tree_unflatten(put(parts), spec) for parts, spec in self._ys]
+        self._ys = []
+        return self._layout.unflatten(put(self._final)), ys
+
+    # --- back ----------------------------------------------------------------------------------------------------
+
+    def begin_reverse(self, grads: Sequence[Tensor | None]) -> None:
+        """Take the gradients of the results."""
+        self._sums = [None] * len(self.outside.tensors)
+        self._grads = list(grads)
+        self._adjoint = []
+        for part in self._final:
+            self._adjoint.append(self._grads[part.value] if isinstance(part, _Number) else None)
+            if isinstance(part, _Number):
+                self._grads[part.value] = None  # so that it counts once, whatever else the same tensor is
+        self._position = sum(len(record.same) for record in self._steps)
+        del self._grads[self._position :]
+
+    def reverse(self, state: State, step: int) -> None:
+        """See `Chain.reverse`."""
+        record = self._steps[step]
+        self._position -= len(record.same)
+        grads = self._grads[self._position :]
+        del self._grads[self._position :]
+        seeds = self._seeds(len(state), step)
+        own = [(k, grad) for k, grad in enumerate(grads) if grad is not None and record.same[k] < 0]
+        if own or any(grad is not None for grad in self._adjoint):
+            ran = self._run(state, step)
+            roots = [(part, grad) for part, grad in zip(ran.following, self._adjoint, strict=True) if grad is not None]
+            if own:
+                outputs = ran.outputs()
+                if len(outputs) != len(record.same):
+                    raise _other_graph(step)
+                roots += [(outputs[k], grad) for k, grad in own]
+            self._add(state, ran, record, roots, seeds, step)
+        self._adjoint = seeds
+
+    def _seeds(self, parts: int, step: int) -> list[Tensor | None]:
+        """Gradients that a state has as the output of the step before it."""
+        seeds: list[Tensor | None] = [None] * parts
+        if step == 0:
+            # What it has got as something else comes first: see NOTE [The same order of additions] in `graphs.py`.
+            for place, number in enumerate(self._start):
+                if number is not None:
+                    seeds[place], self._sums[number] = self._sums[number], None
+        else:
+            same = self._steps[step - 1].same
+            for place, grad in zip(same, self._grads[self._position - len(same) :], strict=True):
+                if place >= 0:
+                    seeds[place] = grad
+        return seeds
+
+    def _add(
+        self,
+        state: State,
+        ran: _Ran,
+        record: _Step,
+        roots: list[tuple[Tensor, Tensor]],
+        seeds: list[Tensor | None],
+        step: int,
+    ) -> None:
+        """Run a step's graph back: into ``seeds`` what its state gets, into the sums what is outside."""
+        places = [place for place, part in enumerate(state) if part.requires_grad]
+        numbers = [*record.inputs, *record.uses]
+        tensors = self.outside.tensors
+        targets = [*(state[place] for place in places), *ran.given, *(tensors[number] for number in record.uses)]
+        sums = [*(seeds[place] for place in places), *(self._sums[number] for number in numbers)]
+        if _needs_grad(ran.following) != record.needs_grad or len(ran.given) != len(record.inputs):
+            raise _other_graph(step)
+        if not targets:
+            return
+        keep = any(tensors[number].grad_fn is not None for number in record.uses)
+        found = local_gradients(roots, targets, sums, keep=keep)
+        for place, grad in zip(places, found[: len(places)], strict=True):
+            seeds[place] = grad
+        for number, grad in zip(numbers, found[len(places) :], strict=True):
+            self._sums[number] = grad
+
+    def end_reverse(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """The gradients of `outside` and of state 0; not held here any more."""
+        sums, adjoint = self._sums, self._adjoint
+        self._sums, self._adjoint, self._grads = [], [], []
+        return sums, adjoint
+
+    # --- states --------------------------------------------------------------------------------------------------
+
+    def pack(self, state: State, block: Block) -> None:
+        """See `Chain.pack`."""
+        self._layout.pack(state, block)
+
+    def unpack(self, block: Block, *, own: bool) -> State:  # noqa: ARG002
+        """See `Chain.unpack`."""
+        return self._layout.unpack(block)
+
+    def copy(self, state: State) -> State:
+        """See `Chain.copy`."""
+        return self._layout.copy(state)
+
+
+def _needs_grad(state: Iterable[Tensor]) -> tuple[bool, ...]:
+    return tuple(part.requires_grad for part in state)
+
+
+def _other_graph(step: int) -> SequenceError:
+    return SequenceError(
+        f"step {step} gave another graph when it was run again: the cell must depend on the state and the input alone; "
+        "check=True finds the first step that differs"
+    )
+
+
+def _once(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def _find(tensor: Tensor, among: Sequence[Tensor]) -> int:
+    return next((place for place, part in enumerate(among) if part is tensor), -1)

@@ -1,0 +1,204 @@
+"""The autograd graph of one step of a cell: what it reaches outside, and running it back without going there.
+
+NOTE [Where a step's graph ends]
+The cell gets detached tensors for its state and inputs, so its graph ends there, and where it meets tensors made
+outside: parameters, and results of other ops that the cell closes over. Nodes made since the step began are its own;
+each edge from one of them to any other node is such an end. A leaf is known from its node. Of a result of another op
+the node is known but not the tensor, so the step is run once more under a dispatch mode that looks at all arguments.
+
+NOTE [The same order of additions]
+Autograd runs nodes newest first, and adds up what arrives for a tensor one by one, in that order. So for the same bits
+the running sum over the later steps must arrive first, then each use in this step. The sum is therefore fed in through
+an `alias` of the tensor, made after everything else in the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_iter
+
+from ebbtide.errors import SequenceError
+
+nodes_made: Callable[[], int] = vars(torch.autograd)["_get_sequence_nr"]
+"""The number that the next node of this thread will have."""
+_hooks = torch._C._autograd
+_LEAF_NODE = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
+_alias = torch.ops.aten.alias.default
+
+Edge = tuple[Node, int]
+
+
+class Outside:
+    """Tensors made outside the cell that its steps use and that require grad, numbered as they are found.
+
+    Attributes:
+        tensors: they.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self._numbers: dict[Hashable, int] = {}
+        self._began = nodes_made()
+
+    def input_number(self, tensor: Tensor) -> int:
+        """The number of a tensor that a step has as an input: another one than if the cell closes over it, too."""
+        return self._number(tensor, ("input", id(tensor)))
+
+    def find(self, tensor: Tensor) -> int | None:
+        """The number of a tensor that requires grad, if it has one, as an input or otherwise."""
+        if not tensor.requires_grad:
+            return None
+        own = id(tensor) if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
+        return self._numbers.get(("input", id(tensor)), self._numbers.get(own))
+
+    def _number(self, tensor: Tensor, key: Hashable) -> int:
+        if key not in self._numbers:
+            self._numbers[key] = len(self.tensors)
+            self.tensors.append(tensor)
+        return self._numbers[key]
+
+    def used(
+        self, outputs: Iterable[Tensor], own: Sequence[Tensor], since: int, step: int, again: Callable[[], object]
+    ) -> tuple[int, ...]:
+        """The numbers of those that the graph of a step uses. See NOTE [Where a step's graph ends].
+
+        Args:
+            outputs: of the step.
+            own: detached tensors that the step was given.
+            since: `nodes_made` when it began.
+            step: its number, for messages.
+            again: runs it again.
+
+        Raises:
+            SequenceError: if it uses what an earlier step made, other than through the state, or what is not found.
+        """
+        outputs = list(outputs)
+        leaves, results = _ends(outputs, {id(tensor) for tensor in own}, since)
+        numbers = {self._number(leaf, id(leaf)) for leaf in leaves}
+        unknown = {edge for edge in results if edge not in self._numbers}
+        if unknown:
+            if any(node._sequence_nr() >= self._began for node, _ in unknown):
+                raise SequenceError(
+                    f"step {step} uses a tensor that an earlier step made and that is not in its state; return it as "
+                    "a part of the state"
+                )
+            with _disable_current_modes(), _Finder(unknown) as finder:
+                finder.look(outputs)  # one may have been passed on as it was
+                again()
+            missing = unknown - finder.found.keys()
+            if missing:
+                raise SequenceError(
+                    f"step {step} uses a result of {next(iter(missing))[0].name()} from outside that cannot be found; "
+                    "pass it as a part of the state or of the inputs"
+                )
+            for edge, tensor in finder.found.items():
+                self._number(tensor, edge)
+        return tuple(sorted(numbers | {self._numbers[edge] for edge in results}))
+
+    @contextlib.contextmanager
+    def fenced(self) -> Iterator[None]:
+        """Inside, gradients of steps stop at these tensors, and the users' hooks on them do not run.
+
+        Where one is computed from another, the engine would go on from the one to the other: hooks take what it wants
+        to bring there. And hooks are for the whole gradient: they run when that has been summed up.
+        """
+        nodes = {tensor.grad_fn for tensor in self.tensors if tensor.grad_fn is not None}
+        fences = [node.register_prehook(lambda grads: (None,) * len(grads)) for node in nodes]
+        hooks = [(held, dict(held)) for tensor in self.tensors if (held := tensor._backward_hooks)]
+        retained = [(tensor, tensor.grad) for tensor in self.tensors if tensor.retains_grad]
+        for held, _ in hooks:
+            held.clear()
+        try:
+            yield
+        finally:
+            for fence in fences:
+                fence.remove()
+            for held, kept in hooks:
+                held.update(kept)
+            for tensor, grad in retained:
+                tensor.grad = grad
+
+
+def local_gradients(
+    roots: list[tuple[Tensor, Tensor]], targets: Sequence[Tensor], sums: Sequence[Tensor | None], *, keep: bool
+) -> list[Tensor | None]:
+    """Gradients of one step's graph, added to what is there already. See NOTE [The same order of additions].
+
+    Args:
+        roots: outputs of the step, each with its gradient.
+        targets: the tensors at which it ends.
+        sums: by target, the gradient that has arrived before.
+        keep: leave the graph as it is, as some of it may not be the step's own.
+    """
+    fed = [(_alias(target), held) for target, held in zip(targets, sums, strict=True) if held is not None]
+    outputs, grads = zip(*roots, *fed, strict=True)
+    return list(torch.autograd.grad(outputs, targets, grads, retain_graph=keep, allow_unused=True))
+
+
+@contextlib.contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """Hooks that others have put on saved tensors do not see what is saved inside; those put on inside work."""
+    top: Callable[[bool], tuple[Any, Any] | None] = _hooks._top_saved_tensors_default_hooks
+    taken: list[tuple[Any, Any]] = []
+    while (pair := top(True)) is not None:
+        taken.append(pair)
+        _hooks._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(taken):
+            _hooks._push_saved_tensors_default_hooks(pack, unpack)
+
+
+class _Finder(TorchDispatchMode):
+    """Looks for tensors by the edges that lead to them."""
+
+    def __init__(self, wanted: set[Edge]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: dict[Edge, Tensor] = {}
+        self._wanted = wanted
+
+    def look(self, parts: Iterable[Any]) -> None:
+        """Note those of ``parts`` that are wanted."""
+        for part in parts:
+            if isinstance(part, Tensor) and part.grad_fn is not None:
+                edge = (part.grad_fn, part.output_nr)
+                if edge in self._wanted:
+                    self.found.setdefault(edge, part)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.look(tree_iter((args, kwargs)))
+        return func(*args, **(kwargs or {}))
+
+
+def _ends(outputs: Iterable[Tensor], own: set[int], since: int) -> tuple[list[Tensor], set[Edge]]:
+    """Leaves and edges to results of other ops at which the graph of ``outputs`` ends."""
+    leaves: dict[int, Tensor] = {}
+    results: set[Edge] = set()
+    edges: list[Edge] = []
+    for output in outputs:
+        if output.grad_fn is not None:
+            edges.append((output.grad_fn, output.output_nr))
+        elif output.requires_grad and id(output) not in own:
+            leaves[id(output)] = output
+    seen: set[Node] = set()
+    while edges:
+        edge = edges.pop()
+        node = edge[0]
+        if type(node) is _LEAF_NODE:
+            leaf: Tensor = node.variable  # type: ignore[attr-defined]
+            if id(leaf) not in own:
+                leaves[id(leaf)] = leaf
+        elif node._sequence_nr() < since:
+            results.add(edge)
+        elif node not in seen:
+            seen.add(node)
+            edges += [(following, number) for following, number in node.next_functions if following is not None]
+    return list(leaves.values()), results

@@ -1,0 +1,260 @@
+"""Backpropagation through a loop over a cell, in bounded memory, as a part of any autograd graph."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ebbtide.errors import SequenceError
+from ebbtide.run.tiers import DiskTier
+from ebbtide.sequence.cells import Cell, CellChain, Inputs
+from ebbtide.sequence.choose import memory_slots
+from ebbtide.sequence.executor import Executor
+from ebbtide.sequence.graphs import without_saved_tensor_hooks
+from ebbtide.sequence.pace import time_step
+from ebbtide.sequence.planning import Course, open_spill, quickest
+from ebbtide.sequence.progress import is_wanted, watch
+from ebbtide.sequence.schedules import Record, Reverse
+from ebbtide.sequence.store import StateStore
+from ebbtide.sequence.tensors import State, TensorLayout
+
+REVERSE_FACTOR = 3.0
+"""A reverse step runs a step forward and its graph back, which takes about twice as long as that."""
+
+_log = logging.getLogger(__name__)
+
+
+def scan(
+    cell: Cell,
+    state: Any,
+    inputs: Iterable[Any],
+    *,
+    memory: int | str = "256MiB",
+    spill: str | Path | None = None,
+    truncate: int | None = None,
+    check: bool = False,
+    progress: bool | None = None,
+) -> tuple[Any, list[Any]]:
+    """Run ``state, y = cell(state, x)`` for each ``x``; the backward pass takes bounded memory, however many there are.
+
+    Gives what the plain loop gives, bit for bit, gradients included: for state 0, the inputs, and whatever else the
+    cell uses. The backward pass runs steps again from stored states. Under `torch.no_grad` it is the plain loop.
+
+    Args:
+        cell: gives the next state and an output, any pytree (or None). It is called again for the same step, and must
+            then do the same: all that changes from step to step must be in the state or the input. Random numbers of
+            PyTorch are drawn again as they were. It must not alter its state in place.
+        state: state 0, a pytree of tensors. All states have the same structure, shapes, types and devices.
+        inputs: any iterable. What can be indexed is, anew for each run of a step; of others the items are kept.
+        memory: for the states held between steps, in RAM; bytes, or such as ``"256MiB"``. What one step and its graph
+            take comes on top, and so do inputs, outputs and gradients.
+        spill: directory for states that do not fit, on a fast disk. Without one, steps are run again.
+        truncate: detach the state before each step whose number is a multiple of this.
+        check: compare every state that is computed again with a checksum of the first time, and what the disk gives
+            back with what it was given. Takes 4 bytes of memory for each step.
+        progress: whether to show a bar; if not given, for long chains on a terminal.
+
+    Returns:
+        The last state and the list of all outputs.
+
+    Raises:
+        SequenceError: if memory takes less than two states, a state is not like state 0, or the cell misbehaves; also
+            from the backward pass.
+        SpillError: if the spill directory is missing, full or faulty; also from the backward pass.
+    """
+    if truncate is not None and truncate < 1:
+        raise SequenceError(f"truncate={truncate}: the state cannot be detached so often; give at least 1")
+    steps = _indexed(inputs)
+    if len(steps) == 0:
+        return state, []
+    if not torch.is_grad_enabled():
+        return _plain(cell, state, steps)
+    layout = TensorLayout(state)
+    start = [part.detach().requires_grad_(part.requires_grad) for part in layout.flatten(state, 0)]
+    sweep = _Sweep(cell, start, steps, layout, memory, spill, truncate, check, progress)
+    sweep.forward()
+    if not sweep.chain.results:
+        sweep.close()
+        return sweep.chain.assemble(())
+    user_start = layout.flatten(state, 0)
+    results = _Reversal.apply(sweep, len(user_start), *sweep.chain.outside.tensors, *user_start)  # type: ignore[no-untyped-call]
+    return sweep.chain.assemble(results)
+
+
+def _indexed(inputs: Iterable[Any]) -> Inputs:
+    if isinstance(inputs, Tensor):
+        # Each index would make another tensor, but gradients must go to one.
+        return inputs.unbind(0) if inputs.requires_grad else inputs
+    if hasattr(inputs, "__getitem__") and hasattr(inputs, "__len__") and not isinstance(inputs, (list, Mapping)):
+        return cast(Inputs, inputs)
+    return tuple(inputs)
+
+
+def _plain(cell: Cell, state: Any, inputs: Inputs) -> tuple[Any, list[Any]]:
+    ys = []
+    for step in range(len(inputs)):
+        state, y = cell(state, inputs[step])
+        ys.append(y)
+    return state, ys
+
+
+class _Reversal(torch.autograd.Function):
+    """The whole scan as one node of the user's graph. What it returns was computed before."""
+
+    @staticmethod
+    def forward(ctx: Any, sweep: _Sweep, parts: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.sweep = sweep
+        ctx.save_for_backward(*tensors)
+        return sweep.chain.take_results(tensors[-parts:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors  # raises what PyTorch does if they were altered since, or the graph was freed
+        if torch.is_grad_enabled():
+            raise SequenceError(
+                "a scan cannot be differentiated twice: run its backward pass without create_graph=True"
+            )
+        if all(grad is None for grad in grads):
+            return (None,) * len(ctx.needs_input_grad)
+        outside, state = ctx.sweep.back(grads)
+        return None, None, *outside, *state
+
+
+class _Sweep:
+    """A chain's run: the forward part at once, the rest when gradients come.
+
+    A second backward pass through a graph that was retained begins with the forward part again.
+    """
+
+    def __init__(
+        self,
+        cell: Cell,
+        start: State,
+        inputs: Inputs,
+        layout: TensorLayout,
+        memory: int | str,
+        spill: str | Path | None,
+        truncate: int | None,
+        check: bool,
+        progress: bool | None,
+    ) -> None:
+        self.chain = CellChain(cell, inputs, layout, truncate=truncate, step_took=self._step_took, check=check)
+        self._start = start
+        self._n = len(inputs)
+        self._layout = layout
+        self._slots = memory_slots(layout.size_bytes, memory)
+        self._spill = spill
+        self._check = check
+        self._progress = progress
+        self._scene = _Scene(layout.device_types)
+        self._start_generators = layout.generators.read()
+        self._turn_generators = self._start_generators
+        self._course: Course | None = None
+        self._resources = contextlib.ExitStack()
+        self._disk: DiskTier | None = None
+        self._executor: Executor[State] | None = None
+        self._records: Iterator[Record] = iter(())
+
+    def forward(self) -> None:
+        """Run every step once. If that fails, nothing is left."""
+        with self._scene.set():
+            try:
+                self._to_the_turn()
+                self._turn_generators = self._layout.generators.read()
+                assert self._executor is not None
+                self.chain.advance(self._executor.working, self._n - 1)
+            except BaseException:
+                self.close()
+                raise
+
+    def back(self, grads: tuple[Tensor | None, ...]) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Reverse every step; gradients of what is outside and of state 0. Nothing is left after it."""
+        with self._scene.set(), self._layout.generators.preserved(), self.chain.outside.fenced():
+            try:
+                if self._executor is None:
+                    self._layout.generators.set(self._start_generators)
+                    self._to_the_turn()
+                else:
+                    self._layout.generators.set(self._turn_generators)
+                assert self._executor is not None
+                self.chain.begin_reverse(grads)
+                self._executor.run(self._watched(self._records, forward=False))
+                if self._disk is not None:
+                    self._disk.drain()
+                return self.chain.end_reverse()
+            finally:
+                self.close()
+
+    def close(self) -> None:
+        """Give back memory and files."""
+        self._executor, self._disk, self._records = None, None, iter(())
+        self._resources.close()
+
+    def _to_the_turn(self) -> None:
+        """Run all records before the first reverse step."""
+        size_bytes = self._layout.size_bytes
+        self._disk = disk = self._resources.enter_context(open_spill(self._spill, checksum=self._check))
+        if self._course is None:
+            self._course = quickest(self._n, self._slots, size_bytes, disk, self._trial, reverse_factor=REVERSE_FACTOR)
+            _log.info("%s", self._course.choice)
+        store = StateStore(size_bytes, self._slots, {} if disk is None else {disk.name: disk})
+        self._resources.enter_context(store)
+        self._executor = Executor(self.chain, store, self._start)
+        records = self._course.records(range(self._n).__contains__)
+        self._executor.run(self._watched(self._until_turn(records), forward=True))
+
+    def _until_turn(self, records: Iterator[Record]) -> Iterator[Record]:
+        for record in records:
+            if isinstance(record, Reverse):
+                self._records = itertools.chain((record,), records)
+                return
+            yield record
+
+    def _watched(self, records: Iterator[Record], *, forward: bool) -> Iterator[Record]:
+        choice = self._course.choice if self._course is not None else None
+        assert choice is not None
+        if not is_wanted(self._progress, choice.seconds):
+            return records
+        first = self._n - 1
+        return watch(records, first if forward else choice.forward_steps - first + self._n)
+
+    def _trial(self) -> float:
+        with _disable_current_modes():
+            return time_step(lambda: self.chain.trial(self._start))
+
+    def _step_took(self, seconds: float) -> None:
+        if self._course is not None:
+            self._course.step_took(seconds)
+
+
+class _Scene:
+    """What the forward pass ran under, which the backward pass must run steps under again.
+
+    Under autocast PyTorch keeps the converted weights from step to step; here each step converts them, as in a plain
+    loop with ``cache_enabled=False``, or they would have to be kept from the first step to the last.
+    """
+
+    def __init__(self, device_types: list[str]) -> None:
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in device_types
+            if torch.amp.is_autocast_available(kind)
+        ]
+
+    @contextlib.contextmanager
+    def set(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(without_saved_tensor_hooks())
+            for kind, enabled, dtype in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+            yield

@@ -1,0 +1,219 @@
+"""How a state of tensors, and that of the random generators, lies in one block of memory."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+
+from ebbtide.errors import SequenceError
+from ebbtide.sequence.store import Block
+
+ALIGNMENT_BYTES = 64
+"""Tensors begin at multiples of this, as PyTorch's own do: kernels may choose their code by alignment."""
+FORM_BYTES = 8
+"""The number of a state's form is stored with it."""
+
+State = list[Tensor]
+"""The tensors of a state, detached; those that take part in the gradient have ``requires_grad`` set."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Leaf:
+    path: str
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def __str__(self) -> str:
+        where = "" if self.device.type == "cpu" else f" on {self.device}"
+        return f"{self.path or 'the state'}: {self.dtype} of shape {tuple(self.shape)}{where}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Form:
+    """In what tensors of states differ: how they lie in memory, and whether they take part in the gradient.
+
+    A state that comes back lies as it lay, with the same gaps: kernels may sum in another order if it does not.
+    """
+
+    stride: tuple[int, ...]
+    shift_bytes: int
+    needs_grad: bool
+
+    @classmethod
+    def of(cls, part: Tensor) -> _Form:
+        """The form of a tensor."""
+        return cls(part.stride(), part.data_ptr() % ALIGNMENT_BYTES, part.requires_grad)
+
+    def adopt(self, part: Tensor, *, own: bool) -> Tensor:
+        """``part``, which is dense, in this form: a copy, or if it is our ``own`` and lies as it should, itself."""
+        lies_well = self.shift_bytes == part.data_ptr() % ALIGNMENT_BYTES and self.stride == part.stride()
+        if not (own and lies_well):
+            part = self._copy(part)
+        return part.requires_grad_(self.needs_grad)
+
+    def _copy(self, part: Tensor) -> Tensor:
+        once = [1 if stride == 0 else size for size, stride in zip(part.shape, self.stride, strict=True)]
+        span = 1 + sum((size - 1) * stride for size, stride in zip(once, self.stride, strict=True))
+        if part.numel() == 0 or math.prod(once) > span:  # empty, or elements lie on top of each other
+            return part.detach().clone()
+        shift = self.shift_bytes // part.element_size()
+        memory = torch.empty(shift + span, dtype=part.dtype, device=part.device)
+        place = memory.as_strided(once, self.stride, shift)
+        place.copy_(part[tuple(slice(size) for size in once)])
+        return memory.as_strided(part.shape, self.stride, shift)
+
+
+class Generators:
+    """The random generators that a cell may draw from: the CPU's, and those of some CUDA devices."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = devices
+
+    def read(self) -> list[Tensor]:
+        """Their states, bytes on the CPU."""
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)]
+
+    def set(self, states: Sequence[Tensor]) -> None:
+        """Go back to ``states``."""
+        torch.set_rng_state(states[0])
+        for device, state in zip(self._devices, states[1:], strict=True):
+            torch.cuda.set_rng_state(state, device)
+
+    @contextlib.contextmanager
+    def preserved(self) -> Iterator[None]:
+        """What is drawn inside is as if it had not been."""
+        before = self.read()
+        try:
+            yield
+        finally:
+            self.set(before)
+
+
+class TensorLayout:
+    """Structure, shapes, types and devices of a state: any pytree of tensors.
+
+    Args:
+        state: the state whose like is to be stored.
+
+    Attributes:
+        size_bytes: bytes of a block for it and the generators.
+        generators: those of the devices that it is on.
+
+    Raises:
+        SequenceError: if there is something in it that is no dense tensor, or nothing at all.
+    """
+
+    def __init__(self, state: Any) -> None:
+        found, self._spec = tree_flatten_with_path(state)
+        for path, part in found:
+            if not isinstance(part, Tensor) or part.layout is not torch.strided:
+                what = f"a tensor of layout {part.layout}" if isinstance(part, Tensor) else type(part).__name__
+                raise SequenceError(
+                    f"the state has {what} at {keystr(path) or 'its root'}; each part of it must be a dense tensor "
+                    "(what does not change from step to step, the cell can take from outside)"
+                )
+        self._leaves = [_Leaf(keystr(path), part.shape, part.dtype, part.device) for path, part in found]
+        if not found:
+            raise SequenceError("the state has no tensors; give state 0 as a tensor, or a tuple, list or dict of them")
+        self.device_types = sorted({"cpu", *(leaf.device.type for leaf in self._leaves)})
+        self.generators = Generators(
+            sorted({leaf.device for leaf in self._leaves if leaf.device.type == "cuda"}, key=str)
+        )
+        self._forms: list[tuple[_Form, ...]] = []
+        self._form_numbers: dict[tuple[_Form, ...], int] = {}
+        end = FORM_BYTES
+        self._generator_places: list[tuple[int, int]] = []
+        for generator in self.generators.read():
+            self._generator_places.append((end, generator.numel()))
+            end += generator.numel()
+        self._offsets: list[int] = []
+        for _, part in found:
+            offset = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            self._offsets.append(offset)
+            end = offset + part.numel() * part.element_size()
+        self.size_bytes = end
+
+    def flatten(self, state: Any, step: int) -> list[Tensor]:
+        """The tensors of the state before ``step``. Raises `SequenceError` if it is not like the first one."""
+        parts, spec = tree_flatten(state)
+        if spec == self._spec and all(map(_is_like, parts, self._leaves)):
+            return parts
+        found, _ = tree_flatten_with_path(state)
+        got = ", ".join(
+            str(_Leaf(keystr(path), part.shape, part.dtype, part.device))
+            if isinstance(part, Tensor)
+            else f"{keystr(path) or 'the state'}: {type(part).__name__}"
+            for path, part in found
+        )
+        raise SequenceError(
+            f"state {step} is not like state 0: expected {', '.join(map(str, self._leaves))}; got {got or 'nothing'}; "
+            "all states of a chain must have the same structure, shapes, types and devices"
+        )
+
+    def unflatten(self, state: State) -> Any:
+        """The state as the user knows it."""
+        return tree_unflatten(state, self._spec)
+
+    def pack(self, state: State, block: Block) -> None:
+        """Copy a state, and the state of the generators, into a block."""
+        forms = tuple(map(_Form.of, state))
+        if forms not in self._form_numbers:
+            self._form_numbers[forms] = len(self._forms)
+            self._forms.append(forms)
+        with torch.no_grad(), _disable_current_modes():
+            _over(block, torch.int64, 0, (1,)).fill_(self._form_numbers[forms])
+            for (offset, size), generator in zip(self._generator_places, self.generators.read(), strict=True):
+                _over(block, torch.uint8, offset, (size,)).copy_(generator)
+            for part, place in zip(state, self._places(block), strict=True):
+                place.copy_(part)
+
+    def unpack(self, block: Block) -> State:
+        """The state in a block, copied only where it must be; the generators go back to where they were."""
+        with torch.no_grad(), _disable_current_modes():
+            forms = self._forms[int(_over(block, torch.int64, 0, (1,)))]
+            self.generators.set(
+                [_over(block, torch.uint8, offset, (size,)).clone() for offset, size in self._generator_places]
+            )
+            parts = [place.to(leaf.device) for place, leaf in zip(self._places(block), self._leaves, strict=True)]
+            return [form.adopt(part, own=True) for form, part in zip(forms, parts, strict=True)]
+
+    def copy(self, state: State) -> State:
+        """A state of its own memory, in which it lies alike."""
+        with torch.no_grad(), _disable_current_modes():
+            return [_Form.of(part).adopt(part, own=False) for part in state]
+
+    def _places(self, block: Block) -> list[Tensor]:
+        return [
+            _over(block, leaf.dtype, offset, leaf.shape)
+            for leaf, offset in zip(self._leaves, self._offsets, strict=True)
+        ]
+
+
+def bytes_of(state: State) -> Iterator[memoryview]:
+    """The bytes of each tensor."""
+    for part in state:
+        yield part.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _is_like(part: Any, leaf: _Leaf) -> bool:
+    return (
+        isinstance(part, Tensor)
+        and part.shape == leaf.shape
+        and part.dtype is leaf.dtype
+        and part.device == leaf.device
+        and part.layout is torch.strided
+    )
+
+
+def _over(block: Block, dtype: torch.dtype, offset_bytes: int, shape: Sequence[int]) -> Tensor:
+    stride = torch.empty(shape, device="meta").stride()
+    return torch.empty(0, dtype=dtype).set_(block, offset_bytes // dtype.itemsize, shape, stride)

@@ -1,0 +1,78 @@
+"""`scan` inside the steps of a `Budget`, and beside other hooks on saved tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ebbtide
+
+pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
+WIDTH = 64
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Sequential(nn.Linear(WIDTH, 256), nn.GELU(), nn.Linear(256, WIDTH), nn.GELU())
+        self.cell = nn.GRUCell(WIDTH, WIDTH)
+        self.after = nn.Sequential(nn.Linear(WIDTH, 256), nn.GELU(), nn.Linear(256, WIDTH))
+
+    def forward(self, x: Tensor, *, scanned: bool) -> Tensor:
+        def cell(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.cell(nn.functional.dropout(x, 0.2), h)
+            return h, h
+
+        xs, h = self.before(x), torch.zeros(x.shape[1], WIDTH)
+        if scanned:
+            _, ys = ebbtide.scan(cell, h, xs, memory="64KiB")
+        else:
+            ys = []
+            for row in xs:
+                h, y = cell(h, row)
+                ys.append(y)
+        return self.after(torch.stack(ys)).square().mean()
+
+
+def train(memory: ebbtide.Budget | None, *, scanned: bool) -> list[list[Tensor]]:
+    torch.manual_seed(0)
+    model, found = Model(), []
+    for _ in range(5):
+        x = torch.randn(10, 32, WIDTH)
+        if memory is None:
+            model(x, scanned=scanned).backward()
+        else:
+            with memory.step():
+                model(x, scanned=scanned).backward()
+        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("limit", ["70%", "300%"])
+def test_inside_the_steps_of_a_budget(limit: str, tmp_path: Path) -> None:
+    """Observed, verified and planned steps give the plain loop's gradients."""
+    expected = train(None, scanned=False)
+    with ebbtide.Budget(limit, spill=tmp_path) as memory:
+        found = train(memory, scanned=True)
+        assert memory.state != "observe"
+        assert not [m.left for m in memory.measured if m.left]
+    for step, other in zip(expected, found, strict=True):
+        assert all(map(torch.equal, step, other))
+
+
+def test_hooks_of_others_see_nothing_of_the_steps() -> None:
+    seen: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tensor)
+        return tensor
+
+    cell, xs = nn.GRUCell(WIDTH, WIDTH), torch.randn(20, 2, WIDTH)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        h, _ = ebbtide.scan(lambda h, x: (cell(x, h), None), torch.zeros(2, WIDTH), xs)
+        h.sum().backward()
+    assert len(seen) == len(list(cell.parameters())) + 1  # that they were not altered is known from these
