@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -62,6 +62,12 @@ class Ground:
         """The same with other recipes."""
         return Ground(self.problem, self.tier, recipes, Candidates.of(self.problem, self.tier, recipes))
 
+    def leaves(self, place: int) -> list[int]:
+        """Candidates that the recipe of a candidate reads."""
+        first, last = self.candidates.first_leaf[place], self.candidates.first_leaf[place + 1]
+        found: list[int] = self.candidates.leaves[first:last].tolist()
+        return found
+
     def trip(self, out: int, release: int, load: int) -> Trip:
         """A trip to the slow tier, in moments."""
         assert self.tier is not None, "only a ground with a slow tier has candidates that may be offloaded"
@@ -76,12 +82,9 @@ class Ground:
         return judged(self.problem.step, self.problem.machine, limit_bytes, decisions, method)
 
 
-def clock_with(clock: Floats, extra_seconds: Mapping[int, float]) -> Floats:
-    """Start of each moment, seconds, if some moments take longer."""
-    extra = np.zeros(len(clock))
-    for moment, seconds in extra_seconds.items():
-        extra[moment + 1] = seconds
-    return np.asarray(clock + np.cumsum(extra))
+def clock_with(clock: Floats, extra_seconds: Floats) -> Floats:
+    """Start of each moment, seconds, and the end, if moments take ``extra_seconds`` longer."""
+    return np.asarray(clock + np.concatenate(([0.0], np.cumsum(extra_seconds))))
 
 
 def held_until(found: Profile, candidates: Candidates, places: Sequence[int]) -> Ints:
