@@ -30,7 +30,7 @@ from ebbtide.step import Step
 FIXTURES = Path(__file__).parents[1] / "tests" / "fixtures"
 RECORDED = ("gpt2", "lstm", "resnet50")
 NETWORKS = ("vgg19", "resnet50", "gpt2", "vit", "lstm")
-MACHINES = ("titan-x-maxwell", "v100-16gb-pcie", "h100")
+MACHINES = ("v100-16gb-pcie", "h100")
 SHARES = (0.7, 0.5, 0.35, 0.25)
 """Of the way from the least reachable peak to the plain one."""
 SAME = 1e-9

@@ -250,7 +250,21 @@ def test_frontier(script: Path, machine: Path, tmp_path: Path) -> None:
     run("observe", script, "-o", step)
     quick = ("--points", "3", "--seconds", "0.02")
     page, picture, data = (tmp_path / f"frontier.{suffix}" for suffix in ("html", "png", "json"))
-    output = run("frontier", step, "--machine", machine, *quick, "-o", page, "-o", picture, "-o", data)
+    output = run(
+        "frontier",
+        step,
+        "--machine",
+        machine,
+        *quick,
+        "--policies",
+        "offload-all",
+        "-o",
+        page,
+        "-o",
+        picture,
+        "-o",
+        data,
+    )
     assert "offload-all" in output
     assert "solver" in output
     assert page.read_text().lstrip().lower().startswith("<!doctype html>")
