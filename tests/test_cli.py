@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -70,10 +71,10 @@ def machine(tmp_path: Path) -> Path:
 
 def test_subcommands_are_these() -> None:
     names = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
-    assert names == {"demo", "calibrate", "observe", "plan", "report"}
+    assert names == {"demo", "calibrate", "observe", "plan", "report", "frontier"}
 
 
-@pytest.mark.parametrize("command", [[], ["demo"], ["calibrate"], ["observe"], ["plan"], ["report"]])
+@pytest.mark.parametrize("command", [[], ["demo"], ["calibrate"], ["observe"], ["plan"], ["report"], ["frontier"]])
 def test_help_says_something(command: list[str]) -> None:
     assert "Usage" in run(*command, "--help")
 
@@ -242,6 +243,57 @@ def test_what_cannot_be_planned_without_the_hardware(
     said = failure(monkeypatch, capsys, "plan", "--machine", machine, "--model", f"{script}:{function}")
     assert expected in said
     assert len(said.splitlines()) == 1
+
+
+def test_frontier(script: Path, machine: Path, tmp_path: Path) -> None:
+    step, plan = tmp_path / "step.json.gz", tmp_path / "plan.json"
+    run("observe", script, "-o", step)
+    quick = ("--points", "3", "--seconds", "0.02")
+    page, picture, data = (tmp_path / f"frontier.{suffix}" for suffix in ("html", "png", "json"))
+    output = run(
+        "frontier",
+        step,
+        "--machine",
+        machine,
+        *quick,
+        "--policies",
+        "offload-all",
+        "-o",
+        page,
+        "-o",
+        picture,
+        "-o",
+        data,
+    )
+    assert "offload-all" in output
+    assert "solver" in output
+    assert page.read_text().lstrip().lower().startswith("<!doctype html>")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert read_json_points(data) == 3
+
+    run("plan", step, "--budget", "80%", "--machine", machine, "-o", plan)
+    output = run("frontier", plan, *quick, "--policies", "rotor,vdnn-conv", "-o", data)
+    assert "offload-all" not in output
+    assert "vdnn-conv: " in output
+    assert read_json_points(data) == 3
+
+
+def read_json_points(path: Path) -> int:
+    """Number of the solver's points in a frontier's JSON."""
+    return len(json.loads(path.read_text())["solver"]["points"])
+
+
+def test_what_has_no_frontier(
+    script: Path, machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    assert "cannot be read" in failure(monkeypatch, capsys, "frontier", tmp_path / "none.json", "-o", page)
+    assert "not a file of kind ebbtide-step" in failure(monkeypatch, capsys, "frontier", machine, "-o", page)
+    said = failure(monkeypatch, capsys, "frontier", machine, "--policies", "magic", "-o", page)
+    assert "no policy 'magic'; there are offload-all" in said
+    result = CliRunner().invoke(app, ["frontier", str(machine), "-o", str(tmp_path / "page.pdf")])
+    assert result.exit_code == 2
+    assert ".html, .png, .json" in result.output
 
 
 def test_calibrate_prints_both_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

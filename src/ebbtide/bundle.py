@@ -8,7 +8,7 @@ from pathlib import Path
 from ebbtide.decisions import Plan
 from ebbtide.errors import RecordError
 from ebbtide.machine import Machine
-from ebbtide.step import Step, read_json, write_json
+from ebbtide.step import Step, read_document, read_json, write_json
 
 FORMAT = "ebbtide-bundle"
 VERSION = 1
@@ -45,3 +45,16 @@ class Bundle:
             found = f"{len(plan.decisions)} decisions for {len(step.absences)} absences"
             raise RecordError(f"{path}: its plan is for another step: {found}")
         return cls(step, machine, plan)
+
+
+def load_step(path: str | Path) -> tuple[Step, Machine | None]:
+    """The step in a file of `Step.save`, or the step and the machine in one of `Bundle.save`.
+
+    Raises:
+        RecordError: if the file is neither, or malformed.
+    """
+    kind = read_document(path).get("format")
+    if kind == FORMAT:
+        bundle = Bundle.load(path)
+        return bundle.step, bundle.machine
+    return Step.load(path), None

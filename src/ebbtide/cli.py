@@ -1,4 +1,4 @@
-"""The ``ebbtide`` command: demo, calibrate, observe, plan, report.
+"""The ``ebbtide`` command: demo, calibrate, observe, plan, report, frontier.
 
 Each subcommand is thin: it reads files, calls the package, prints, and imports what only it needs. Results go to
 standard output, progress and errors to standard error.
@@ -17,10 +17,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ebbtide.bundle import Bundle
+from ebbtide.bundle import Bundle, load_step
 from ebbtide.decisions import Keep, Plan
 from ebbtide.errors import EbbtideError
 from ebbtide.machine import Machine
@@ -35,6 +35,8 @@ _STEP_FUNCTION = "one_step"
 _DEVICE_SHARE = 0.9
 """Default budget, as a share of the device's memory. The rest is for its context, for workspaces of kernels, which are
 not known before they run, and for holes that the allocator leaves."""
+_POLICIES = "offload-all,autoswap-swdoa,superneurons-cache,capuchin,rotor,pofo"
+"""Policies that a frontier shows, if the user names no others: one of each sort."""
 
 app = typer.Typer(
     help="Train PyTorch models within a memory budget, with the same gradients bit for bit.",
@@ -205,6 +207,60 @@ def report(
     with _errors().status("drawing"):
         write_timeline(bundle.step, bundle.machine, bundle.plan, output)
     _output().print(f"written to {output}", highlight=False)
+
+
+@app.command()
+def frontier(
+    step_path: Annotated[
+        Path, typer.Argument(metavar="STEP", help="A step from `ebbtide observe`, or a plan from `ebbtide plan`.")
+    ],
+    output: Annotated[
+        list[Path], typer.Option("-o", metavar="FILE", help="Where to write: .html, .png or .json. May be repeated.")
+    ],
+    machine_name: MachineName = None,
+    points: Annotated[int, typer.Option(min=2, help="Budgets, both ends included.")] = 12,
+    policies: Annotated[
+        str,
+        typer.Option(metavar="NAMES", help='Published policies, comma-separated, "all" or "none"; docs/policies.md.'),
+    ] = _POLICIES,
+    seconds: Annotated[float, typer.Option(min=0.0, help="Search of the solver for each budget.")] = 1.0,
+    spill: Spill = None,
+) -> None:
+    """Draw what memory costs in time: overhead for budgets from the least reachable peak to the plain one.
+
+    Shows the solver's plans, the bound that no plan can beat, and policies from papers, all judged by one simulator:
+    `ebbtide frontier step.json.gz --machine h200 -o frontier.html -o frontier.png`.
+    """
+    from ebbtide.plan.frontier import frontier as compute
+    from ebbtide.plan.published.registry import POLICIES, policies_named
+    from ebbtide.report.frontier import WRITERS, frontier_table
+
+    for path in output:
+        if path.suffix not in WRITERS:
+            raise typer.BadParameter(f"{path}: its name must end in {', '.join(WRITERS)}", param_hint="-o")
+    names = {"all": list(POLICIES), "none": []}.get(policies, [name for name in policies.split(",") if name])
+    chosen = policies_named(names)
+    step, machine = load_step(step_path)
+    if machine is None or machine_name is not None:
+        machine = _machine(machine_name, spill)
+    columns = (TextColumn("{task.description:24}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=_errors(), transient=True) as bar:
+        task = bar.add_task("planning", total=1.0)
+        found = compute(
+            step,
+            machine,
+            points=points,
+            policies=chosen,
+            seconds=seconds,
+            progress=lambda done, what: bar.update(task, completed=done, description=what),
+        )
+    _output().print(frontier_table(found))
+    for curve in found.policies:
+        if curve.refused:
+            _output().print(f"{curve.name}: {curve.refused}", highlight=False)
+    for path in output:
+        WRITERS[path.suffix](found, path)
+        _output().print(f"written to {path}", highlight=False)
 
 
 def _load_step(what: str, batch_size: int | None) -> tuple[Callable[[], Any], Callable[[], Any]]:

@@ -19,9 +19,10 @@ import dataclasses
 import gzip
 import json
 import math
-from collections.abc import Iterable
+import zlib
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ebbtide.errors import RecordError
 
@@ -218,7 +219,7 @@ def check_step(step: Step, name: str = "step") -> None:
             raise RecordError(f"{name}: op {tick} ({op.name}) has duration {op.duration_seconds}; it must be >= 0")
         if op.workspace_bytes < 0:
             raise RecordError(f"{name}: op {tick} ({op.name}) has a negative workspace")
-        for named in (*op.inputs, *op.outputs):
+        for named in (*op.inputs, *op.outputs, *(value for pair in op.mutated for value in pair)):
             if not 0 <= named < len(step.values):
                 raise RecordError(f"{name}: op {tick} ({op.name}) names value {named}, which does not exist")
     for number, value in enumerate(step.values):
@@ -244,8 +245,40 @@ def _columns(records: Iterable[Any]) -> dict[str, list[Any]]:
 
 
 def _rows(kind: type, columns: dict[str, list[Any]]) -> Iterable[Any]:
-    for row in columns["rows"]:
-        yield kind(*[_frozen(item) for item in row])
+    """Records of their rows. Raises `TypeError` if a field is not of its type."""
+    checks = [(field.name, _IS[str(field.type)]) for field in dataclasses.fields(kind)]
+    rows = columns["rows"]
+    if not isinstance(rows, list):
+        raise TypeError(f"the rows of {kind.__name__} are {rows!r}")
+    for number, row in enumerate(rows):
+        record = kind(*[_frozen(item) for item in row])
+        for name, is_right in checks:
+            if not is_right(getattr(record, name)):
+                raise TypeError(f"{kind.__name__} {number}: its {name} is {getattr(record, name)!r}")
+        yield record
+
+
+def _is_int(item: Any) -> bool:
+    return type(item) is int  # a bool is none
+
+
+def _are_ints(item: Any) -> bool:
+    return isinstance(item, tuple) and all(map(_is_int, item))
+
+
+_IS: dict[str, Callable[[Any], bool]] = {
+    "str": lambda item: isinstance(item, str),
+    "int": _is_int,
+    "float": lambda item: type(item) in (int, float),
+    "tuple[int, ...]": _are_ints,
+    "tuple[tuple[int, int], ...]": lambda item: (
+        isinstance(item, tuple) and all(_are_ints(pair) and len(pair) == 2 for pair in item)
+    ),
+    "Phase": get_args(Phase).__contains__,
+    "Replay": get_args(Replay).__contains__,
+    "EventKind": get_args(EventKind).__contains__,
+}
+"""By annotation of a field: whether an item is of that type."""
 
 
 def _frozen(item: Any) -> Any:
@@ -264,15 +297,25 @@ def read_json(path: str | Path, format_name: str, version: int) -> dict[str, Any
     Raises:
         RecordError: if it is missing, malformed, of another kind or of another version.
     """
+    document = read_document(path)
+    check_document(document, str(path), format_name, version)
+    return document
+
+
+def read_document(path: str | Path) -> dict[str, Any]:
+    """Read a JSON object, gzip-compressed or not. Raises `RecordError` if it is missing or malformed."""
     try:
         data = Path(path).read_bytes()
         document = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+    except gzip.BadGzipFile as fault:
+        raise RecordError(f"{path}: damaged, or cut short: {fault}") from fault
     except OSError as fault:
         raise RecordError(f"{path}: cannot be read: {fault.strerror or fault}") from fault
-    except (ValueError, EOFError) as fault:
+    except (ValueError, EOFError, zlib.error, RecursionError) as fault:
         raise RecordError(f"{path}: not JSON, or cut short: {fault}") from fault
-    check_document(document, str(path), format_name, version)
-    return document  # type: ignore[no-any-return]
+    if not isinstance(document, dict):
+        raise RecordError(f"{path}: not a file of ebbtide's")
+    return document
 
 
 def check_document(document: Any, name: str, format_name: str, version: int) -> None:

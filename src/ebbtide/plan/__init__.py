@@ -2,6 +2,7 @@
 
 from ebbtide.plan.bound import Bound as Bound
 from ebbtide.plan.bound import lower_bound as lower_bound
+from ebbtide.plan.frontier import least_peak_bytes as least_peak_bytes
 from ebbtide.plan.problem import plain_peak_bytes as plain_peak_bytes
 from ebbtide.plan.recipes import find_recipes as find_recipes
 from ebbtide.plan.simulate import Outcome as Outcome

@@ -8,8 +8,8 @@ import itertools
 import numpy as np
 import numpy.typing as npt
 
-from ebbtide.machine import Link, Machine
-from ebbtide.step import EXTERNAL, Step
+from ebbtide.machine import Link, Machine, check_machine
+from ebbtide.step import EXTERNAL, Step, check_step
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -99,7 +99,9 @@ class Problem:
 
     @classmethod
     def of(cls, step: Step, machine: Machine) -> Problem:
-        """Index ``step`` and ``machine``."""
+        """Index ``step`` and ``machine``. Raises `RecordError` if one of them cannot be."""
+        check_step(step)
+        check_machine(machine)
         facts = Facts.of(step)
         durations = np.zeros(step.moments)
         workspace = np.zeros(step.moments, dtype=np.int64)

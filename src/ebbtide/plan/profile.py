@@ -106,11 +106,6 @@ class Candidates:
             order=np.argsort(closes, kind="stable"),
         )
 
-    def leaves_of(self, place: int) -> list[int]:
-        """The candidates that the recipe of candidate ``place`` may have to bring back first."""
-        leaves: list[int] = self.leaves[self.first_leaf[place] : self.first_leaf[place + 1]].tolist()
-        return leaves
-
 
 def first_slots(problem: Problem, numbers: Sequence[int] | Ints) -> tuple[Ints, Ints, Mask]:
     """For each absence in ``numbers``: the first slot at which its copy out can be queued, the first at which it can

@@ -60,6 +60,8 @@ def solve(
     plain_peak = int(problem.plain.max(initial=problem.resting_bytes))
     if plain_peak <= limit_bytes:
         return _plan(problem, [Keep()] * len(step.absences), limit_bytes, bound_of(problem, limit_bytes).seconds)
+    if not step.ops:
+        raise _nothing_to_plan(problem, limit_bytes)
     recipes = find_recipes(step, banned)
     tiers = machine.slow_tiers()
     tier = tiers[0].name if tiers else None
@@ -107,6 +109,15 @@ def _plan(problem: Problem, decisions: list[Decision], limit_bytes: int, bound_s
         bound_seconds=bound_seconds,
         method=METHOD,
     )
+
+
+def _nothing_to_plan(problem: Problem, limit_bytes: int) -> BudgetError:
+    rest = problem.resting_bytes
+    message = (
+        f"budget {format_bytes(limit_bytes)} cannot be met: the step has no ops, and what it was given takes"
+        f" {format_bytes(rest)}; ask for at least {rest} bytes"
+    )
+    return BudgetError(message, limit_bytes=limit_bytes, reachable_bytes=rest, tick=0, op="", module="")
 
 
 def _budget_error(problem: Problem, least: Found, limit_bytes: int) -> BudgetError:

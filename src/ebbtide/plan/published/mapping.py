@@ -24,7 +24,6 @@ import numpy as np
 
 from ebbtide.decisions import Decision, Plan
 from ebbtide.machine import Link, Machine
-from ebbtide.plan.follow import Follower
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Modes, Profile
 from ebbtide.plan.published.chain import ChainPlan, Fate, fates, store_all
@@ -60,16 +59,19 @@ class Mapped:
 
     def scheduled(self, limit_bytes: int) -> Found:
         """With transfers timed so that ``limit_bytes`` are not passed, or, if need be, the least peak."""
-        search = _search(self.problem, self.candidates, max(limit_bytes, self.peak_bytes))
-        found = search.offer(self.modes, search.selector.profile(self.modes))
-        assert found is not None, "modes can be scheduled within their own least peak"
-        return found
+        return self._searched(limit_bytes)[1]
 
     def plan(self, limit_bytes: int, method: str) -> Plan:
         """As a plan of ``method``. Raises `BudgetError` if it cannot stay within ``limit_bytes``."""
-        moves = Follower(self.problem, self.candidates.replays).listed(self.scheduled(limit_bytes).moves)
-        decisions: list[Decision] = decisions_of(self.problem, moves, self.recipes)
+        search, found = self._searched(limit_bytes)
+        decisions: list[Decision] = decisions_of(self.problem, search.follower.listed(found.moves), self.recipes)
         return judged(self.problem.step, self.problem.machine, limit_bytes, decisions, method)
+
+    def _searched(self, limit_bytes: int) -> tuple[Search, Found]:
+        search = _search(self.problem, self.candidates, max(limit_bytes, self.peak_bytes))
+        found = search.offer(self.modes, search.selector.profile(self.modes))
+        assert found is not None, "modes can be scheduled within their own least peak"
+        return search, found
 
 
 def slow_links(machine: Machine) -> tuple[Link, Link] | None:

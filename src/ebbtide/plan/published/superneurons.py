@@ -18,7 +18,7 @@ from ebbtide.errors import PlanError, PolicyError
 from ebbtide.machine import Machine
 from ebbtide.plan.course import DEEPEST_NESTING
 from ebbtide.plan.follow import Move
-from ebbtide.plan.profile import OFFLOAD, RECOMPUTE, Candidates, Profile, profile
+from ebbtide.plan.profile import OFFLOAD, RECOMPUTE, Profile, profile
 from ebbtide.plan.published.layers import forward_readers, is_checkpoint, slot_after, slot_before, turn_moment
 from ebbtide.plan.published.transfers import Ground, Queues, clock_with, held_until
 from ebbtide.plan.replay import check_recipe
@@ -103,7 +103,7 @@ def _far_segments(ground: Ground, dropped: Set[int], recompute: Recomputation) -
     """Cheap candidates of the segments whose values are each computed from the checkpoint."""
     if recompute in ("none", "speed"):
         return set()
-    segments = _segments(ground.candidates, dropped)
+    segments = _segments(ground, dropped)
     if recompute == "memory":
         return set().union(*segments)
     sets = [_working_set(ground.problem.step, tick) for tick in range(len(ground.problem.step.ops))]
@@ -111,11 +111,11 @@ def _far_segments(ground: Ground, dropped: Set[int], recompute: Recomputation) -
     return set().union(*(segment for segment in segments if _segment_bytes(ground, segment) > largest))
 
 
-def _segments(candidates: Candidates, dropped: Set[int]) -> list[set[int]]:
+def _segments(ground: Ground, dropped: Set[int]) -> list[set[int]]:
     """Cheap candidates, together with those that their recipes read."""
     segment: dict[int, set[int]] = {}
     for place in sorted(dropped):
-        joined = {place}.union(*(segment.get(leaf, set()) for leaf in candidates.leaves_of(place) if leaf in dropped))
+        joined = {place}.union(*(segment.get(leaf, set()) for leaf in ground.leaves(place) if leaf in dropped))
         segment.update(dict.fromkeys(joined, joined))
     return list({id(joined): joined for joined in segment.values()}.values())
 
@@ -150,9 +150,7 @@ def _far_recipes(ground: Ground, dropped: Set[int], far: Set[int]) -> list[tuple
     # A recipe reads older values than it makes, and candidates are in the order of their values: leaves come first.
     for place in sorted(dropped & far):
         number = int(candidates.absence[place])
-        whole = set(ground.recipes[number] or ()).union(
-            *(ticks.get(leaf, set()) for leaf in candidates.leaves_of(place))
-        )
+        whole = set(ground.recipes[number] or ()).union(*(ticks.get(leaf, set()) for leaf in ground.leaves(place)))
         recipe = tuple(sorted(whole))
         try:
             lasts = (

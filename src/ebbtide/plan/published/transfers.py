@@ -62,6 +62,12 @@ class Ground:
         """The same with other recipes."""
         return Ground(self.problem, self.tier, recipes, Candidates.of(self.problem, self.tier, recipes))
 
+    def leaves(self, place: int) -> list[int]:
+        """Candidates that the recipe of a candidate reads."""
+        first, last = self.candidates.first_leaf[place], self.candidates.first_leaf[place + 1]
+        found: list[int] = self.candidates.leaves[first:last].tolist()
+        return found
+
     def trip(self, out: int, release: int, load: int) -> Trip:
         """A trip to the slow tier, in moments."""
         assert self.tier is not None, "only a ground with a slow tier has candidates that may be offloaded"
@@ -77,8 +83,8 @@ class Ground:
 
 
 def clock_with(clock: Floats, extra_seconds: Floats) -> Floats:
-    """Start of each moment, seconds, if moments take that much longer."""
-    return np.asarray(clock + np.concatenate([[0.0], np.cumsum(extra_seconds)]))
+    """Start of each moment, seconds, and the end, if moments take ``extra_seconds`` longer."""
+    return np.asarray(clock + np.concatenate(([0.0], np.cumsum(extra_seconds))))
 
 
 def held_until(found: Profile, candidates: Candidates, places: Sequence[int]) -> Ints:

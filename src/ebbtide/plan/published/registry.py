@@ -1,0 +1,66 @@
+"""Every published policy by name, all in one shape. Importing this imports them all: only where they are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+
+from ebbtide.decisions import Plan
+from ebbtide.errors import PolicyError
+from ebbtide.machine import Machine
+from ebbtide.plan.published.autoswap import autoswap
+from ebbtide.plan.published.beaumont import dynamic_program, greedy
+from ebbtide.plan.published.capuchin import capuchin
+from ebbtide.plan.published.checkpointing import every_block, square_root
+from ebbtide.plan.published.hascoet import hascoet
+from ebbtide.plan.published.offload_all import offload_all
+from ebbtide.plan.published.pofo import pofo
+from ebbtide.plan.published.rotor import rotor
+from ebbtide.plan.published.superneurons import superneurons
+from ebbtide.plan.published.vdnn import vdnn
+from ebbtide.step import Step
+
+Policy = Callable[[Step, Machine, int], Plan]
+"""A step, a machine and a limit in bytes to a plan; raises `BudgetError` or `PolicyError`."""
+
+POLICIES: Mapping[str, Policy] = MappingProxyType(
+    {
+        "offload-all": offload_all,
+        "vdnn-all": partial(vdnn, offload="all"),
+        "vdnn-conv": partial(vdnn, offload="conv"),
+        "vdnn-dyn": partial(vdnn, offload="dyn"),
+        "hascoet-conv": partial(hascoet, layers="conv"),
+        "hascoet-all": partial(hascoet, layers="all"),
+        "beaumont-greedy": greedy,
+        "beaumont-dp": dynamic_program,
+        "autoswap-doa": partial(autoswap, score="doa"),
+        "autoswap-aoa": partial(autoswap, score="aoa"),
+        "autoswap-wdoa": partial(autoswap, score="wdoa"),
+        "autoswap-swdoa": partial(autoswap, score="swdoa"),
+        "autoswap-voting": partial(autoswap, score="voting"),
+        "autoswap-weighted": partial(autoswap, score="weighted"),
+        "superneurons-offload": partial(superneurons, offload="checkpoints", recompute="none"),
+        "superneurons-recompute": partial(superneurons, offload="none", recompute="cost"),
+        "superneurons-both": partial(superneurons, offload="checkpoints", recompute="cost"),
+        "superneurons-cache": partial(superneurons, offload="cache", recompute="cost"),
+        "capuchin": capuchin,
+        "rotor": rotor,
+        "pofo": pofo,
+        "every-block": every_block,
+        "square-root": square_root,
+    }
+)
+"""The policies with the switches that their papers compare; docs/policies.md lists all switches."""
+
+
+def policies_named(names: Sequence[str]) -> dict[str, Policy]:
+    """The policies called ``names``.
+
+    Raises:
+        PolicyError: if there is none of such a name.
+    """
+    for name in names:
+        if name not in POLICIES:
+            raise PolicyError(f"there is no policy {name!r}; there are {', '.join(POLICIES)}")
+    return {name: POLICIES[name] for name in names}

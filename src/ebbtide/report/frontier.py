@@ -1,0 +1,259 @@
+"""Pictures of a frontier: overhead against memory, as a page that needs no network, and as a PNG."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jinja2
+from rich import box
+from rich.table import Table
+
+from ebbtide.errors import EbbtideError
+from ebbtide.plan.frontier import Curve, Frontier, Point
+from ebbtide.units import format_bytes, format_seconds
+
+LINEAR = 0.01
+"""Overhead up to which its axis is nearly linear; above, it is nearly logarithmic. So the 0.1 % of one planner can be
+told from the 1 % of another in one picture with the 300 % of a third."""
+TICKS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+COLOURS = (
+    "#dd7c1b",
+    "#17927a",
+    "#8b5fc7",
+    "#c2417f",
+    "#8a7a1c",
+    "#3f8f3f",
+    "#b0532f",
+    "#4a6fd0",
+    "#7d6b62",
+    "#2b93a8",
+    "#a3539c",
+    "#6d8f1f",
+)
+"""Of policies, in order, again from the start if there are more."""
+SOLVER_COLOUR, BOUND_COLOUR = "#0b72b9", "#6b7785"
+WIDTH, HEIGHT = 1060, 500
+LEFT, RIGHT, TOP, BOTTOM = 74, 18, 16, 52
+"""The drawing on the page, and its margins, in pixels."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Dot:
+    """One plan on the page: where it is, in pixels, and what is said of it."""
+
+    x: float
+    y: float
+    words: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Line:
+    """One curve on the page.
+
+    Attributes:
+        name: in the legend.
+        kind: ``solver``, ``bound`` or ``policy``.
+        colour: of a line.
+        path: SVG path.
+        dots: its plans.
+    """
+
+    name: str
+    kind: str
+    colour: str
+    path: str
+    dots: tuple[Dot, ...]
+
+
+def height(overhead: float) -> float:
+    """Where on its axis an overhead stands: linear near 0, logarithmic far from it."""
+    return math.asinh(overhead / LINEAR)
+
+
+def write_page(found: Frontier, path: str | Path) -> None:
+    """Write ``found`` as one HTML page that needs no network. Raises `OSError` if that fails."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("ebbtide.report"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters.update(bytes=format_bytes)
+    page = environment.get_template("frontier.html.j2").render(
+        found=found,
+        lines=lines_of(found),
+        x_ticks=[(_x(found, size), format_bytes(size)) for size in _memory_ticks(found)],
+        y_ticks=[(_y(found, share), _percent(share)) for share in _overhead_ticks(found)],
+        box={
+            "width": WIDTH,
+            "height": HEIGHT,
+            "left": LEFT,
+            "right": WIDTH - RIGHT,
+            "top": TOP,
+            "bottom": HEIGHT - BOTTOM,
+        },
+        tiles=_tiles(found),
+        heads=["budget", *(curve.name for curve in _shown(found))],
+        rows=_rows(found),
+        refused=[curve for curve in found.policies if not curve.points],
+    )
+    Path(path).write_text(page, encoding="utf-8")
+
+
+def write_png(found: Frontier, path: str | Path) -> None:
+    """Draw ``found`` as a PNG with matplotlib.
+
+    Raises:
+        EbbtideError: if matplotlib is not installed.
+        OSError: if the file cannot be written.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as fault:
+        raise EbbtideError(
+            "a PNG is drawn by matplotlib, which is not installed: `pip install ebbtide[plot]`, or write .html instead"
+        ) from fault
+    figure = Figure(figsize=(9.6, 5.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for line, curve in zip(lines_of(found), _shown(found), strict=True):
+        axes.plot(
+            [point.limit_bytes for point in curve.points],
+            [height(found.overhead(point.seconds)) for point in curve.points],
+            color=line.colour,
+            label=line.name,
+            linestyle="--" if line.kind == "bound" else "-",
+            linewidth=2.6 if line.kind == "solver" else 1.6,
+            marker="" if line.kind == "bound" else "o",
+            markersize=5 if line.kind == "solver" else 3.5,
+            zorder=3 if line.kind == "solver" else 2,
+        )
+    shares, sizes = _overhead_ticks(found), _memory_ticks(found)
+    axes.set_yticks([height(share) for share in shares], [_percent(share) for share in shares])
+    axes.set_xticks(sizes, [format_bytes(size) for size in sizes])
+    axes.set_ylim(-0.04 * height(_highest(found)), height(_highest(found)))
+    axes.set_xlabel("memory budget")
+    axes.set_ylabel("time beyond the plain step")
+    axes.set_title(f"{found.machine}: from the least reachable peak to the plain one", fontsize=11, loc="left")
+    axes.grid(color="#e6eaee")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], frameon=False, fontsize=9)
+    figure.savefig(path, format="png", dpi=150)
+
+
+def frontier_table(found: Frontier) -> Table:
+    """Overheads by budget and planner, for a terminal."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
+    for number, head in enumerate(["budget", *(curve.name for curve in _shown(found))]):
+        table.add_column(head, justify="right" if number else "left")
+    for row in _rows(found):
+        table.add_row(*row)
+    return table
+
+
+def write_json(found: Frontier, path: str | Path) -> None:
+    """Write ``found`` as JSON, with the field names of the records. Raises `OSError` if that fails."""
+    Path(path).write_text(json.dumps(dataclasses.asdict(found), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+WRITERS: dict[str, Callable[[Frontier, str | Path], None]] = {
+    ".html": write_page,
+    ".png": write_png,
+    ".json": write_json,
+}
+"""By the end of a file's name."""
+
+
+def lines_of(found: Frontier) -> list[Line]:
+    """What the page draws, the solver last, on top."""
+    lines = []
+    colours = {curve.name: COLOURS[number % len(COLOURS)] for number, curve in enumerate(found.policies)}
+    for curve in _shown(found):
+        kind = "solver" if curve is found.solver else "bound" if curve is found.bound else "policy"
+        colour = {"solver": SOLVER_COLOUR, "bound": BOUND_COLOUR}.get(kind) or colours[curve.name]
+        dots = tuple(
+            Dot(_x(found, point.limit_bytes), _y(found, found.overhead(point.seconds)), _words(found, curve, point))
+            for point in curve.points
+        )
+        path = " ".join(f"{'L' if number else 'M'}{dot.x:.1f} {dot.y:.1f}" for number, dot in enumerate(dots))
+        lines.append(Line(curve.name, kind, colour, path, dots))
+    return lines
+
+
+def _shown(found: Frontier) -> list[Curve]:
+    """The curves that have points: the policies, the bound, the solver."""
+    return [curve for curve in (*found.policies, found.bound, found.solver) if curve.points]
+
+
+def _words(found: Frontier, curve: Curve, point: Point) -> str:
+    held = "" if curve is found.bound else f", holds {format_bytes(point.peak_bytes)}"
+    overhead = _percent(found.overhead(point.seconds))
+    return f"{curve.name} within {format_bytes(point.limit_bytes)}: {format_seconds(point.seconds)}, +{overhead}{held}"
+
+
+def _tiles(found: Frontier) -> list[tuple[str, str, str]]:
+    least, half = found.solver.points[0], (found.least_peak_bytes + found.plain_peak_bytes) / 2
+    middle = min(found.solver.points, key=lambda point: abs(point.limit_bytes - half))
+    share = found.least_peak_bytes / max(1, found.plain_peak_bytes)
+    return [
+        ("plain", format_bytes(found.plain_peak_bytes), f"{format_seconds(found.plain_seconds)} a step"),
+        ("least reachable peak", format_bytes(found.least_peak_bytes), f"{share:.0%} of plain"),
+        ("resting", format_bytes(found.resting_bytes), "parameters and inputs: never moved"),
+        ("half way", f"+{_percent(found.overhead(middle.seconds))}", f"within {format_bytes(middle.limit_bytes)}"),
+        ("at the least", f"+{_percent(found.overhead(least.seconds))}", f"{format_seconds(least.seconds)} a step"),
+    ]
+
+
+def _rows(found: Frontier) -> list[list[str]]:
+    """Budget and, by curve, overhead; a policy's own least budget has no row."""
+    rows = []
+    for point in found.solver.points:
+        row = [format_bytes(point.limit_bytes)]
+        for curve in _shown(found):
+            at = {other.limit_bytes: other.seconds for other in curve.points}
+            row.append(_percent(found.overhead(at[point.limit_bytes])) if point.limit_bytes in at else "-")
+        rows.append(row)
+    return rows
+
+
+def _percent(share: float) -> str:
+    """As short as a reader needs it: ``0.3 %``, ``12 %``."""
+    percent = round(100 * share, 6) + 0.0  # no -0
+    return f"{percent:.0f} %" if round(percent, 1) >= 10 or round(percent, 2) == 0 else f"{percent:.2g} %"
+
+
+def _x(found: Frontier, size_bytes: float) -> float:
+    span = max(1, found.plain_peak_bytes - found.least_peak_bytes)
+    return LEFT + (WIDTH - LEFT - RIGHT) * (size_bytes - found.least_peak_bytes) / span
+
+
+def _y(found: Frontier, overhead: float) -> float:
+    return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * height(max(0.0, overhead)) / height(_highest(found))
+
+
+def _highest(found: Frontier) -> float:
+    """Upper end of the axis of overheads, a little above the highest."""
+    most = max(found.overhead(point.seconds) for curve in _shown(found) for point in curve.points)
+    return max(2 * LINEAR, 1.15 * most)
+
+
+def _overhead_ticks(found: Frontier) -> list[float]:
+    return [tick for tick in TICKS if tick <= _highest(found)]
+
+
+def _memory_ticks(found: Frontier) -> Sequence[float]:
+    """Both ends and round sizes between them, not too near."""
+    low, high = found.least_peak_bytes, found.plain_peak_bytes
+    if high <= low:
+        return [float(low)]
+    step = 2.0 ** math.floor(math.log2((high - low) / 4))
+    inner = [step * number for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    return [low, *(size for size in inner if min(size - low, high - size) > 0.09 * (high - low)), high]

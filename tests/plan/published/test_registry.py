@@ -1,0 +1,60 @@
+"""The registry: complete, lazy, and every entry a policy that keeps its word."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ebbtide.errors import BudgetError, PolicyError
+from ebbtide.plan import lower_bound, plain_peak_bytes, simulate
+from ebbtide.plan.published.registry import POLICIES, policies_named
+from tests.plan.published.chain_steps import chain_step
+from tests.plan.random_steps import disk_machine
+
+FOLDER = Path(__file__).parents[3] / "src" / "ebbtide" / "plan" / "published"
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_entry_plans(name: str) -> None:
+    """Each plan is what the simulator says, within its limit, and no faster than the bound; or it says why not."""
+    step, machine = chain_step(12), disk_machine()
+    rest = step.resting_bytes
+    limit_bytes = rest + int(0.7 * (plain_peak_bytes(step) - rest))
+    if "conv" in name:
+        with pytest.raises(PolicyError, match="saves no input of a convolution"):
+            POLICIES[name](step, machine, limit_bytes)
+        return
+    refused: BudgetError | None = None
+    try:
+        plan = POLICIES[name](step, machine, limit_bytes)
+    except BudgetError as error:
+        refused = error
+    if refused is not None:
+        assert refused.reachable_bytes > limit_bytes
+        return
+    outcome = simulate(step, machine, plan.decisions)
+    assert (plan.peak_bytes, plan.seconds) == (outcome.peak_bytes, pytest.approx(outcome.seconds))
+    assert plan.peak_bytes <= limit_bytes
+    assert plan.seconds >= lower_bound(step, machine, limit_bytes).seconds
+
+
+def test_every_file_of_policies_is_registered() -> None:
+    named = {getattr(policy, "func", policy).__module__.rpartition(".")[2] for policy in POLICIES.values()}
+    files = "autoswap beaumont capuchin checkpointing hascoet offload_all pofo rotor superneurons vdnn"
+    assert named == set(files.split())
+    assert all((FOLDER / f"{name}.py").is_file() for name in named)
+
+
+def test_an_unknown_name_is_an_error_that_lists_the_known() -> None:
+    assert list(policies_named(["rotor", "pofo"])) == ["rotor", "pofo"]
+    with pytest.raises(PolicyError, match=r"no policy 'magic'; there are offload-all, .*square-root"):
+        policies_named(["rotor", "magic"])
+
+
+def test_policies_cost_nothing_until_they_are_asked_for() -> None:
+    code = "import sys, ebbtide, ebbtide.cli, ebbtide.plan; print([n for n in sys.modules if '.plan.published.' in n])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

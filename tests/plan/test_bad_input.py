@@ -1,0 +1,215 @@
+"""Bad input to the planner: one clear error each, never a traceback from inside, and never a wrong plan."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import gzip
+import json
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from ebbtide.bundle import load_step
+from ebbtide.errors import BudgetError, EbbtideError, PolicyError, RecordError
+from ebbtide.machine import Machine
+from ebbtide.plan import least_peak_bytes, lower_bound, plain_peak_bytes, simulate, solve
+from ebbtide.plan.published.registry import POLICIES
+from ebbtide.step import Step
+from tests.plan.random_steps import KIB, Tape, disk_machine, lone_machine, network_step, random_step
+
+MACHINE = disk_machine()
+EMPTY = Step((), (), (), (), ())
+
+
+def forward_only() -> Step:
+    """Ops that save tensors which nobody asks for."""
+    tape = Tape()
+    value = tape.external(64 * KIB)
+    for _ in range(4):
+        value = tape.op([value], [64 * KIB], name="aten.relu.default")[0]
+        tape.pack(value)
+    return tape.step()
+
+
+def decided(step: Step, limit_bytes: int) -> dict[str, Any]:
+    """The decisions of each policy, or `PolicyError` of those that refuse the step."""
+    found: dict[str, Any] = {}
+    for name, policy in POLICIES.items():
+        try:
+            found[name] = policy(step, MACHINE, limit_bytes).decisions
+        except PolicyError:
+            found[name] = PolicyError
+    return found
+
+
+def altered(step: Step, path: tuple[str | int, ...], item: Any) -> dict[str, Any]:
+    """The document of ``step`` with another item at ``path``."""
+    document: dict[str, Any] = json.loads(json.dumps(step.document()))
+    part: Any = document
+    for key in path[:-1]:
+        part = part[key]
+    part[path[-1]] = item
+    return document
+
+
+@pytest.mark.parametrize("compressed", [False, True], ids=["plain", "gzip"])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.97])
+def test_truncated_files(share: float, compressed: bool, tmp_path: Path) -> None:
+    path = tmp_path / ("step.json.gz" if compressed else "step.json")
+    network_step(4).save(path)
+    data = path.read_bytes()
+    path.write_bytes(data[: int(share * len(data))])
+    for load in (Step.load, load_step):
+        with pytest.raises(RecordError, match=r"step\.json.*(not JSON|cut short)"):
+            load(path)
+
+
+def test_damaged_files(tmp_path: Path) -> None:
+    path = tmp_path / "step.json.gz"
+    network_step(4).save(path)
+    data = bytearray(path.read_bytes())
+    for place in range(12, len(data), 41):
+        broken = data.copy()
+        broken[place] ^= 0x5A
+        path.write_bytes(broken)
+        with pytest.raises(RecordError, match=r"step\.json"):
+            Step.load(path)
+    path.write_bytes(gzip.compress(b"[" * 200_000))
+    with pytest.raises(RecordError, match="not JSON"):
+        Step.load(path)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", '"step"', '{"format": "other"}', '{"format": "ebbtide-step"}'])
+def test_files_of_another_kind(text: str, tmp_path: Path) -> None:
+    (tmp_path / "step.json").write_text(text)
+    for load in (Step.load, load_step):
+        with pytest.raises(RecordError, match=r"not a file of|version None"):
+            load(tmp_path / "step.json")
+
+
+@pytest.mark.parametrize(
+    ("path", "item", "expected"),
+    [
+        (("ops", "rows", 0, 4), -1.0, "has duration -1.0; it must be >= 0"),
+        (("ops", "rows", 0, 4), math.nan, "has duration nan; it must be >= 0"),
+        (("ops", "rows", 0, 4), math.inf, "has duration inf; it must be >= 0"),
+        (("ops", "rows", 0, 4), "long", "Op 0: its duration_seconds is 'long'"),
+        (("ops", "rows", 0, 6), "opaqe", "Op 0: its replay is 'opaqe'"),
+        (("ops", "rows", 0, 1), [99999], "names value 99999, which does not exist"),
+        (("ops", "rows", 0, 1), 3, "Op 0: its inputs is 3"),
+        (("ops", "rows", 0, 3), [[0, 99999]], "names value 99999, which does not exist"),
+        (("values", "rows", 1, 0), 0.5, "Value 1: its size_bytes is 0.5"),
+        (("values", "rows", 1, 0), True, "Value 1: its size_bytes is True"),
+        (("values", "rows", 1, 0), -8, "value 1 is impossible"),
+        (("values", "rows", 1, 2), 10**6, "value 1 is impossible"),
+        (("events", "rows", 2, 1), 10**6, "event 2 is impossible"),
+        (("absences", "rows", 0, 2), 10**6, "absence 0 is impossible"),
+        (("absences", "rows"), {}, "not a whole step"),
+        (("ops",), None, "not a whole step"),
+    ],
+)
+def test_impossible_steps(path: tuple[str | int, ...], item: Any, expected: str) -> None:
+    with pytest.raises(RecordError, match=expected.replace("[", r"\[").replace("(", r"\(")) as caught:
+        Step.from_document(altered(network_step(3), path, item), "step.json")
+    assert str(caught.value).startswith("step.json: ")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def leaves(item: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Paths of everything in a document that is not a list or an object."""
+    if isinstance(item, dict):
+        for key, part in item.items():
+            yield from leaves(part, (*path, key))
+    elif isinstance(item, list):
+        for number, part in enumerate(item):
+            yield from leaves(part, (*path, number))
+    else:
+        yield path
+
+
+STRANGE = [-1, 0, 1, 3, 7, 10**30, 1.5, -1e-3, math.nan, math.inf, "x", "backward", None, True, [], [1], [[1, 2]], {}]
+
+
+@hypothesis.settings(max_examples=80)
+@hypothesis.given(st.integers(0, 2**32))
+def test_one_strange_item_gives_a_plan_or_one_error(seed: int) -> None:
+    dice = random.Random(seed)
+    step = random_step(seed % 5, length=5)
+    path = dice.choice(list(leaves(step.document())))
+    document = altered(step, path, copy.deepcopy(dice.choice(STRANGE)))
+    with contextlib.suppress(EbbtideError):
+        read = Step.from_document(document, "step.json")
+        plan = solve(read, MACHINE, int(0.6 * plain_peak_bytes(read)), seconds=0.001)
+        assert plan.peak_bytes <= plan.limit_bytes
+        assert math.isfinite(plan.seconds)
+
+
+@pytest.mark.parametrize("duration", [-1e-3, math.nan, math.inf])
+def test_durations_made_in_memory(duration: float) -> None:
+    """Not read from a file: the planners check what they are given."""
+    step = network_step(3)
+    ops = (dataclasses.replace(step.ops[0], duration_seconds=duration), *step.ops[1:])
+    wrong = dataclasses.replace(step, ops=ops)
+    limit_bytes = int(0.9 * plain_peak_bytes(step))
+    for planner in (solve, lower_bound, POLICIES["capuchin"], POLICIES["rotor"]):
+        with pytest.raises(RecordError, match="has duration"):
+            planner(wrong, MACHINE, limit_bytes)
+
+
+@pytest.mark.parametrize("bandwidth", [0.0, -1.0, math.nan, math.inf])
+def test_bandwidths(bandwidth: float, tmp_path: Path) -> None:
+    machine = disk_machine(bandwidth, 1e9)
+    step = network_step(3)
+    for planner in (solve, lower_bound, POLICIES["offload-all"], POLICIES["pofo"]):
+        with pytest.raises(RecordError, match=r"ram -> disk has bandwidth .*; it must be > 0"):
+            planner(step, machine, int(0.9 * plain_peak_bytes(step)))
+    document = {**MACHINE.document()}
+    document["links"][0]["bandwidth_bytes_per_second"] = bandwidth
+    (tmp_path / "machine.json").write_text(json.dumps(document))
+    with pytest.raises(RecordError, match="it must be > 0"):
+        Machine.load(tmp_path / "machine.json")
+
+
+@pytest.mark.parametrize("machine", [MACHINE, lone_machine()], ids=["disk", "lone"])
+@pytest.mark.parametrize("limit_bytes", [-1, 0, 1])
+def test_a_budget_below_the_largest_op(limit_bytes: int, machine: Machine) -> None:
+    step = network_step(5)
+    with pytest.raises(
+        BudgetError, match=r"the least reachable peak is .*, at op \d+ aten\.\w+.*; ask for at"
+    ) as caught:
+        solve(step, machine, limit_bytes, seconds=0.01)
+    error = caught.value
+    assert (error.limit_bytes, error.op) == (limit_bytes, step.ops[error.tick].name)
+    assert error.reachable_bytes == least_peak_bytes(step, machine)
+    assert lower_bound(step, machine, limit_bytes).seconds == math.inf or limit_bytes > 0
+
+
+def test_an_empty_step() -> None:
+    plan = solve(EMPTY, MACHINE, 0)
+    assert (plan.decisions, plan.peak_bytes, plan.seconds, plan.bound_seconds) == ((), 0, 0.0, 0.0)
+    assert simulate(EMPTY, MACHINE, ()).peak_bytes == least_peak_bytes(EMPTY, MACHINE) == 0
+    with pytest.raises(BudgetError, match="-1 B cannot be met"):
+        solve(EMPTY, MACHINE, -1)
+    assert set(decided(EMPTY, 0).values()) <= {(), PolicyError}
+
+
+def test_a_step_without_a_backward_pass() -> None:
+    """Nothing is asked for, so nothing may leave: the plain peak is the least."""
+    step = forward_only()
+    plain = plain_peak_bytes(step)
+    assert step.absences == ()
+    assert solve(step, MACHINE, plain).decisions == ()
+    with pytest.raises(BudgetError, match="least reachable peak") as caught:
+        solve(step, MACHINE, plain - 1)
+    assert caught.value.reachable_bytes == plain
+    assert set(decided(step, plain).values()) <= {(), PolicyError}
+    with pytest.raises(PolicyError, match="no backward pass"):
+        POLICIES["rotor"](step, MACHINE, plain)
