@@ -217,6 +217,29 @@ def _forward_op(
     return made, statistics
 
 
+def tiny_step(seed: int, values: int, gradients: tuple[tuple[int, float], ...] = ()) -> Step:
+    """``values`` values and their absences around one turn; sizes and times vary, some values cannot be made again.
+
+    ``gradients``: bytes and seconds of further gradients, each made of the former, before the first value is wanted.
+    """
+    tape = Tape()
+    value = tape.external(64 * KIB)
+    numbers = []
+    for place in range(values):
+        seconds = 1e-3 * (1 + (seed * 7 + place * 3) % 5)
+        size = 64 * KIB * (1 + (seed + place * place) % 4)
+        value = tape.op([value], [size], seconds=seconds, replay="opaque" if (seed + place) % 3 == 0 else "pure")[0]
+        numbers.append(tape.pack(value))
+    gradient = tape.op([value], [KIB], seconds=1e-3, replay="opaque")[0]
+    for size, seconds in gradients:
+        tape.pack(gradient)
+        gradient = tape.op([gradient], [size], seconds=seconds, replay="opaque")[0]
+    for number in reversed(numbers):
+        tape.unpack(number)
+        gradient = tape.op([gradient, tape.saved[number][0]], [64 * KIB], seconds=3e-3, phase="backward")[0]
+    return tape.step()
+
+
 def network_step(
     layers: int, *, size_bytes: int = 4 * MIB, seconds: float = 8e-3, weight_bytes: int = MIB, seed: int = 0
 ) -> Step:

@@ -19,7 +19,7 @@ from ebbtide.plan.linear import Program, solve_program
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.simulate import moves_of
 from ebbtide.step import Step
-from tests.plan.random_steps import KIB, MIB, Tape, disk_machine, lone_machine, network_step, random_step
+from tests.plan.random_steps import KIB, MIB, Tape, disk_machine, lone_machine, network_step, random_step, tiny_step
 
 FIXTURES = sorted((Path(__file__).parents[1] / "fixtures").glob("*.json.gz"))
 MACHINES = {
@@ -34,25 +34,6 @@ LEAST = 1 - 1e-9
 def limit_at(step: Step, fraction: float) -> int:
     """Rest and ``fraction`` of what the plain step needs above it."""
     return step.resting_bytes + int(fraction * (plain_peak_bytes(step) - step.resting_bytes))
-
-
-def small_step(seed: int) -> Step:
-    """Three values and their absences around one turn; sizes and times vary, some values cannot be made again."""
-    tape = Tape()
-    value = tape.external(64 * KIB)
-    numbers = []
-    for place in range(3):
-        seconds = 1e-3 * (1 + (seed * 7 + place * 3) % 5)
-        size = 64 * KIB * (1 + (seed + place * place) % 4)
-        value = tape.op([value], [size], seconds=seconds, replay="opaque" if (seed + place) % 3 == 0 else "pure")[0]
-        numbers.append(tape.pack(value))
-    gradient = tape.op([value], [KIB], seconds=1e-3, replay="opaque")[0]
-    tape.pack(gradient)
-    gradient = tape.op([gradient], [128 * KIB], seconds=2e-3, replay="opaque")[0]
-    for number in reversed(numbers):
-        tape.unpack(number)
-        gradient = tape.op([gradient, tape.saved[number][0]], [64 * KIB], seconds=3e-3, phase="backward")[0]
-    return tape.step()
 
 
 def every_decision(step: Step, number: int) -> Iterator[Decision]:
@@ -93,7 +74,7 @@ def all_plans(step: Step, machine: Machine) -> Iterator[tuple[int, float]]:
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES.keys())
 @pytest.mark.parametrize("seed", range(3))
 def test_below_the_best_of_all_plans(seed: int, machine: Machine) -> None:
-    step = small_step(seed)
+    step = tiny_step(seed, 3, gradients=((128 * KIB, 2e-3),))
     plans = list(all_plans(step, machine))
     for limit_bytes in sorted({peak for peak, _ in plans}):
         best = min(seconds for peak, seconds in plans if peak <= limit_bytes)

@@ -12,7 +12,7 @@ from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
 from ebbtide.plan import find_recipes, plain_peak_bytes, simulate, solve
 from ebbtide.step import Step
-from tests.plan.random_steps import KIB, MIB, Tape, disk_machine, lone_machine, network_step, random_step
+from tests.plan.random_steps import KIB, MIB, disk_machine, lone_machine, network_step, random_step, tiny_step
 
 MACHINES = {
     "fast": disk_machine(3e9, 1.5e9, slowdown=0.1),
@@ -77,27 +77,10 @@ def _shows(step: Step, saved: int, number: int) -> bool:
     return step.saved[saved].value == step.absences[number].value
 
 
-def tiny_step(seed: int) -> Step:
-    """A handful of absences around one turn."""
-    tape = Tape()
-    value = tape.external(64 * KIB)
-    numbers = []
-    for place in range(4):
-        seconds = 1e-3 * (1 + (seed * 7 + place * 3) % 5)
-        size = 64 * KIB * (1 + (seed + place * place) % 4)
-        value = tape.op([value], [size], seconds=seconds, replay="opaque" if (seed + place) % 3 == 0 else "pure")[0]
-        numbers.append(tape.pack(value))
-    gradient = tape.op([value], [KIB], seconds=1e-3, replay="opaque")[0]
-    for number in reversed(numbers):
-        tape.unpack(number)
-        gradient = tape.op([gradient, tape.saved[number][0]], [64 * KIB], seconds=3e-3, phase="backward")[0]
-    return tape.step()
-
-
 @pytest.mark.parametrize("bandwidth", [5e8, 5e7], ids=["quick", "slow"])
 @pytest.mark.parametrize("seed", range(6))
 def test_near_the_best_of_all_plans(seed: int, bandwidth: float) -> None:
-    step, machine = tiny_step(seed), disk_machine(bandwidth, bandwidth, slowdown=0.05, latency=0.0)
+    step, machine = tiny_step(seed, 4), disk_machine(bandwidth, bandwidth, slowdown=0.05, latency=0.0)
     limit_bytes = limit_at(step, 0.6)
     choices = [list(options(step, number)) for number in range(len(step.absences))]
     best = float("inf")
