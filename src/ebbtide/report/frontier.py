@@ -8,12 +8,12 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import jinja2
 from rich import box
 from rich.table import Table
 
 from ebbtide.errors import EbbtideError
 from ebbtide.plan.frontier import Curve, Frontier, Point
+from ebbtide.report.pages import template
 from ebbtide.units import format_bytes, format_seconds
 
 LINEAR = 0.01
@@ -76,15 +76,7 @@ def height(overhead: float) -> float:
 
 def write_page(found: Frontier, path: str | Path) -> None:
     """Write ``found`` as one HTML page that needs no network. Raises `OSError` if that fails."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("ebbtide.report"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters.update(bytes=format_bytes)
-    page = environment.get_template("frontier.html.j2").render(
+    page = template("frontier.html.j2").render(
         found=found,
         lines=lines_of(found),
         x_ticks=[(_x(found, size), format_bytes(size)) for size in _memory_ticks(found)],

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
 from ebbtide.decisions import Decision, Keep, Offload, Plan, Recompute
 from ebbtide.machine import Machine
 from ebbtide.plan import Outcome, simulate
+from ebbtide.report.pages import template
 from ebbtide.report.summary import SavedValue, Summary, saved_values, short_name, summarise, tier_lines
 from ebbtide.step import Step
 from ebbtide.units import format_bytes, format_seconds
@@ -33,16 +33,8 @@ def write_timeline(step: Step, machine: Machine, plan: Plan, path: str | Path) -
         PlanError: if the plan does not fit the step or the machine.
         OSError: if the file cannot be written.
     """
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("ebbtide.report"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters.update(bytes=format_bytes, seconds=format_seconds)
     summary = summarise(step, machine, plan)
-    page = environment.get_template("timeline.html.j2").render(
+    page = template("timeline.html.j2").render(
         data=_script_json(timeline_data(step, machine, plan)),
         summary=summary,
         tiles=_tiles(summary),
