@@ -30,7 +30,7 @@ import torch
 
 from ebbtide.errors import RecordError, SpillError
 from ebbtide.machine import Link, Machine, Tier
-from ebbtide.run.tiers.base import Slot
+from ebbtide.run.tiers.base import QueuedTier, Slot
 from ebbtide.run.tiers.disk import DiskTier, free_bytes
 from ebbtide.run.tiers.memory import take_memory
 from ebbtide.units import format_bytes
@@ -136,17 +136,24 @@ def _timed(tier: DiskTier, source: torch.UntypedStorage, size_bytes: int, repeat
     seconds: dict[Direction, list[float]] = {"out": [], "back": []}
     end = time.perf_counter() + SIZE_SECONDS
     for _ in range(repeats):
-        start = time.perf_counter()
-        slot = tier.write(part)
-        slot.wait()
-        written = time.perf_counter()
-        tier.read(slot).wait()
-        seconds["out"].append(written - start)
-        seconds["back"].append(time.perf_counter() - written)
-        tier.free(slot)
+        out, back = time_trip(tier, part)
+        seconds["out"].append(out)
+        seconds["back"].append(back)
         if time.perf_counter() > end:
             break
     return seconds
+
+
+def time_trip(tier: QueuedTier, storage: torch.UntypedStorage) -> tuple[float, float]:
+    """Seconds to ``tier`` and of the way back. Raises `SpillError` if the bytes cannot be moved."""
+    start = time.perf_counter()
+    slot = tier.write(storage)
+    slot.wait()
+    written = time.perf_counter()
+    tier.read(slot).wait()
+    end = time.perf_counter()
+    tier.free(slot)
+    return written - start, end - written
 
 
 def _slope(seconds: dict[int, float], latency_seconds: float) -> float:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from ebbtide.machine import Link
+from ebbtide.run.calibrate import time_trip
 from ebbtide.run.tiers import QueuedTier
 from ebbtide.run.tiers.memory import take_memory
 from ebbtide.sequence.choose import SlowMemory
@@ -41,20 +42,12 @@ def time_transfers(tier: QueuedTier, state_bytes: int, capacity_bytes: int | Non
     """
     block = take_memory(state_bytes)
     ctypes.memset(block.data_ptr(), 1, state_bytes)  # so that its pages are there
-    out, back = [], []
-    for _ in range(TRANSFERS):
-        start = time.perf_counter()
-        slot = tier.write(block)
-        slot.wait()
-        middle = time.perf_counter()
-        tier.read(slot).wait()
-        out.append(middle - start)
-        back.append(time.perf_counter() - middle)
-        tier.free(slot)
+    trips = [time_trip(tier, block) for _ in range(TRANSFERS)]
+    out, back = (statistics.median(way) for way in zip(*trips, strict=True))
     return SlowMemory(
         tier.name,
-        _link("memory", tier.name, state_bytes, statistics.median(out)),
-        _link(tier.name, "memory", state_bytes, statistics.median(back)),
+        _link("memory", tier.name, state_bytes, out),
+        _link(tier.name, "memory", state_bytes, back),
         capacity_bytes,
     )
 
