@@ -51,7 +51,7 @@ def test_a_repeated_step_lies_where_it_was_planned() -> None:
     places, sizes = Rehearsed(), sizes_of(0)
     for number in range(4):
         assert places.serves == (number > 0)
-        places.begin(0)
+        places.begin()
         seen, _ = ladder(sizes)
         places.end(exact=True)
     layout = places.layout
@@ -64,7 +64,7 @@ def test_a_place_that_is_taken_is_left_alone() -> None:
     places, sizes = Rehearsed(), sizes_of(1)
     kept = None
     for number in range(6):
-        places.begin(0)
+        places.begin()
         # What was kept in the step before lies where a block of this step should.
         _, kept = ladder(sizes, kept=20 + number)
         places.end(exact=True)
@@ -75,10 +75,10 @@ def test_a_place_that_is_taken_is_left_alone() -> None:
 def test_a_step_that_left_something_out_finds_its_places_again() -> None:
     places, sizes = Rehearsed(), sizes_of(2)
     for _ in range(2):
-        places.begin(0)
+        places.begin()
         expected, _ = ladder(sizes)
         places.end(exact=True)
-    places.begin(0)
+    places.begin()
     found, _ = ladder([*sizes[:10], *sizes[12:]])
     places.end(exact=False)
     assert found[-20:] == expected[-20:]
@@ -90,11 +90,25 @@ def test_a_step_that_strays_twice_is_rehearsed_again_and_one_that_always_does_gi
     served = []
     for number in range((STRAYS + 1) * FAILURES + 3):
         served.append(places.serves)
-        places.begin(0)
+        places.begin()
         ladder(sizes_of(number))
         places.end(exact=True)
     round_of_steps = [False, *[True] * STRAYS]
     assert served == [*round_of_steps * FAILURES, False, False, False]
+
+
+def test_what_ran_between_two_steps_is_given_back() -> None:
+    places, sizes = Rehearsed(), sizes_of(3)
+    for _ in range(2):
+        places.begin()
+        ladder(sizes)
+        places.end(exact=True)
+    between = [torch.ones(4 << 20) for _ in range(4)]  # far more than the step's own places hold
+    del between
+    before = allocator.rss_bytes()
+    places.begin()
+    assert allocator.rss_bytes() < before - (32 << 20)
+    places.end(exact=False)
 
 
 def test_a_planned_step_takes_its_places(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from ebbtide.run.calibrate import machine_for
 from ebbtide.run.conductor import Conductor
 from ebbtide.run.kinds import Kind
 from ebbtide.run.meter import PeakMeter
+from ebbtide.run.native import arena_library
 from ebbtide.run.rehearsed import Rehearsed
 from ebbtide.run.safe import SafePolicy
 from ebbtide.run.tiers import DiskTier, QueuedTier
@@ -122,7 +123,8 @@ class Budget:
 
     @property
     def state(self) -> str:
-        """What the next step is for: ``observe``, ``verify``, ``audit``, ``planned``, or ``idle`` if nothing binds."""
+        """What the next step is for: ``observe``, ``verify``, ``audit``, ``rehearse``, and from then on ``planned``, or
+        ``idle`` if nothing binds."""
         return "observe" if self._observations_left > 0 or self._current is None else self._current.state
 
     def report(self) -> Summary:
@@ -235,9 +237,6 @@ class _Running:
 
     def _begin(self) -> None:
         budget, kind = self._budget, self._kind
-        if kind is not None and self._state in FINAL_STATES and budget._tune:
-            self._places = kind.places
-            self._places.begin(budget._rest())
         if kind is None or kind.script is None or kind.plan is None:
             self._observe()
         elif self._state == "idle":
@@ -258,6 +257,9 @@ class _Running:
                 self._meter.enter()
             _push(self._conductor.pack, self._conductor.unpack)
             self._conductor.start()
+        if kind is not None and self._state in ("rehearse", *FINAL_STATES) and budget._tune:
+            self._places = kind.places
+            self._places.begin()
 
     def _observe(self) -> None:
         budget = self._budget
@@ -338,6 +340,8 @@ class _Running:
                 kind.make_plan(budget.machine, kind.plan.limit_bytes if kind.plan else 0, budget._verify)
         elif self._state == "audit":
             kind.audited_peak_bytes = peak
+            kind.state = "rehearse" if budget._tune and arena_library() is not None else "planned"
+        elif self._state == "rehearse":
             kind.state = "planned"
         else:
             kind.pace.add(self._began, conductor.stamps, ended)

@@ -13,7 +13,7 @@ from ebbtide.run.rehearsed import Rehearsed
 from ebbtide.run.script import Script, signature, write_script
 from ebbtide.step import Op, Step
 
-State = Literal["observe", "verify", "audit", "planned", "idle"]
+State = Literal["observe", "verify", "audit", "rehearse", "planned", "idle"]
 
 
 class Kind:

@@ -13,7 +13,6 @@ import numpy as np
 
 from ebbtide.place import Block, Layout, place
 from ebbtide.place.layout import FOREVER
-from ebbtide.run import allocator
 from ebbtide.run.native import arena_library
 
 STRAY_SHARE = 0.02
@@ -21,7 +20,7 @@ STRAY_SHARE = 0.02
 STRAYS = 2
 """Steps that stray one after the other before one is rehearsed again: a single one may have had a profiler on."""
 SLACK_SHARE = 0.06
-"""Share of a step's footprint that may be resident besides it when it begins, before holes are given back."""
+"""Share of a step's footprint that may be left resident outside its region when it begins."""
 FAILURES = 4
 """Rehearsals of no use, one after the other, before it is given up: each step takes other blocks."""
 
@@ -47,8 +46,8 @@ class Rehearsed:
         """Whether the next step has planned places."""
         return self.layout is not None
 
-    def begin(self, rest_rss_bytes: int) -> None:
-        """A step begins: rehearse it, or give its blocks their places. ``rest_rss_bytes``: resident size at rest."""
+    def begin(self) -> None:
+        """A step begins: rehearse it, or give its blocks their places."""
         arena = arena_library()
         if arena is None:
             return
@@ -56,7 +55,7 @@ class Rehearsed:
             if self._untouched:
                 arena.ebbtide_arena_trim(1)  # the places of former steps, and of gradients that lived until now
                 self._untouched = False
-            elif allocator.rss_bytes() > rest_rss_bytes + (1 + SLACK_SHARE) * self.layout.footprint_bytes:
+            elif arena.ebbtide_arena_left_outside() > SLACK_SHARE * self.layout.footprint_bytes:
                 arena.ebbtide_arena_trim(0)  # the places of whatever ran since the last step
             pointers = self._sizes.ctypes.data, self._offsets.ctypes.data
             arena.ebbtide_arena_follow(*pointers, len(self._sizes), self._start, self.layout.footprint_bytes)

@@ -46,8 +46,8 @@ def arena_library() -> ctypes.CDLL | None:
     library.ebbtide_arena_new_region.argtypes = [ctypes.c_size_t]
     library.ebbtide_arena_follow.restype = None
     library.ebbtide_arena_follow.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_size_t] * 3
-    for count in (library.ebbtide_arena_unfollow, library.ebbtide_arena_mark, library.ebbtide_arena_most):
-        count.restype = ctypes.c_size_t
+    for name in ("unfollow", "mark", "most", "left_outside"):
+        getattr(library, f"ebbtide_arena_{name}").restype = ctypes.c_size_t
     return library
 
 

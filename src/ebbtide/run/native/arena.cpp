@@ -70,6 +70,7 @@ struct Arena {
   std::vector<Planned> plan;
   std::size_t next = 0, astray = 0;  // astray: bytes that did not go to a planned place
   Address region = 0, region_end = 0;
+  std::size_t outside = 0, outside_most = 0;  // bytes taken outside the region; the most since the last trim
 
   bool reserve() {
     for (std::size_t size = kReserve; size >= kHuge * 1024; size /= 2) {
@@ -168,6 +169,7 @@ struct Arena {
     taken.emplace(at, Taken{size, recorded});
     live += size;
     most = std::max(most, live);
+    if (!in_region(at, size)) outside_most = std::max(outside_most, outside += size);
     return reinterpret_cast<void*>(at);
   }
 
@@ -181,6 +183,7 @@ struct Arena {
     if (recording && block->second.recorded >= 0) records[block->second.recorded].dies = now++;
     taken.erase(block);
     live -= size;
+    if (!in_region(start, size)) outside -= size;
     auto next = holes.lower_bound(start);
     if (next != holes.end() && next->first == start + size) {
       size += next->second;
@@ -226,8 +229,13 @@ struct Arena {
     std::lock_guard<std::mutex> guard(lock);
     plan.resize(count);
     for (std::size_t i = 0; i < count; ++i) plan[i] = {std::size_t(sizes[i]), start + Address(offsets[i])};
-    region = start;
-    region_end = start + size;
+    if (region != start || region_end != start + size) {
+      region = start;
+      region_end = start + size;
+      outside = 0;
+      for (const auto& [address, block] : taken) outside += in_region(address, block.size) ? 0 : block.size;
+      outside_most = std::max(outside_most, outside);
+    }
     if (top < region_end) {
       Address from = top;
       top = region_end;
@@ -266,6 +274,13 @@ struct Arena {
         give_up(std::max(start, region_end), stop);
       }
     }
+    outside_most = outside;
+  }
+
+  // Bytes outside the planned region that nobody holds, and that are resident still as they were held since the last trim.
+  std::size_t left_outside() {
+    std::lock_guard<std::mutex> guard(lock);
+    return outside_most - outside;
   }
 };
 
@@ -318,17 +333,23 @@ void ebbtide_arena_give_back(void* memory) { give_back(memory); }
 
 void ebbtide_arena_trim(int region_too) { arena().trim(region_too != 0); }
 
+std::size_t ebbtide_arena_left_outside() { return arena().left_outside(); }
+
 // Bytes taken now, from which on `most` counts.
 std::size_t ebbtide_arena_mark() { return arena().mark(); }
 
 // The most bytes taken at once since `mark`.
-std::size_t ebbtide_arena_most() { return arena().most; }
+std::size_t ebbtide_arena_most() {
+  std::lock_guard<std::mutex> guard(arena().lock);
+  return arena().most;
+}
 
 // Start (1) or stop (0) writing down what is taken and given back.
 void ebbtide_arena_record(int on) { arena().record(on != 0); }
 
 // How many blocks were recorded, and, if there is room for them, what they were.
 std::size_t ebbtide_arena_recorded(std::int64_t* sizes, std::int64_t* born, std::int64_t* dies, std::size_t room) {
+  std::lock_guard<std::mutex> guard(arena().lock);
   const auto& records = arena().records;
   for (std::size_t i = 0; i < records.size() && i < room; ++i) {
     sizes[i] = records[i].size;

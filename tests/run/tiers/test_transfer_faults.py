@@ -1,0 +1,201 @@
+"""Every fault of a transfer or of a directory is reported, and nothing else is lost by it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import gc
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ebbtide.errors import SpillError
+from ebbtide.run.tiers import DiskTier
+from ebbtide.run.tiers.base import PART_BYTES
+from ebbtide.run.tiers.disk import open_unlinked, switch_to_direct
+from ebbtide.run.tiers.memory import take_memory
+from tests.conftest import open_files
+from tests.run.tiers.stand_ins import MIB, Gate, bytes_of, failing, storage_of
+
+
+class TestFaults:
+    def test_disk_full(self, disk: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(disk, "_pwrite", failing(errno.ENOSPC))
+        storage = storage_of(3 * MIB)
+        slot = disk.write(storage)
+        with pytest.raises(SpillError, match=r"is full.*a tensor of 3\.00 MiB.* are free; free some space") as caught:
+            slot.wait()
+        assert str(disk.directory) in str(caught.value)
+        assert not slot.written
+        assert slot.unwritten is storage
+        with pytest.raises(SpillError, match="is full"):
+            disk.read(slot).wait()
+        monkeypatch.undo()
+        disk.free(slot)
+        assert bytes_of(disk.read(disk.write(storage)).wait()) == bytes_of(storage)
+        assert disk.places_in_use == 1
+
+    def test_a_fault_in_one_of_many_parts(self, disk: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+        slot = disk.write(storage_of(4 * PART_BYTES))
+        slot.wait()
+        real, calls = disk._preadv, iter(range(100))
+
+        def third(fd: int, view: memoryview, offset_bytes: int) -> int:
+            if next(calls) == 2:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real(fd, view, offset_bytes)
+
+        monkeypatch.setattr(disk, "_preadv", third)
+        with pytest.raises(SpillError, match=r"reading a tensor of 32\.0 MiB .* failed: Input/output error"):
+            disk.read(slot).wait()
+        disk.read(slot).wait()
+
+    def test_error_while_writing_reaches_a_read_that_waits(
+        self, disk: DiskTier, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        gate = Gate(disk, monkeypatch, "_pwrite")
+        slot = disk.write(storage_of(50_000))
+        load = disk.read(slot)
+        gate.open.set()
+        load.wait()
+        monkeypatch.setattr(disk, "_pwrite", failing(errno.EIO))
+        with pytest.raises(SpillError, match="writing a tensor of"):
+            disk.read(disk.write(storage_of(50_000))).wait()
+
+    @pytest.mark.parametrize("call", ["_pwrite", "_preadv"])
+    @pytest.mark.parametrize("most", [4096, 5000, 70_000])
+    def test_short_transfers_go_on(self, disk: DiskTier, monkeypatch: pytest.MonkeyPatch, call: str, most: int) -> None:
+        real = getattr(disk, call)
+        monkeypatch.setattr(
+            disk, call, lambda fd, view, offset: min(real(fd, view[: max(512, most // 512 * 512)], offset), most)
+        )
+        storage = storage_of(300_123)
+        assert bytes_of(disk.read(disk.write(storage)).wait()) == bytes_of(storage)
+
+    @pytest.mark.parametrize("call", ["_pwrite", "_preadv"])
+    def test_no_progress_is_an_error(self, disk: DiskTier, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+        monkeypatch.setattr(disk, call, lambda fd, view, offset: 0)
+        with pytest.raises(SpillError, match=r"only 0 of \d+ bytes could be moved"):
+            disk.read(disk.write(storage_of(8192))).wait()
+
+    def test_file_cut_short(self, disk: DiskTier) -> None:
+        slot = disk.write(storage_of(65_536))
+        slot.wait()
+        os.ftruncate(disk._fd, 16_384)
+        with pytest.raises(SpillError, match="only 16384 of 65536 bytes could be moved"):
+            disk.read(slot).wait()
+
+    def test_checksum(self, tmp_path: Path) -> None:
+        with contextlib.closing(DiskTier(tmp_path, checksum=True)) as disk:
+            slot = disk.write(storage_of(65_536))
+            slot.wait()
+            ctypes.memmove((page := take_memory(4096)).data_ptr(), bytes(4096), 4096)
+            os.pwrite(disk._fd, (ctypes.c_char * 4096).from_address(page.data_ptr()), 4096)
+            with pytest.raises(SpillError, match=r"came back from .* other than they were written"):
+                disk.read(slot).wait()
+
+    def test_faults_hold_no_storage(self, disk: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+        slot = disk.write(storage_of(8192))
+        monkeypatch.setattr(disk, "_preadv", failing(errno.EIO))
+        load = disk.read(slot)
+        gone = weakref.ref(load)
+        for _ in range(2):
+            with pytest.raises(SpillError, match="Input/output error"):
+                load.wait()
+        del load
+        gc.collect()
+        assert gone() is None
+
+    def test_an_interrupt_leaves_nothing_to_wait_for(self, disk: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+        real, calls = disk._writer.submit, iter(range(100))
+
+        def interrupted(job: Callable[[bool], None]) -> None:
+            if next(calls) == 1:
+                raise KeyboardInterrupt
+            real(job)
+
+        monkeypatch.setattr(disk._writer, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            disk.write(storage_of(3 * PART_BYTES))
+        disk.drain()
+        storage = storage_of(3 * PART_BYTES, seed=1)
+        assert bytes_of(disk.read(disk.write(storage)).wait()) == bytes_of(storage)
+
+    def test_drain_raises_nothing(self, disk: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(disk, "_pwrite", failing(errno.EIO))
+        disk.write(storage_of(8192))
+        disk.drain()
+
+
+class TestDirectory:
+    def test_missing(self, tmp_path: Path) -> None:
+        with pytest.raises(SpillError, match="nowhere does not exist; make it, or choose another"):
+            DiskTier(tmp_path / "nowhere")
+
+    def test_a_file(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(SpillError, match="file is not a directory"):
+            DiskTier(tmp_path / "file")
+        with pytest.raises(SpillError, match="does not exist"):
+            DiskTier(tmp_path / "file" / "below")
+
+    def test_not_writable(self) -> None:
+        with pytest.raises(SpillError, match=r"/proc is not writable \(.*\); choose another"):
+            DiskTier("/proc")
+
+    def test_full_at_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = open_files()
+        monkeypatch.setattr(os, "pwrite", lambda *_: failing(errno.ENOSPC)(0, memoryview(b""), 0))
+        with pytest.raises(SpillError, match="cannot be used: No space left"):
+            DiskTier(tmp_path)
+        assert open_files() == before
+
+    def test_leaves_no_name(self, tmp_path: Path) -> None:
+        with contextlib.closing(DiskTier(tmp_path)) as disk:
+            disk.write(storage_of(10_000)).wait()
+            assert list(tmp_path.iterdir()) == []
+            assert os.fstat(disk._fd).st_mode & 0o777 == 0o600
+
+    def test_without_unnamed_files(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = os.open
+
+        def refuse(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+            if flags & os.O_TMPFILE == os.O_TMPFILE:
+                raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+            return real(path, flags, *rest, **named)
+
+        monkeypatch.setattr(os, "open", refuse)
+        fd = open_unlinked(tmp_path)
+        state = os.fstat(fd)
+        os.close(fd)
+        assert list(tmp_path.iterdir()) == []
+        assert (state.st_nlink, state.st_mode & 0o777) == (0, 0o600)
+
+    @pytest.mark.parametrize("offered", [4096, 1])
+    def test_other_blocks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offered: int) -> None:
+        real = os.pwrite
+
+        def only(fd: int, view: memoryview, offset: int) -> int:
+            if offset % offered or offered == 1:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return real(fd, view, offset)
+
+        monkeypatch.setattr(os, "pwrite", only)
+        fd = open_unlinked(tmp_path)
+        assert switch_to_direct(fd) == offered
+        assert bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT) == (offered > 1)
+        os.close(fd)
+        disk = DiskTier(tmp_path)
+        monkeypatch.undo()
+        with contextlib.closing(disk):
+            for offset in (0, 64, 4032):
+                storage = storage_of(3 * 4096 + 17, offset_bytes=offset)
+                back = disk.read(disk.write(storage)).wait()
+                assert bytes_of(back) == bytes_of(storage)
+                assert (back.data_ptr() - storage.data_ptr()) % max(offered, 512) == 0
