@@ -340,6 +340,10 @@ class _Running:
                 kind.make_plan(budget.machine, kind.plan.limit_bytes if kind.plan else 0, budget._verify)
         elif self._state == "audit":
             kind.audited_peak_bytes = peak
+            if kind.plan is not None and peak is not None and peak > kind.plan.limit_bytes:
+                kind.hold_more(peak - kind.plan.peak_bytes)
+                kind.make_plan(budget.machine, kind.plan.limit_bytes, budget._verify)
+                return
             kind.state = "rehearse" if budget._tune and arena_library() is not None else "planned"
         elif self._state == "rehearse":
             kind.state = "planned"

@@ -11,7 +11,7 @@ from ebbtide.plan import lower_bound, simulate, solve
 from ebbtide.run.pace import Pace
 from ebbtide.run.rehearsed import Rehearsed
 from ebbtide.run.script import Script, signature, write_script
-from ebbtide.step import Op, Step
+from ebbtide.step import EXTERNAL, Op, Step, Value
 
 State = Literal["observe", "verify", "audit", "rehearse", "planned", "idle"]
 
@@ -54,6 +54,12 @@ class Kind:
             self.state = "idle"
         else:
             self.state = "verify" if verify and self.script.remakes else "audit"
+
+    def hold_more(self, size_bytes: int) -> None:
+        """Steps of this kind hold so many bytes that the observed one did not: they count as there all the time."""
+        storage = 1 + max((value.storage for value in self.step.values), default=-1)
+        more = Value(size_bytes, storage, EXTERNAL, (), self.step.moments)
+        self.step = dataclasses.replace(self.step, values=(*self.step.values, more))
 
     def ban(self, values: set[int]) -> None:
         """Never again compute these values a second time."""
