@@ -40,11 +40,12 @@ class Conductor:
         safe: takes over when the plan is left.
         truth: if given, every value that the plan computes again is also kept and compared.
         trimmer: keeps the resident size near the live bytes; None to leave it alone.
+        timed: whether to take stamps.
 
     Attributes:
         script: the script that is followed, which may have changed since.
         left: why the plan was left, or an empty string.
-        stamps: time of each event, seconds, and how long the conductor then held it up.
+        stamps: if timed: time of each event, seconds, and how long the conductor then held it up.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Conductor:
         safe: SafePolicy,
         truth: Truth | None = None,
         trimmer: Trimmer | None = None,
+        timed: bool = True,
     ) -> None:
         self.script = script
         self.left = ""
@@ -70,7 +72,9 @@ class Conductor:
         self._exact = True
         self._held: dict[int, weakref.ref[Holding]] = {}
         self._capture = CaptureMode(script.known, self.leave) if script.remakes else None
-        self._hide_meter = False
+        self._timed = timed
+        # Where nothing is to be done but to keep and to show, as at most events of most steps, the hooks are short.
+        self._short = not timed and trimmer is None
 
     def start(self) -> None:
         """Call when the step begins."""
@@ -92,6 +96,16 @@ class Conductor:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The pack hook."""
+        event = self._event
+        if self._short and event < len(self.script.kept) and (self._capture is None or not self._capture.entered):
+            saving = self.script.kept[event]
+            if saving is not None and tensor.shape == saving.shape and tensor.dtype is saving.dtype:
+                self._event = event + 1
+                self._packed += 1
+                return Kept(tensor, self._packed - 1)
+        return self._pack(tensor)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
         began = time.perf_counter()
         capture = self._capture
         if capture is not None:
@@ -108,13 +122,26 @@ class Conductor:
             self._act()
             if self._capture is not None:
                 self._follow(stretch, tensor)
-            self.stamps.append((began, time.perf_counter() - began))
+            if self._timed:
+                self.stamps.append((began, time.perf_counter() - began))
         if capture is not None:
             capture.hidden = False
         return handle
 
     def unpack(self, handle: Kept | View) -> torch.Tensor:
         """The unpack hook."""
+        event = self._event
+        if (
+            self._short
+            and event < len(self.script.shown)
+            and self.script.shown[event] == handle.number
+            and (self._capture is None or not self._capture.entered)
+        ):
+            self._event = event + 1
+            return handle.show()
+        return self._unpack(handle)
+
+    def _unpack(self, handle: Kept | View) -> torch.Tensor:
         if self.left:
             return self._safe.unpack(handle)
         began = time.perf_counter()
@@ -128,7 +155,8 @@ class Conductor:
         self._act()
         if capture is not None:
             capture.hidden = False
-        self.stamps.append((began, time.perf_counter() - began))
+        if self._timed:
+            self.stamps.append((began, time.perf_counter() - began))
         return tensor
 
     def _act(self) -> None:
@@ -267,6 +295,7 @@ class Conductor:
         """Leave the plan. See NOTE [Leaving the plan]."""
         if not self.left:
             self.left = reason
+            self._short = False
             if self._capture is not None:
                 self._capture.forget()
 

@@ -169,7 +169,8 @@ def _filled(item: Any, made: dict[int, torch.Tensor], leaves: dict[int, Holding]
             if item.external._version != item.version:
                 raise RecipeError(
                     f"a tensor {list(item.external.shape)} that a value is computed again from was changed in place "
-                    "between forward and backward; change it after the backward pass, or pass recompute=False"
+                    "between forward and backward; change it after the backward pass, or leave verify on: such "
+                    "values are then found in the first planned step and kept"
                 )
             return item.external
         if item.value in made:

@@ -15,7 +15,7 @@ import torch
 from ebbtide.decisions import Decision, Offload, Plan, Recompute
 from ebbtide.errors import PlanError
 from ebbtide.run.recipes import KnownOp
-from ebbtide.step import EXTERNAL, Saved, Step
+from ebbtide.step import EXTERNAL, Event, Saved, Step
 
 
 class Treatment(enum.IntEnum):
@@ -69,6 +69,8 @@ class Script:
         alive: by event, bytes alive above those at rest.
         headroom: by event, bytes that the ops up to the next event take at most above what is alive at it.
         prefixes: by number of the saved tensor, a hash of those saved before it.
+        kept: by event: what is expected of the saved tensor, if all that happens there is that it is kept.
+        shown: by event: number of the saved tensor, if all that happens there is that it is asked for; else -2.
         tier: name of the tier that values move to.
     """
 
@@ -80,6 +82,8 @@ class Script:
     alive: tuple[int, ...]
     headroom: tuple[int, ...]
     prefixes: tuple[int, ...]
+    kept: tuple[Saving | None, ...]
+    shown: tuple[int, ...]
     tier: str
 
     @property
@@ -104,15 +108,22 @@ def write_script(step: Step, plan: Plan, memory: Sequence[int]) -> Script:
     if len(tiers) > 1:
         raise PlanError(f"the plan moves values to {', '.join(sorted(tiers))}; one tier can be used at a time")
     savings = _savings(step, decisions, leaves, shared)
+    actions = _actions(step, plan.decisions)
+    stretches = _stretches(step, known)
     return Script(
         savings=savings,
         expected=tuple(e.saved if e.kind == "pack" else ~e.saved for e in step.events),
-        actions=_actions(step, plan.decisions),
-        stretches=_stretches(step, known),
+        actions=actions,
+        stretches=stretches,
         known=known,
         alive=tuple(memory[moment] - plan.resting_bytes for moment in step.event_moments()),
         headroom=_headroom(step, memory),
         prefixes=_prefixes(step.saved),
+        kept=_kept(step.events, actions, stretches, savings),
+        shown=tuple(
+            e.saved if action is None and e.kind == "unpack" else -2
+            for e, action in zip(step.events, actions, strict=True)
+        ),
         tier=next(iter(tiers), ""),
     )
 
@@ -207,6 +218,18 @@ def _actions(step: Step, decisions: Sequence[Decision]) -> tuple[Actions | None,
     for event, (releases, outs, loads) in plans.items():
         actions[event] = Actions(tuple(releases), tuple(outs), tuple(value for _, value in sorted(loads)))
     return tuple(actions)
+
+
+def _kept(
+    events: Sequence[Event], actions: Sequence[Actions | None], stretches: Sequence[int], savings: Sequence[Saving]
+) -> tuple[Saving | None, ...]:
+    """By event: the saving, where it is all that happens and the tensor stays alone."""
+    kept: list[Saving | None] = [None] * len(events)
+    for index, event in enumerate(events):
+        if event.kind == "pack" and actions[index] is None and stretches[index] < 0:
+            saving = savings[event.saved]
+            kept[index] = saving if saving.treatment == Treatment.KEEP else None
+    return tuple(kept)
 
 
 def _headroom(step: Step, memory: Sequence[int]) -> tuple[int, ...]:
