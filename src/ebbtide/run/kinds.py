@@ -40,10 +40,12 @@ class Kind:
         self.places = Rehearsed()
 
     def observed_again(self, step: Step) -> None:
-        """Of two observations take each op's smaller duration, since the other had page faults in it, and its larger
+        """Take the later observation, since the first step of a loop makes gradients and optimizer state that later
+        ones find. Of both take each op's smaller duration, since the first had page faults in it, and its larger
         workspace, since only one of them measured it."""
         if len(step.ops) == len(self.step.ops):
-            self.step = dataclasses.replace(self.step, ops=tuple(map(_settled, self.step.ops, step.ops)))
+            step = dataclasses.replace(step, ops=tuple(map(_settled, step.ops, self.step.ops)))
+        self.step = step
 
     def make_plan(self, machine: Machine, limit_bytes: int, verify: bool) -> None:
         """Plan this kind of step. Raises `BudgetError` if no plan meets the limit."""
