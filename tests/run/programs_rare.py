@@ -168,10 +168,7 @@ class NestedHooks(Chain):
 
 @program
 class OptimizerInside(Chain):
-    """Clipping and the optimizer run inside the step; parameters change there.
-
-    In the first step the optimizer makes its state, so that percentages mean less than elsewhere.
-    """
+    """Clipping and the optimizer, which makes its state in the first step, run inside the step."""
 
     steady = recomputes = False
 

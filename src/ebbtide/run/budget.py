@@ -323,8 +323,7 @@ class _Running:
         elif kind is not None and conductor is not None:
             self._advance(kind, conductor, peak, ended)
         elif kind is not None:
-            kind.pace.add(self._began, [], ended)
-            kind.refine(budget.machine)
+            kind.watch(budget.machine, self._began, [], ended)
 
     def _advance(self, kind: Kind, conductor: Conductor, peak: int | None, ended: float) -> None:
         """Move the kind of step along, if the step ran as planned from beginning to end."""
@@ -349,8 +348,7 @@ class _Running:
         elif self._state == "rehearse":
             kind.state = "planned"
         else:
-            kind.pace.add(self._began, conductor.stamps, ended)
-            kind.refine(budget.machine)
+            kind.watch(budget.machine, self._began, conductor.stamps, ended)
 
 
 class _LightWatch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 from ebbtide.decisions import Plan
@@ -36,14 +37,15 @@ class Kind:
         self.banned: frozenset[int] = frozenset()
         self.audited_peak_bytes: int | None = None
         self.pace = Pace()
-        self.refined = False
         self.places = Rehearsed()
 
     def observed_again(self, step: Step) -> None:
-        """Of two observations take each op's smaller duration, since the other had page faults in it, and its larger
+        """Take the later observation, since the first step of a loop makes gradients and optimizer state that later
+        ones find. Of both take each op's smaller duration, since the first had page faults in it, and its larger
         workspace, since only one of them measured it."""
         if len(step.ops) == len(self.step.ops):
-            self.step = dataclasses.replace(self.step, ops=tuple(map(_settled, self.step.ops, step.ops)))
+            step = dataclasses.replace(step, ops=tuple(map(_settled, step.ops, self.step.ops)))
+        self.step = step
 
     def make_plan(self, machine: Machine, limit_bytes: int, verify: bool) -> None:
         """Plan this kind of step. Raises `BudgetError` if no plan meets the limit."""
@@ -65,11 +67,16 @@ class Kind:
         """Never again compute these values a second time."""
         self.banned |= {i for i, absence in enumerate(self.step.absences) if absence.value in values}
 
-    def refine(self, machine: Machine) -> None:
-        """Refine the durations and what the plan predicts from them, once enough planned steps were seen."""
-        if self.refined or not self.pace.ready or self.plan is None:
+    def watch(self, machine: Machine, start: float, stamps: Sequence[tuple[float, float]], end: float) -> None:
+        """A step ran as planned: now and then refine the durations, and what the plan predicts from them.
+
+        See `Pace.add` for the times.
+        """
+        if self.pace.done or self.plan is None:
             return
-        self.refined = True
+        self.pace.add(start, stamps, end)
+        if not self.pace.due:
+            return
         self.step = self.pace.refine(self.step)
         seconds = simulate(self.step, machine, self.plan.decisions).seconds
         # The bound changes with the durations, too, but takes too long for the middle of somebody's training.

@@ -15,8 +15,10 @@ from collections.abc import Sequence
 
 from ebbtide.step import Step
 
-WARM_UP, STEPS = 2, 3
-"""Planned steps to leave out, as pages are still being faulted in, and to watch then, before durations are refined."""
+WARM_UP = 2
+"""Planned steps to leave out: pages are still being faulted in."""
+LOOKS = (3, 6, 12)
+"""Numbers of steps watched since, after each of which durations are refined; no more are watched after the last."""
 
 
 class Pace:
@@ -26,9 +28,14 @@ class Pace:
         self._runs: list[list[float]] = []
 
     @property
-    def ready(self) -> bool:
-        """Whether enough steps were seen."""
-        return len(self._runs) == WARM_UP + STEPS
+    def due(self) -> bool:
+        """Whether it is time to refine."""
+        return len(self._runs) - WARM_UP in LOOKS
+
+    @property
+    def done(self) -> bool:
+        """Whether no more steps are to be watched."""
+        return len(self._runs) == WARM_UP + LOOKS[-1]
 
     def add(self, start: float, stamps: Sequence[tuple[float, float]], end: float) -> None:
         """Add a step: when it began and ended, and for each event its time and how long it was held up, seconds.
@@ -36,8 +43,6 @@ class Pace:
         Without ``stamps``, for a step at whose events nobody watches, only its whole time is known.
         """
         times = [(start, 0.0), *stamps, (end, 0.0)]
-        if self.ready:
-            return
         self._runs.append([max(0.0, b[0] - a[0] - a[1]) for a, b in itertools.pairwise(times)])
 
     def refine(self, step: Step) -> Step:
