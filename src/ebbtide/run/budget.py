@@ -251,7 +251,7 @@ class _Running:
                 SafePolicy(kind.plan.limit_bytes, budget._tier, other_bytes=_assumed_bytes(kind.plan)),
                 self._truth,
                 None if kind.places.serves else self._trimmer(kind.plan.peak_bytes - kind.plan.resting_bytes),
-                timed=self._state == "planned" and not kind.pace.ready,
+                timed=self._state == "planned" and not kind.pace.done,
             )
             if self._state == "audit":
                 self._meter = PeakMeter()
