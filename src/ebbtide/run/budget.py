@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ebbtide.decisions import Plan
-from ebbtide.errors import StepError
+from ebbtide.errors import PlanError, StepError
 from ebbtide.machine import Machine
 from ebbtide.measured import Measured
 from ebbtide.observe.recorder import Recorder
@@ -25,7 +25,7 @@ from ebbtide.run.meter import PeakMeter
 from ebbtide.run.native import arena_library
 from ebbtide.run.rehearsed import Rehearsed
 from ebbtide.run.safe import SafePolicy
-from ebbtide.run.tiers import DiskTier, QueuedTier
+from ebbtide.run.tiers import DiskTier, SlowTier
 from ebbtide.run.verify import Truth
 from ebbtide.step import Step
 from ebbtide.units import parse_bytes, parse_fraction
@@ -82,7 +82,7 @@ class Budget:
         self._verify = verify
         self._tune = tune_allocator
         self._machine = machine
-        self.tiers: dict[str, QueuedTier] = {"disk": DiskTier(self._spill, checksum=checksum)}
+        self.tiers: dict[str, SlowTier] = {"disk": DiskTier(self._spill, checksum=checksum)}
         self.measured: list[Measured] = []
         self._kinds: dict[int, Kind] = {}
         self._current: Kind | None = None
@@ -172,8 +172,13 @@ class Budget:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _tier(self) -> QueuedTier:
-        return self.tiers["disk"]
+    def _tier(self, name: str = "") -> SlowTier:
+        """The tier of that name; without one the first, which has the others behind it."""
+        if not name:
+            return next(iter(self.tiers.values()))
+        if name not in self.tiers:
+            raise PlanError(f"the plan moves values to {name!r}; this Budget has {', '.join(self.tiers)}")
+        return self.tiers[name]
 
     def _rest(self) -> int:
         """Resident bytes at rest. To be called as a step begins."""

@@ -1,0 +1,201 @@
+"""Host memory that a device copies from and to directly, and the arena that cuts it into places.
+
+NOTE [Arena]
+1. One piece of memory is taken at a time, pinned once, and only between steps: pinning takes a system call and about
+   0.1 s a GiB. What does not fit has no place here, and is asked for at the next `settle`.
+2. Where the plan is known, so are the sizes, the order and the lifetimes of what comes: each has its place beforehand
+   (`ebbtide.place`), and the arena need not be larger than the most that lies there at once. Whatever comes otherwise
+   takes the smallest gap that fits.
+3. A place that is given back may still be read by a copy under way. Who gets it next is told the events to wait for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ebbtide.errors import SpillError
+from ebbtide.run.backends.base import Backend, Event
+from ebbtide.run.tiers.memory import storage_over
+from ebbtide.run.tiers.places import Places
+from ebbtide.units import format_bytes
+
+ALIGNMENT_BYTES = 512
+GROWTH_BYTES = 2 << 20
+"""The arena's size is a multiple of this: one huge page."""
+
+TakeMemory = Callable[[int], torch.UntypedStorage]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """A part of an arena.
+
+    Attributes:
+        storage: shows it, and keeps all of the memory that it lies in.
+        after: events that must have happened before it is written.
+    """
+
+    storage: torch.UntypedStorage
+    offset_bytes: int
+    after: tuple[Event, ...]
+    places: Places
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlannedPlaces:
+    """Where what comes in a step lies: sizes and offsets in the order in which it comes. See NOTE [Arena], rule 2."""
+
+    sizes_bytes: tuple[int, ...]
+    offsets_bytes: tuple[int, ...]
+    footprint_bytes: int
+
+
+class Arena:
+    """Places in one piece of slower memory. See NOTE [Arena]. Not for several threads at once.
+
+    Args:
+        take: makes the memory; it goes back when it dies.
+        limit_bytes: the most to take.
+        start_bytes: how much to take for the first step.
+    """
+
+    def __init__(self, take: TakeMemory, limit_bytes: int, start_bytes: int = 0) -> None:
+        self.limit_bytes = limit_bytes
+        self._take = take
+        self._memory: torch.UntypedStorage | None = None
+        self._places = Places(0)
+        self._missed_bytes = min(start_bytes, limit_bytes)
+        self._busy: list[tuple[Place, int, Event]] = []
+        self._planned: PlannedPlaces | None = None
+        self._next = 0
+        self.settle()
+
+    @property
+    def size_bytes(self) -> int:
+        """How much memory there is."""
+        return self._places.end_bytes
+
+    def settle(self, planned: PlannedPlaces | None = None) -> None:
+        """Between two steps: grow by what had no place, and follow a plan in the step that comes.
+
+        Raises:
+            SpillError: if the system does not give the memory.
+        """
+        self._planned, self._next = planned, 0
+        wanted = self.size_bytes + self._missed_bytes
+        if planned is not None:
+            wanted = max(self.size_bytes, planned.footprint_bytes)
+        self._missed_bytes = 0
+        size = min(-(-wanted // GROWTH_BYTES) * GROWTH_BYTES, self.limit_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
+        if size > self.size_bytes:
+            # What still lies in the old memory keeps it; the rest goes first, to make room.
+            self._memory = None
+            self._places = Places(0)
+            self._memory = self._take(size)
+            self._places = Places(size)
+
+    def reserve(self, size_bytes: int) -> Place | None:
+        """A place, or None if there is none."""
+        rounded = -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        offset = self._planned_offset(size_bytes, rounded)
+        if offset is None:
+            try:
+                offset = self._places.take(rounded)
+            except MemoryError:
+                self._missed_bytes += rounded
+                return None
+        self._busy = [entry for entry in self._busy if not entry[2].query()]
+        after = tuple(
+            event
+            for place, size, event in self._busy
+            if place.places is self._places
+            and place.offset_bytes < offset + rounded
+            and offset < place.offset_bytes + size
+        )
+        memory = self._memory
+        storage = memory[offset : offset + size_bytes] if memory is not None else torch.UntypedStorage(0)
+        return Place(storage, offset, after, self._places)
+
+    def give_back(self, place: Place, busy: Event) -> None:
+        """Make a place free; ``busy`` is the end of the last copy from or to it."""
+        size = -(-place.storage.nbytes() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        place.places.give_back(place.offset_bytes, size)
+        self._busy.append((place, size, busy))  # which also keeps the memory that the copy needs
+
+    def release(self) -> None:
+        """Give the memory back, as soon as nothing lies in it. Call when all copies are done."""
+        self._memory, self._places = None, Places(0)
+        self._busy.clear()
+
+    def _planned_offset(self, size_bytes: int, rounded: int) -> int | None:
+        planned, number = self._planned, self._next
+        self._next += 1
+        if planned is None or number >= len(planned.sizes_bytes) or planned.sizes_bytes[number] != size_bytes:
+            return None
+        offset = planned.offsets_bytes[number]
+        return offset if self._places.claim(offset, rounded) else None
+
+
+def pinned_memory(backend: Backend) -> TakeMemory:
+    """What makes pinned memory near ``backend``'s device."""
+
+    def take(size_bytes: int) -> torch.UntypedStorage:
+        try:
+            pages = mmap.mmap(-1, size_bytes)
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        except OSError as fault:
+            raise SpillError(
+                f"no RAM for {format_bytes(size_bytes)} of pinned memory ({fault.strerror}); allow it less"
+            ) from fault
+        exported = ctypes.c_char.from_buffer(pages)
+        address = ctypes.addressof(exported)
+        touch(address, size_bytes, backend.near_cpus())
+        try:
+            backend.pin(address, size_bytes)
+        except RuntimeError as fault:
+            raise SpillError(
+                f"the system refuses to pin {format_bytes(size_bytes)} of RAM ({fault}); allow it less"
+            ) from fault
+        process = os.getpid()
+
+        def give_back(held: Any) -> None:
+            # In a forked child what is pinned is the parent's; at the end of the process all of it goes anyway.
+            if os.getpid() == process and not sys.is_finalizing():
+                backend.unpin(address)
+            held.clear()
+
+        return storage_over(address, size_bytes, [exported, pages], give_back)
+
+    return take
+
+
+def touch(address: int, size_bytes: int, cpus: frozenset[int]) -> None:
+    """Write every page first from one of ``cpus``: then the system takes it from their NUMA node."""
+
+    def run() -> None:
+        allowed = cpus & os.sched_getaffinity(0)
+        if allowed:
+            os.sched_setaffinity(0, allowed)  # of this thread alone
+        ctypes.memset(address, 0, size_bytes)
+
+    thread = threading.Thread(target=run, name="ebbtide-touch")
+    thread.start()
+    thread.join()
+
+
+def spare_bytes(share: float = 0.5) -> int:
+    """That share of the RAM that the system says is available."""
+    with open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(int(line.split()[1]) * 1024 * share)
+    return 0
