@@ -152,6 +152,19 @@ class SlowTier(Protocol):
         ...
 
 
+def check_device(name: str, device: torch.device, storage: torch.UntypedStorage) -> None:
+    """Raise `SpillError` if ``storage`` is not on the device from which tier ``name`` takes storages."""
+    if storage.device != device:
+        where = "in RAM" if device.type == "cpu" else f"on {device}"
+        raise SpillError(f"the {name} tier takes storages {where}, not on {storage.device}")
+
+
+def check_memory(slot: Slot, into: torch.UntypedStorage, congruence_bytes: int) -> None:
+    """Raise `SpillError` if ``into`` has another size than what ``slot`` holds, or lies otherwise than that did."""
+    if into.nbytes() != slot.size_bytes or (into.data_ptr() - slot.pointer) % congruence_bytes:
+        raise SpillError(f"memory of {format_bytes(into.nbytes())} cannot take back what was written from elsewhere")
+
+
 _tiers: weakref.WeakSet[QueuedTier] = weakref.WeakSet()
 
 
@@ -162,13 +175,13 @@ class QueuedTier(abc.ABC):
 
     Attributes:
         congruence_bytes: memory that comes back begins at the same address as before, modulo this.
-        device_type: of the storages that are taken.
+        device: of the storages that are taken.
         written_bytes, read_bytes: bytes of the storages copied out and back so far.
     """
 
     kind: TierKind
     congruence_bytes = CONGRUENCE_BYTES
-    device_type = "cpu"
+    device = torch.device("cpu")
 
     def __init__(self, name: str, *, readers: int, release_all: Callable[[], None], writers: int = 1) -> None:
         self.name = name
@@ -236,9 +249,7 @@ class QueuedTier(abc.ABC):
 
     def write(self, storage: torch.UntypedStorage) -> Slot:
         """See `SlowTier.write`. Raises `SpillError` if the tier is closed or the storage is on another device."""
-        if storage.device.type != self.device_type:
-            where = "in RAM" if self.device_type == "cpu" else f"on {self.device_type}"
-            raise SpillError(f"the {self.name} tier takes storages {where}, not on {storage.device}")
+        check_device(self.name, self.device, storage)
         slot = Slot(storage)
         self._announce(slot)
         with self._lock:
@@ -265,10 +276,8 @@ class QueuedTier(abc.ABC):
         self._check_usable()
         if into is None:
             into = self._take_memory(slot)
-        elif into.nbytes() != slot.size_bytes or (into.data_ptr() - slot.pointer) % self.congruence_bytes:
-            raise SpillError(
-                f"memory of {format_bytes(into.nbytes())} cannot take back what was written from elsewhere"
-            )
+        else:
+            check_memory(slot, into, self.congruence_bytes)
         load = self._make_load(slot, into)
         self._announce(load)
         with self._lock:

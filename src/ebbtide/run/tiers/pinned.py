@@ -6,7 +6,8 @@ NOTE [Arena]
 2. Where the plan is known, so are the sizes, the order and the lifetimes of what comes: each has its place beforehand
    (`ebbtide.place`), and the arena need not be larger than the most that lies there at once. Whatever comes otherwise
    takes the smallest gap that fits.
-3. A place that is given back may still be read by a copy under way. Who gets it next is told the events to wait for.
+3. A place that is given back may still be read by a copy under way. Whoever gets it next writes later, in the order of
+   streams; but memory as a whole goes back only when all copies are done.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 
 from ebbtide.errors import SpillError
-from ebbtide.run.backends.base import Backend, Event
+from ebbtide.run.backends.base import Backend
 from ebbtide.run.tiers.memory import storage_over
 from ebbtide.run.tiers.places import Places
 from ebbtide.units import format_bytes
@@ -35,18 +36,16 @@ GROWTH_BYTES = 2 << 20
 TakeMemory = Callable[[int], torch.UntypedStorage]
 
 
+def _rounded(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """A part of an arena.
-
-    Attributes:
-        storage: shows it, and keeps all of the memory that it lies in.
-        after: events that must have happened before it is written.
-    """
+    """A part of an arena; ``storage`` shows it, and keeps the memory that it lies in."""
 
     storage: torch.UntypedStorage
     offset_bytes: int
-    after: tuple[Event, ...]
     places: Places
 
 
@@ -66,6 +65,9 @@ class Arena:
         take: makes the memory; it goes back when it dies.
         limit_bytes: the most to take.
         start_bytes: how much to take for the first step.
+
+    Raises:
+        SpillError: if the system does not give the memory.
     """
 
     def __init__(self, take: TakeMemory, limit_bytes: int, start_bytes: int = 0) -> None:
@@ -73,39 +75,41 @@ class Arena:
         self._take = take
         self._memory: torch.UntypedStorage | None = None
         self._places = Places(0)
-        self._missed_bytes = min(start_bytes, limit_bytes)
-        self._busy: list[tuple[Place, int, Event]] = []
+        self._missed_bytes = start_bytes
+        self._outdated: list[Place] = []
         self._planned: PlannedPlaces | None = None
         self._next = 0
-        self.settle()
+        self.settle(None, lambda: None)
 
     @property
     def size_bytes(self) -> int:
         """How much memory there is."""
         return self._places.end_bytes
 
-    def settle(self, planned: PlannedPlaces | None = None) -> None:
-        """Between two steps: grow by what had no place, and follow a plan in the step that comes.
+    def settle(self, planned: PlannedPlaces | None, quiet: Callable[[], None]) -> None:
+        """Between two steps: grow by what had no place, or to what a plan needs, and follow it in the step that comes.
+
+        ``quiet`` is called before memory goes back: it waits until no copy is under way.
 
         Raises:
             SpillError: if the system does not give the memory.
         """
         self._planned, self._next = planned, 0
-        wanted = self.size_bytes + self._missed_bytes
-        if planned is not None:
-            wanted = max(self.size_bytes, planned.footprint_bytes)
+        wanted = planned.footprint_bytes if planned is not None else self.size_bytes + self._missed_bytes
+        wanted = min(-(-wanted // GROWTH_BYTES) * GROWTH_BYTES, self.limit_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
         self._missed_bytes = 0
-        size = min(-(-wanted // GROWTH_BYTES) * GROWTH_BYTES, self.limit_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
-        if size > self.size_bytes:
-            # What still lies in the old memory keeps it; the rest goes first, to make room.
-            self._memory = None
-            self._places = Places(0)
-            self._memory = self._take(size)
-            self._places = Places(size)
+        if self._outdated or wanted > self.size_bytes:
+            quiet()
+            self._outdated.clear()
+        if wanted > self.size_bytes:
+            # What still lies in the old memory keeps it; otherwise it goes first, to make room.
+            self._memory, self._places = None, Places(0)
+            self._memory = self._take(wanted)
+            self._places = Places(wanted)
 
     def reserve(self, size_bytes: int) -> Place | None:
         """A place, or None if there is none."""
-        rounded = -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        rounded = _rounded(size_bytes)
         offset = self._planned_offset(size_bytes, rounded)
         if offset is None:
             try:
@@ -113,28 +117,20 @@ class Arena:
             except MemoryError:
                 self._missed_bytes += rounded
                 return None
-        self._busy = [entry for entry in self._busy if not entry[2].query()]
-        after = tuple(
-            event
-            for place, size, event in self._busy
-            if place.places is self._places
-            and place.offset_bytes < offset + rounded
-            and offset < place.offset_bytes + size
-        )
         memory = self._memory
         storage = memory[offset : offset + size_bytes] if memory is not None else torch.UntypedStorage(0)
-        return Place(storage, offset, after, self._places)
+        return Place(storage, offset, self._places)
 
-    def give_back(self, place: Place, busy: Event) -> None:
-        """Make a place free; ``busy`` is the end of the last copy from or to it."""
-        size = -(-place.storage.nbytes() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        place.places.give_back(place.offset_bytes, size)
-        self._busy.append((place, size, busy))  # which also keeps the memory that the copy needs
+    def give_back(self, place: Place) -> None:
+        """Make a place free. Copies from and to it may still be under way: see rule 3."""
+        place.places.give_back(place.offset_bytes, _rounded(place.storage.nbytes()))
+        if place.places is not self._places:
+            self._outdated.append(place)
 
     def release(self) -> None:
-        """Give the memory back, as soon as nothing lies in it. Call when all copies are done."""
+        """Give the memory back, as soon as nothing lies in it. Call when no copy is under way."""
         self._memory, self._places = None, Places(0)
-        self._busy.clear()
+        self._outdated.clear()
 
     def _planned_offset(self, size_bytes: int, rounded: int) -> int | None:
         planned, number = self._planned, self._next

@@ -19,6 +19,7 @@ import torch
 from ebbtide.run.backends.base import Backend, ComputeStreams, Stream, seen_on
 from ebbtide.run.tiers.base import PART_BYTES, Load, Slot
 from ebbtide.run.tiers.disk import PLACE_ALIGNMENT_BYTES, READERS, DiskPlace, DiskTier
+from ebbtide.run.tiers.memory import CONGRUENCE_BYTES
 from ebbtide.run.tiers.pinned import pinned_memory
 
 WRITERS = 2
@@ -61,8 +62,8 @@ class StagedTier(DiskTier):
         count = WRITERS + READERS
         stages = pinned_memory(backend)(count * PART_BYTES)
         super().__init__(directory, checksum=checksum, name=name, writers=WRITERS)
-        self.congruence_bytes = 1  # only stages are read and written directly
-        self.device_type = backend.device.type
+        self.congruence_bytes = CONGRUENCE_BYTES  # whatever the disk wants: only stages are read and written directly
+        self.device = backend.device
         self._backend = backend
         self._compute = ComputeStreams(backend)
         self._out = backend.new_stream(f"{name}-out")

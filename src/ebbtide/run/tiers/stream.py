@@ -4,13 +4,14 @@ NOTE [Guards]
 Copies out run on one stream, copies back on another, and the host waits for neither. What keeps them right is who waits
 for whom, and each of these waits has a test that fails without it:
 1. A copy out waits for compute up to the moment at which it is queued: for what makes the value.
-2. It also waits for the copies back that still read what lay at its place before. Those out keep their order anyway.
-3. Before the storage may be let go of, compute waits for the copy out. So nothing overwrites it that comes later.
-4. A copy back waits for compute up to the moment at which its memory is taken: an earlier owner may still be read.
-5. It also waits for its copy out.
-6. Whoever uses what came back waits for the copy back.
-7. What is given up before anybody waited for it is kept until the next transfer; then compute waits.
-"Compute" in 1, 3 and 7 is every one of `ComputeStreams`; in 4 it is the one whose memory is taken; in 6 see `seen_on`.
+2. Before the storage may be let go of, compute waits for the copy out. So nothing overwrites it that comes later.
+3. A copy back waits for compute up to the moment at which its memory is taken: an earlier owner may still be read.
+4. It also waits for its copy out.
+5. Whoever uses what came back waits for the copy back.
+6. What is given up before anybody waited for it is kept until the next transfer; then compute waits.
+A place is free for another copy out when its slot was freed: by 5 and 6, compute then waits for all that read it, and by
+1 the next copy out waits for compute.
+"Compute" in 1, 2 and 6 is every one of `ComputeStreams`; in 3 it is the one whose memory is taken; in 5 see `seen_on`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import torch
 from ebbtide.errors import SpillError
 from ebbtide.machine import TierKind
 from ebbtide.run.backends.base import Backend, ComputeStreams, Stream, seen_on
-from ebbtide.run.tiers.base import Load, Slot, SlowTier
+from ebbtide.run.tiers.base import Load, Slot, SlowTier, check_device, check_memory
+from ebbtide.run.tiers.memory import CONGRUENCE_BYTES
 from ebbtide.run.tiers.pinned import Arena, Place, PlannedPlaces
 from ebbtide.units import format_bytes
 
@@ -38,7 +40,6 @@ class StreamSlot(Slot):
         self.tier = tier
         self.place: Place | None = None
         self.copied: Any = None
-        self.busy: Any = None
         self.unwaited: list[StreamLoad] = []
 
     @property
@@ -133,8 +134,7 @@ class StreamTier:
 
     def write(self, storage: torch.UntypedStorage) -> Slot:
         """See `SlowTier.write`. Raises `SpillError` if the tier is closed, or full and without an overflow."""
-        if storage.device != self.backend.device:
-            raise SpillError(f"this {self.name} tier takes storages on {self.backend.device}, not on {storage.device}")
+        check_device(self.name, self.backend.device, storage)
         self._check_usable()
         slot = StreamSlot(self, storage)
         with self._lock:
@@ -142,10 +142,10 @@ class StreamTier:
             slot.place = self._arena.reserve(slot.size_bytes)
             if slot.place is not None:
                 self._places_in_use += 1
-                for event in (*slot.place.after, *self.compute.record()):
+                for event in self.compute.record():
                     self._out.wait_event(event)
                 self.backend.copy(self._out, slot.place.storage, storage)
-                slot.copied = slot.busy = self._out.record_event()
+                slot.copied = self._out.record_event()
                 self.written_bytes += slot.size_bytes
                 return slot
         slot.freed = True
@@ -166,15 +166,13 @@ class StreamTier:
         if not isinstance(slot, StreamSlot):
             assert self._overflow is not None
             return self._overflow.read(slot, into)
-        if slot.freed or slot.place is None:
-            raise SpillError(f"a slot of the {self.name} tier was read after it was freed")
-        if into is not None and into.nbytes() != slot.size_bytes:
-            raise SpillError(
-                f"memory of {format_bytes(into.nbytes())} cannot take back {format_bytes(slot.size_bytes)}"
-            )
+        if into is not None:
+            check_memory(slot, into, CONGRUENCE_BYTES)
         self._check_usable()
         with self._lock:
             self._begin()
+            if slot.place is None:
+                raise SpillError(f"a slot of the {self.name} tier was read after it was freed")
             home = self.compute.note()
             storage = into if into is not None else self.backend.allocate(slot.size_bytes, slot.pointer)
             load = StreamLoad(slot, storage, home if into is None else None)
@@ -182,7 +180,7 @@ class StreamTier:
             self._back.wait_event(home.record_event())
             self._back.wait_event(slot.copied)
             self.backend.copy(self._back, storage, slot.place.storage)
-            load.arrived = slot.busy = self._back.record_event()
+            load.arrived = self._back.record_event()
             self.read_bytes += slot.size_bytes
         return load
 
@@ -194,17 +192,18 @@ class StreamTier:
             self._overflow.free(slot)
 
     def drain(self) -> None:
-        """See `SlowTier.drain`."""
+        """See `SlowTier.drain`. In another process there is nothing to wait for."""
+        if self._process != os.getpid():
+            return
         with self._lock:
             self._collect()
-            for stream in (self._out, self._back):
-                self.backend.finish(stream)
+            self._finish()
         if self._overflow is not None:
             self._overflow.drain()
 
     def close(self) -> None:
-        """See `SlowTier.close`. Closing twice does nothing."""
-        if not self._closed:
+        """See `SlowTier.close`. Closing twice, or in another process, does nothing."""
+        if not self._closed and self._process == os.getpid():
             self.drain()
             self._closed = True
             self._arena.release()
@@ -218,7 +217,7 @@ class StreamTier:
         self._check_usable()
         with self._lock:
             self._begin()
-            self._arena.settle(planned)
+            self._arena.settle(planned, self._finish)
 
     @property
     def places_in_use(self) -> int:
@@ -226,6 +225,10 @@ class StreamTier:
         with self._lock:
             self._collect()
             return self._places_in_use
+
+    def _finish(self) -> None:
+        for stream in (self._out, self._back):
+            self.backend.finish(stream)
 
     def _check_usable(self) -> None:
         if self._process != os.getpid():
@@ -248,11 +251,11 @@ class StreamTier:
             if slot.place is None:
                 continue
             if slot.copied is None:  # an interrupt struck while it was queued
-                slot.copied = slot.busy = self._out.record_event()
+                slot.copied = self._out.record_event()
             slot.wait()
             while slot.unwaited:
                 load = slot.unwaited.pop()
                 self.compute.wait(load.arrived if load.arrived is not None else self._back.record_event())
-            self._arena.give_back(slot.place, slot.busy)
+            self._arena.give_back(slot.place)
             self._places_in_use -= 1
             slot.place = None
