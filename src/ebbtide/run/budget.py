@@ -25,7 +25,8 @@ from ebbtide.run.meter import PeakMeter
 from ebbtide.run.native import arena_library
 from ebbtide.run.rehearsed import Rehearsed
 from ebbtide.run.safe import SafePolicy
-from ebbtide.run.tiers import DiskTier, SlowTier
+from ebbtide.run.tiers import SlowTier
+from ebbtide.run.tiers.choose import machine_on, settle, tiers_for
 from ebbtide.run.verify import Truth
 from ebbtide.step import Step
 from ebbtide.units import parse_bytes, parse_fraction
@@ -82,7 +83,8 @@ class Budget:
         self._verify = verify
         self._tune = tune_allocator
         self._machine = machine
-        self.tiers: dict[str, SlowTier] = {"disk": DiskTier(self._spill, checksum=checksum)}
+        self._device = torch.device("cpu")
+        self.tiers: dict[str, SlowTier] = tiers_for(self._spill, checksum=checksum)
         self.measured: list[Measured] = []
         self._kinds: dict[int, Kind] = {}
         self._current: Kind | None = None
@@ -103,7 +105,8 @@ class Budget:
     def machine(self) -> Machine:
         """The machine that plans are made for; measured on first use."""
         if self._machine is None:
-            self._machine = machine_for(self._spill)
+            on_cpu = self._device.type == "cpu"
+            self._machine = machine_for(self._spill) if on_cpu else machine_on(self._device, self.tiers)
         return self._machine
 
     @property
@@ -211,6 +214,7 @@ class _Running:
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
         self._recorder: Recorder | None = None
+        self._policy: SafePolicy | None = None
         self._conductor: Conductor | None = None
         self._meter: PeakMeter | None = None
         self._truth: Truth | None = None
@@ -242,6 +246,7 @@ class _Running:
 
     def _begin(self) -> None:
         budget, kind = self._budget, self._kind
+        settle(budget.tiers, kind.places_in if kind is not None else _unplanned)
         if kind is None or kind.script is None or kind.plan is None:
             self._observe()
         elif self._state == "idle":
@@ -275,8 +280,8 @@ class _Running:
         trimmer = None
         if again and budget._limit_bytes is not None and budget.observed is not None:
             trimmer = self._trimmer(budget._limit_bytes - budget.observed.resting_bytes)
-        policy = SafePolicy(budget._limit_bytes, budget._tier, self._recorder, trimmer=trimmer)
-        _push(policy.pack, policy.unpack)
+        self._policy = SafePolicy(budget._limit_bytes, budget._tier, self._recorder, trimmer=trimmer)
+        _push(self._policy.pack, self._policy.unpack)
         self._recorder.enter()
 
     def _trimmer(self, above_rest_bytes: int) -> allocator.Trimmer | None:
@@ -320,7 +325,8 @@ class _Running:
         left = conductor.left if conductor is not None else self._light.left if self._light is not None else ""
         peak = self._meter.peak_bytes if self._meter is not None else None
         budget.measured.append(Measured(self._state, ended - self._began, peak, left=left))
-        if self._recorder is not None:
+        if self._recorder is not None and self._policy is not None:
+            budget._device = self._policy.device
             budget._learn(self._recorder.finish())
         elif left:
             budget._observations_left = _LOOKS_AFTER_LEAVING
@@ -377,6 +383,10 @@ class _LightWatch:
 
     def unpack(self, handle: Any) -> torch.Tensor:
         return handle.show()  # type: ignore[no-any-return]
+
+
+def _unplanned(_tier: str) -> None:
+    """Nothing is known of what comes."""
 
 
 def _push(pack: Any, unpack: Any) -> None:

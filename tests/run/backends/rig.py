@@ -48,6 +48,7 @@ class Device(QueuedBackend):
     """
 
     def __init__(self, seed: int, *, ignored: str = "", temper: Temper | None = None, values: int = 64) -> None:
+        self.seed = seed
         self.ignored = ignored
         self.sites: set[str] = set()
         self.faults: list[str] = []
@@ -67,6 +68,10 @@ class Device(QueuedBackend):
         if self.heeds(site(sys._getframe(1))):
             super().finish(stream)
 
+    def order(self, before: ThreadStream, after: ThreadStream) -> None:
+        """What a user does who goes on with another stream; nobody ignores that."""
+        after.launch(before.record_event().synchronize)
+
     # Kernels. They know memory by its address alone.
 
     def new(self, number: int) -> torch.UntypedStorage:
@@ -79,7 +84,10 @@ class Device(QueuedBackend):
         """A kernel that writes value ``number``."""
         content = content_of(number)
         self.compute().launch(
-            *(functools.partial(ctypes.memmove, at, content[start:stop], stop - start) for at, start, stop in _parts(storage))
+            *(
+                functools.partial(ctypes.memmove, at, content[start:stop], stop - start)
+                for at, start, stop in _parts(storage)
+            )
         )
 
     def look(self, storage: torch.UntypedStorage, number: int, where: str) -> None:
@@ -108,11 +116,6 @@ def content_of(number: int) -> bytes:
 def host_tier(device: Device, places: int = 64) -> StreamTier:
     """A tier over ``device`` with room for so many values, in memory that is RAM as well."""
     return StreamTier(device, Arena(torch.UntypedStorage, places * SIZE, places * SIZE))
-
-
-def ordered(device: Device, before: ThreadStream, after: ThreadStream) -> None:
-    """What a user does who goes on with another stream."""
-    after.launch(before.record_event().synchronize)
 
 
 def close(device: Device, tier: SlowTier) -> list[str]:

@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 
 from ebbtide.run.tiers import Load, Slot, SlowTier
-from tests.run.backends.rig import Device, ordered
-
-Scenario = Callable[[Device, SlowTier], None]
 
 
-def away_and_back(device: Device, tier: SlowTier) -> None:
+class Rig(Protocol):
+    """A device and its kernels, as in `tests.run.backends.rig`: of threads, or a real one."""
+
+    seed: int
+
+    def new(self, number: int) -> torch.UntypedStorage: ...
+    def fill(self, storage: torch.UntypedStorage, number: int) -> None: ...
+    def look(self, storage: torch.UntypedStorage, number: int, where: str) -> None: ...
+    def compute(self) -> Any: ...
+    def new_stream(self, name: str) -> Any: ...
+    def on(self, stream: Any) -> AbstractContextManager[None]: ...
+    def order(self, before: Any, after: Any) -> None: ...
+
+
+Scenario = Callable[[Any, SlowTier], None]
+
+
+def away_and_back(device: Rig, tier: SlowTier) -> None:
     """A value leaves as soon as it is made, another takes its memory, it comes back and is used at once."""
     for number in range(0, 30, 10):
         value = device.new(number)
@@ -27,7 +43,7 @@ def away_and_back(device: Device, tier: SlowTier) -> None:
         tier.free(slot)
 
 
-def read_before_it_is_written(device: Device, tier: SlowTier) -> None:
+def read_before_it_is_written(device: Rig, tier: SlowTier) -> None:
     """The way back is asked for before the copy out can be there."""
     value = device.new(1)
     slot = tier.write(value)
@@ -36,7 +52,7 @@ def read_before_it_is_written(device: Device, tier: SlowTier) -> None:
     tier.free(slot)
 
 
-def memory_still_read(device: Device, tier: SlowTier) -> None:
+def memory_still_read(device: Rig, tier: SlowTier) -> None:
     """What comes back gets memory that a kernel is still reading for its former owner."""
     value = device.new(1)
     slot = tier.write(value)
@@ -51,7 +67,7 @@ def memory_still_read(device: Device, tier: SlowTier) -> None:
     tier.free(slot)
 
 
-def written_in_place(device: Device, tier: SlowTier) -> None:
+def written_in_place(device: Rig, tier: SlowTier) -> None:
     """Once the copy out was waited for, somebody who still holds the value writes over it."""
     for number in range(0, 30, 10):
         value = device.new(number)
@@ -62,7 +78,7 @@ def written_in_place(device: Device, tier: SlowTier) -> None:
         tier.free(slot)
 
 
-def given_up(device: Device, tier: SlowTier) -> None:
+def given_up(device: Rig, tier: SlowTier) -> None:
     """A value is asked back, and then its graph is dropped without a backward pass."""
     for number in range(0, 30, 10):
         value = device.new(number)
@@ -80,7 +96,7 @@ def given_up(device: Device, tier: SlowTier) -> None:
         tier.free(following)
 
 
-def place_used_again(device: Device, tier: SlowTier) -> None:
+def place_used_again(device: Rig, tier: SlowTier) -> None:
     """A slot is freed while it is read, and the next copy out gets its place."""
     for number in range(0, 40, 10):
         value = device.new(number)
@@ -95,13 +111,13 @@ def place_used_again(device: Device, tier: SlowTier) -> None:
         tier.free(following)
 
 
-def other_stream_lets_go(device: Device, tier: SlowTier) -> None:
+def other_stream_lets_go(device: Rig, tier: SlowTier) -> None:
     """A value of one compute stream leaves while another is current; the first goes on and takes its memory."""
     side = device.new_stream("side")
     for number in range(0, 30, 10):
         value = device.new(number)
         warm = tier.write(value)
-        ordered(device, device.compute(), side)
+        device.order(device.compute(), side)
         with device.on(side):
             slot = tier.write(value)
             slot.wait()
@@ -114,7 +130,7 @@ def other_stream_lets_go(device: Device, tier: SlowTier) -> None:
         tier.free(warm)
 
 
-def other_stream_copies(device: Device, tier: SlowTier) -> None:
+def other_stream_copies(device: Rig, tier: SlowTier) -> None:
     """A value is made on one compute stream and leaves while another is current, which is not behind the first."""
     side = device.new_stream("side")
     with device.on(side):
@@ -126,10 +142,10 @@ def other_stream_copies(device: Device, tier: SlowTier) -> None:
         slot.wait()
         device.look(tier.read(slot).wait(), number, "came back")
         tier.free(slot)
-    ordered(device, side, device.compute())
+    device.order(side, device.compute())
 
 
-def other_stream_uses(device: Device, tier: SlowTier) -> None:
+def other_stream_uses(device: Rig, tier: SlowTier) -> None:
     """A value is asked back while one compute stream is current, and used on another; the first goes on."""
     side = device.new_stream("side")
     for number in range(0, 30, 10):
@@ -144,12 +160,12 @@ def other_stream_uses(device: Device, tier: SlowTier) -> None:
         del load, back, slot
         for index in range(3):
             device.new(number + 1 + index)
-    ordered(device, side, device.compute())
+    device.order(side, device.compute())
 
 
-def at_random(device: Device, tier: SlowTier) -> None:
+def at_random(device: Rig, tier: SlowTier) -> None:
     """Values come, go, return, are written over and given up, in an order that the seed of the device says."""
-    dice = random.Random(device._seed)
+    dice = random.Random(device.seed)
     here: list[tuple[int, torch.UntypedStorage]] = []
     leaving: list[tuple[int, torch.UntypedStorage, Slot]] = []
     away: list[tuple[int, Slot]] = []

@@ -1,7 +1,8 @@
-"""Whole PyTorch programs over copies that are late, slow or in another order: bit for bit the numbers of plain PyTorch."""
+"""Whole programs over copies that are late, slow or in another order give bit for bit the numbers of plain PyTorch."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 from collections.abc import Callable
@@ -16,9 +17,11 @@ import ebbtide
 import tests.run.programs_rare  # noqa: F401  (registers its programs)
 from ebbtide.decisions import Offload
 from ebbtide.machine import Link, Machine, Tier
+from ebbtide.run import kinds
 from ebbtide.run.backends.threads import InlineBackend, Temper
 from ebbtide.run.tiers import Arena, StagedTier, StreamTier
-from tests.run.harness import FAST_DISK, SLOW_DISK, Program, Record, run_plain, run_within
+from ebbtide.run.tiers.pinned import GROWTH_BYTES
+from tests.run.harness import FAST_DISK, SLOW_DISK, Program, Record, compare, run_plain, run_within
 from tests.run.programs import PROGRAMS, Chain
 from tests.run.tiers.stand_ins import MIB
 
@@ -49,7 +52,7 @@ def streams(backend: InlineBackend, kind: str, spill: Path) -> Callable[[ebbtide
     return prepare
 
 
-@hypothesis.settings(max_examples=12)
+@hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 12)
 @hypothesis.given(
     name=st.sampled_from(sorted(PROGRAMS)),
     seed=st.integers(0, 1000),
@@ -83,10 +86,30 @@ def test_values_did_move(kind: str, tmp_path: Path) -> None:
     assert all(tier.places_in_use == 0 for tier in tiers if kind != "staged")
 
 
+def test_the_arena_becomes_as_large_as_the_plan_needs(tmp_path: Path) -> None:
+    """In the first steps all of it goes to the disk behind; in the planned ones nothing does."""
+    behind: list[int] = []
+    with InlineBackend(1) as backend:
+        arena, disk = Arena(torch.UntypedStorage, 64 * MIB), StagedTier(tmp_path, backend)
+        tier = StreamTier(backend, arena, name="disk", overflow=disk)
+        program = Chain()
+        with ebbtide.Budget("60%", spill=tmp_path, machine=FAST_DISK) as memory:
+            memory.tiers["disk"].close()
+            memory.tiers["disk"] = tier
+            for index, record in enumerate(plain(Chain)):
+                compare(record, program.run(index, memory.step), f"step {index}")
+                behind.append(disk.written_bytes)
+            assert memory._current is not None
+            planned = memory._current.places_in("disk")
+            assert planned is not None
+            assert sum(planned.sizes_bytes) > 0
+            assert planned.footprint_bytes <= arena.size_bytes <= planned.footprint_bytes + 2 * GROWTH_BYTES
+    assert behind[-1] == behind[-4], "nothing overflows in planned steps"
+    assert tier.read_bytes > 0
+
+
 def test_two_tiers_in_one_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every other value goes to the second tier: the plan says which, and the numbers are the same."""
-    from ebbtide.run import kinds
-
     solve = kinds.solve
     dice = random.Random(0)
 
@@ -96,13 +119,11 @@ def test_two_tiers_in_one_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             Offload("host", d.out, d.release, d.load) if isinstance(d, Offload) and dice.random() < 0.5 else d
             for d in plan.decisions
         )
-        return ebbtide.run.kinds.dataclasses.replace(plan, decisions=decisions)
+        return dataclasses.replace(plan, decisions=decisions)
 
     monkeypatch.setattr(kinds, "solve", divided)
     rate = 1e12
-    links = tuple(
-        Link(*pair, 1e-7, rate, rate) for tier in ("disk", "host") for pair in (("ram", tier), (tier, "ram"))
-    )
+    links = tuple(Link(*pair, 1e-7, rate, rate) for tier in ("disk", "host") for pair in (("ram", tier), (tier, "ram")))
     machine = Machine("paper", "ram", (Tier("ram", "device"), Tier("disk", "disk"), Tier("host", "host")), links)
     with InlineBackend(3) as backend:
         host = StreamTier(backend, Arena(torch.UntypedStorage, 64 * MIB, 64 * MIB))

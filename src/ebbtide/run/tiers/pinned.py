@@ -95,7 +95,7 @@ class Arena:
             SpillError: if the system does not give the memory.
         """
         self._planned, self._next = planned, 0
-        wanted = planned.footprint_bytes if planned is not None else self.size_bytes + self._missed_bytes
+        wanted = max(self.size_bytes + self._missed_bytes, planned.footprint_bytes if planned is not None else 0)
         wanted = min(-(-wanted // GROWTH_BYTES) * GROWTH_BYTES, self.limit_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
         self._missed_bytes = 0
         if self._outdated or wanted > self.size_bytes:

@@ -9,8 +9,8 @@ for whom, and each of these waits has a test that fails without it:
 4. It also waits for its copy out.
 5. Whoever uses what came back waits for the copy back.
 6. What is given up before anybody waited for it is kept until the next transfer; then compute waits.
-A place is free for another copy out when its slot was freed: by 5 and 6, compute then waits for all that read it, and by
-1 the next copy out waits for compute.
+A place is free for another copy out when its slot was freed: by 5 and 6, compute then waits for all that read it, and
+by 1 the next copy out waits for compute.
 "Compute" in 1, 2 and 6 is every one of `ComputeStreams`; in 3 it is the one whose memory is taken; in 5 see `seen_on`.
 """
 
@@ -218,6 +218,11 @@ class StreamTier:
         with self._lock:
             self._begin()
             self._arena.settle(planned, self._finish)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The most that the arena may grow to."""
+        return self._arena.limit_bytes
 
     @property
     def places_in_use(self) -> int:
