@@ -60,10 +60,11 @@ class Budget:
         verify: compare every value that is computed again with the truth, once.
         tune_allocator: let glibc's allocator keep its pages while this budget lives. See `ebbtide.run.allocator`.
         machine: the links to plan for; measured on first use by default.
+        host: pinned host memory for tensors that leave CUDA devices, at most; half of what is available by default.
         checksum: check the bytes that come back from the disk.
 
     Raises:
-        ValueError: if ``limit`` is not a size.
+        ValueError: if ``limit`` or ``host`` is not a size.
         SpillError: if ``spill`` cannot be used.
     """
 
@@ -75,6 +76,7 @@ class Budget:
         verify: bool = True,
         tune_allocator: bool = True,
         machine: Machine | None = None,
+        host: int | str | None = None,
         checksum: bool = False,
     ) -> None:
         self._fraction = parse_fraction(limit) if isinstance(limit, str) else None
@@ -84,7 +86,9 @@ class Budget:
         self._tune = tune_allocator
         self._machine = machine
         self._device = torch.device("cpu")
-        self.tiers: dict[str, SlowTier] = tiers_for(self._spill, checksum=checksum)
+        self.tiers: dict[str, SlowTier] = tiers_for(
+            self._spill, checksum=checksum, host_bytes=parse_bytes(host) if host is not None else None
+        )
         self.measured: list[Measured] = []
         self._kinds: dict[int, Kind] = {}
         self._current: Kind | None = None

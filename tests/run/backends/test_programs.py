@@ -23,6 +23,7 @@ from ebbtide.run.tiers import Arena, StagedTier, StreamTier
 from ebbtide.run.tiers.pinned import GROWTH_BYTES
 from tests.run.harness import FAST_DISK, SLOW_DISK, Program, Record, compare, run_plain, run_within
 from tests.run.programs import PROGRAMS, Chain
+from tests.run.test_identical import Forbidden
 from tests.run.tiers.stand_ins import MIB
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
@@ -84,6 +85,13 @@ def test_values_did_move(kind: str, tmp_path: Path) -> None:
     assert any(isinstance(decision, Offload) for decision in trial.decisions)
     assert all(tier.read_bytes > 0 for tier in tiers)
     assert all(tier.places_in_use == 0 for tier in tiers if kind != "staged")
+
+
+@pytest.mark.parametrize("temper", [Temper.LATE, Temper.SLOW])
+def test_a_forbidden_in_place_op_is_still_refused(temper: Temper, tmp_path: Path) -> None:
+    """Also while the value is being copied out, so that what is away may be neither the old nor the new one."""
+    with InlineBackend(temper=temper, pause_seconds=3e-3) as backend:
+        run_within(Forbidden, plain(Forbidden), "60%", FAST_DISK, tmp_path, streams(backend, "stream", tmp_path))
 
 
 def test_the_arena_becomes_as_large_as_the_plan_needs(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from ebbtide.errors import SpillError
 from ebbtide.run.backends.threads import InlineBackend, Temper
 from ebbtide.run.tiers import Arena, DeviceTiers, HostTier, StagedTier, StreamTier, pinned_memory
-from ebbtide.run.tiers.pinned import GROWTH_BYTES, PlannedPlaces, touch
+from ebbtide.run.tiers.pinned import GROWTH_BYTES, PlannedPlaces, spare_bytes, touch
 from ebbtide.run.tiers.places import Places
 from tests.run.tiers.stand_ins import MIB, bytes_of, storage_of
 
@@ -58,6 +58,20 @@ class TestArena:
         assert arena.reserve(6 * MIB) is None
         arena.settle(None, quiet)
         assert arena.size_bytes == 5 * MIB
+
+    def test_if_the_system_refuses_it_stays_as_it_was(self) -> None:
+        def take(size_bytes: int) -> torch.UntypedStorage:
+            if size_bytes > 4 * MIB:
+                raise SpillError("no")
+            return torch.UntypedStorage(size_bytes)
+
+        arena = Arena(take, 100 * MIB, 4 * MIB)
+        assert arena.reserve(5 * MIB) is None
+        arena.settle(None, quiet)
+        assert arena.limit_bytes == arena.size_bytes == 4 * MIB
+        assert arena.reserve(5 * MIB) is None
+        arena.settle(PlannedPlaces((), (), 50 * MIB), quiet)
+        assert arena.reserve(4 * MIB) is not None
 
     def test_growth_leaves_what_lies_there_alone(self) -> None:
         arena = Arena(torch.UntypedStorage, 100 * MIB, start_bytes=2 * MIB)
@@ -178,6 +192,10 @@ class TestPinnedMemory:
         touch(memory.data_ptr(), 10_000, frozenset([min(before)]))
         assert set(bytes_of(memory)) == {0}
         assert os.sched_getaffinity(0) == before
+
+
+def test_spare_memory_is_some_of_what_there_is() -> None:
+    assert 0 < spare_bytes() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
 
 
 class TestStreamTier:

@@ -65,8 +65,9 @@ class CudaBackend:
     def near_cpus(self) -> frozenset[int]:
         """See `Backend.near_cpus`."""
         properties: Any = torch.cuda.get_device_properties(self.device)
-        parts = (properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
-        return cpus_near("{:04x}:{:02x}:{:02x}.0".format(*parts))
+        parts = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+        # Older versions of PyTorch do not say where a device is.
+        return cpus_near("{:04x}:{:02x}:{:02x}.0".format(*parts)) if None not in parts else frozenset()
 
 
 def cpus_near(pci_address: str, system: Path = Path("/sys")) -> frozenset[int]:

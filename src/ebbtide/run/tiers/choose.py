@@ -24,12 +24,13 @@ PEER_SHARE = 0.9
 """Share of a peer's free memory that may be taken."""
 
 
-def tiers_for(spill: Path, *, checksum: bool) -> dict[str, SlowTier]:
+def tiers_for(spill: Path, *, checksum: bool, host_bytes: int | None = None) -> dict[str, SlowTier]:
     """The tiers by name, the one to use without a plan first.
 
     Without CUDA there is a disk. With it, there are host memory, from where what has no place goes on to the disk, the
     disk, and each device as a peer of the others; each device gets its own of each when it first moves something.
-    Values in RAM go to the disk all the same.
+    Values in RAM go to the disk all the same. All devices together pin at most ``host_bytes``, by default half of the
+    RAM that is available when the first of them moves something.
 
     Raises:
         SpillError: if the directory cannot be used.
@@ -49,7 +50,8 @@ def tiers_for(spill: Path, *, checksum: bool) -> dict[str, SlowTier]:
         if device.type == "cpu":
             return disk
         backend = backends[device.index]
-        arena = Arena(pinned_memory(backend), spare_bytes() // len(backends), START_BYTES)
+        limit = host_bytes if host_bytes is not None else spare_bytes()
+        arena = Arena(pinned_memory(backend), limit // len(backends), START_BYTES)
         return StreamTier(backend, arena, overflow=disks.of(device))
 
     tiers: dict[str, SlowTier] = {"host": DeviceTiers("host", "host", make_host), "disk": disks}

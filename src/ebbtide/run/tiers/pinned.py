@@ -1,8 +1,9 @@
 """Host memory that a device copies from and to directly, and the arena that cuts it into places.
 
 NOTE [Arena]
-1. One piece of memory is taken at a time, pinned once, and only between steps: pinning takes a system call and about
-   0.1 s a GiB. What does not fit has no place here, and is asked for at the next `settle`.
+1. One piece of memory is taken at a time, pinned once, and only between steps: faulting pages in and pinning them takes
+   long. What does not fit has no place here, and is asked for at the next `settle`. If the system refuses, the arena
+   stays as it was.
 2. Where the plan is known, so are the sizes, the order and the lifetimes of what comes: each has its place beforehand
    (`ebbtide.place`), and the arena need not be larger than the most that lies there at once. Whatever comes otherwise
    takes the smallest gap that fits.
@@ -14,11 +15,13 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import logging
 import mmap
 import os
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +35,8 @@ from ebbtide.units import format_bytes
 ALIGNMENT_BYTES = 512
 GROWTH_BYTES = 2 << 20
 """The arena's size is a multiple of this: one huge page."""
+
+_log = logging.getLogger(__name__)
 
 TakeMemory = Callable[[int], torch.UntypedStorage]
 
@@ -65,9 +70,6 @@ class Arena:
         take: makes the memory; it goes back when it dies.
         limit_bytes: the most to take.
         start_bytes: how much to take for the first step.
-
-    Raises:
-        SpillError: if the system does not give the memory.
     """
 
     def __init__(self, take: TakeMemory, limit_bytes: int, start_bytes: int = 0) -> None:
@@ -90,9 +92,6 @@ class Arena:
         """Between two steps: grow by what had no place, or to what a plan needs, and follow it in the step that comes.
 
         ``quiet`` is called before memory goes back: it waits until no copy is under way.
-
-        Raises:
-            SpillError: if the system does not give the memory.
         """
         self._planned, self._next = planned, 0
         wanted = max(self.size_bytes + self._missed_bytes, planned.footprint_bytes if planned is not None else 0)
@@ -102,10 +101,13 @@ class Arena:
             quiet()
             self._outdated.clear()
         if wanted > self.size_bytes:
-            # What still lies in the old memory keeps it; otherwise it goes first, to make room.
-            self._memory, self._places = None, Places(0)
-            self._memory = self._take(wanted)
-            self._places = Places(wanted)
+            former = self.size_bytes
+            try:
+                self._replace(wanted)
+            except SpillError as fault:
+                _log.warning("%s; it stays at %s", fault, format_bytes(former))
+                self.limit_bytes = former
+                self._replace(former)
 
     def reserve(self, size_bytes: int) -> Place | None:
         """A place, or None if there is none."""
@@ -131,6 +133,13 @@ class Arena:
         """Give the memory back, as soon as nothing lies in it. Call when no copy is under way."""
         self._memory, self._places = None, Places(0)
         self._outdated.clear()
+
+    def _replace(self, size_bytes: int) -> None:
+        # What still lies in the old memory keeps it; otherwise it goes first, to make room.
+        self._memory, self._places = None, Places(0)
+        if size_bytes:
+            self._memory = self._take(size_bytes)
+            self._places = Places(size_bytes)
 
     def _planned_offset(self, size_bytes: int, rounded: int) -> int | None:
         planned, number = self._planned, self._next
@@ -188,10 +197,7 @@ def touch(address: int, size_bytes: int, cpus: frozenset[int]) -> None:
     thread.join()
 
 
-def spare_bytes(share: float = 0.5) -> int:
-    """That share of the RAM that the system says is available."""
-    with open("/proc/meminfo") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(int(line.split()[1]) * 1024 * share)
-    return 0
+def spare_bytes() -> int:
+    """Half of the RAM that the system says is available."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 512 for line in lines if line.startswith("MemAvailable:"))  # it says KiB
