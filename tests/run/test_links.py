@@ -1,9 +1,7 @@
-"""Links of devices are measured as fast as they are."""
+"""Links of devices are measured as they are."""
 
 from __future__ import annotations
 
-import functools
-import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ import torch
 
 from ebbtide.machine import check_machine
 from ebbtide.run import links
-from ebbtide.run.backends.threads import InlineBackend, QueuedBackend, Temper
+from ebbtide.run.backends.threads import InlineBackend, Temper
 from ebbtide.run.links import measure_links
 from ebbtide.run.tiers import Arena, StagedTier, StreamTier
 
@@ -25,25 +23,49 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "REPEATS", 3)
 
 
-class Slow(QueuedBackend):
-    """A device whose copies take a known time: 1 ms, and 20 ms a MiB more; as fast out as back."""
+class PaperTier:
+    """Transfers take what `LINKS` say, by a clock of their own; one after the other."""
 
-    def copy(self, stream, target, source):  # type: ignore[no-untyped-def]
-        stream.launch(functools.partial(time.sleep, 1e-3 + 20e-3 * target.nbytes() / 2**20))
-        super().copy(stream, target, source)
+    kind = "host"
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def perf_counter(self) -> float:
+        return self.seconds
+
+    def write(self, storage: torch.UntypedStorage) -> PaperTier:
+        self._move(storage.nbytes(), *OUT)
+        self.size_bytes = storage.nbytes()
+        return self
+
+    def read(self, slot: PaperTier) -> PaperTier:
+        self._move(slot.size_bytes, *BACK)
+        return self
+
+    def free(self, slot: PaperTier) -> None: ...
+    def wait(self) -> None: ...
+
+    def _move(self, size_bytes: int, latency_seconds: float, rate: float) -> None:
+        self.seconds += latency_seconds + size_bytes / rate
 
 
-def test_rate_and_latency() -> None:
-    with Slow(memory_bytes=8 << 20, temper=Temper.PROMPT) as backend:
-        tier = StreamTier(backend, Arena(torch.UntypedStorage, 1 << 20, 1 << 20))
-        machine = measure_links(backend, {"host": tier}, {"host": 12345}, name="slow")
-        tier.close()
+OUT, BACK = (1e-4, 2e9), (3e-4, 1e9)
+
+
+def test_rate_and_latency(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = PaperTier()
+    monkeypatch.setattr(links, "time", tier)
+    machine = measure_links(InlineBackend(), {"host": tier}, {"host": 12345}, name="paper")  # type: ignore[dict-item]
     check_machine(machine)
     assert machine.tier("host").capacity_bytes == 12345
-    for link in machine.links:
-        assert 1e-3 < link.latency_seconds < 5e-3
-        assert link.bandwidth_bytes_per_second == pytest.approx(2**20 / 20e-3, rel=0.5)
-        assert link.duplex_bytes_per_second > 0.3 * link.bandwidth_bytes_per_second, "both ways at once"
+    size = links.SIZES_BYTES[-1]
+    both = OUT[0] + BACK[0] + size / OUT[1] + size / BACK[1]
+    for link, (latency, rate) in zip(machine.links, (OUT, BACK), strict=True):
+        small = links.LATENCY_BYTES / rate
+        assert link.latency_seconds == pytest.approx(latency + small)
+        assert link.bandwidth_bytes_per_second == pytest.approx(rate, rel=0.15)
+        assert link.duplex_bytes_per_second == pytest.approx(size / both)
 
 
 def test_every_tier_has_its_links(tmp_path: Path) -> None:

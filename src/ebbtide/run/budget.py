@@ -331,6 +331,9 @@ class _Running:
         budget.measured.append(Measured(self._state, ended - self._began, peak, left=left))
         if self._recorder is not None and self._policy is not None:
             budget._device = self._policy.device
+            if budget._tune and budget._device.type != "cpu":
+                budget._tune = False  # the allocator of RAM has no part in this
+                allocator.set_default()
             budget._learn(self._recorder.finish())
         elif left:
             budget._observations_left = _LOOKS_AFTER_LEAVING

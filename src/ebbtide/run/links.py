@@ -24,8 +24,7 @@ REPEATS = 5
 def measure_links(
     backend: Backend, tiers: Mapping[str, SlowTier], capacities_bytes: Mapping[str, int | None], *, name: str
 ) -> Machine:
-    """A machine whose fast tier is the device of ``backend``, with the links to ``tiers`` as they are: under a second
-    for each fast one.
+    """A machine whose fast tier is the device of ``backend``, with the links to ``tiers`` as they are now.
 
     Raises:
         SpillError: if a tier cannot be used.

@@ -65,7 +65,7 @@ class CudaBackend:
     def near_cpus(self) -> frozenset[int]:
         """See `Backend.near_cpus`."""
         properties: Any = torch.cuda.get_device_properties(self.device)
-        parts = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+        parts: list[Any] = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
         # Older versions of PyTorch do not say where a device is.
         return cpus_near("{:04x}:{:02x}:{:02x}.0".format(*parts)) if None not in parts else frozenset()
 
