@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from ebbtide.run.backends.threads import InlineBackend
-from ebbtide.run.tiers import Arena, DiskTier, HostTier, QueuedTier, StagedTier, StreamTier, pinned_memory
+from ebbtide.run.tiers import Arena, DiskTier, QueuedTier, StagedTier, StreamTier, pinned_memory
 from tests.run.tiers.stand_ins import MIB
 
 
-@pytest.fixture(params=["disk", "disk-checksum", "disk-ram", "host", "stream", "staged"])
+@pytest.fixture(params=["disk", "disk-checksum", "disk-ram", "stream", "staged"])
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[QueuedTier | StreamTier]:
     backend = InlineBackend()
     made: QueuedTier | StreamTier
@@ -25,8 +25,6 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[QueuedTier 
         case "disk-ram":
             with pytest.warns(UserWarning, match="is in RAM"):
                 made = DiskTier("/dev/shm")
-        case "host":
-            made = HostTier()
         case "stream":
             made = StreamTier(backend, Arena(pinned_memory(backend), 64 * MIB, 64 * MIB))
         case _:

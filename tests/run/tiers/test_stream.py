@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import random
+import types
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +15,9 @@ import pytest
 import torch
 
 from ebbtide.errors import SpillError
+from ebbtide.run.backends.cuda import CudaBackend
 from ebbtide.run.backends.threads import InlineBackend, Temper
-from ebbtide.run.tiers import Arena, DeviceTiers, HostTier, StagedTier, StreamTier, pinned_memory
+from ebbtide.run.tiers import Arena, DeviceTiers, DiskTier, StagedTier, StreamTier, pinned_memory
 from ebbtide.run.tiers.pinned import GROWTH_BYTES, PlannedPlaces, spare_bytes, touch
 from ebbtide.run.tiers.places import Places
 from tests.run.tiers.stand_ins import MIB, bytes_of, storage_of
@@ -177,6 +179,27 @@ class TestPinnedMemory:
         del part
         assert not pinned
 
+    def test_as_cuda_does_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pinned: dict[int, tuple[int, int]] = {}
+
+        class Runtime:
+            def cudaHostRegister(self, pointer: int, size_bytes: int, flags: int) -> int:  # noqa: N802
+                pinned[pointer] = (size_bytes, flags)
+                return 0
+
+            def cudaHostUnregister(self, pointer: int) -> int:  # noqa: N802
+                del pinned[pointer]
+                return 0
+
+        properties = types.SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+        monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+        monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        memory = pinned_memory(CudaBackend(0))(MIB)
+        assert pinned == {memory.data_ptr(): (MIB, 1)}
+        del memory
+        assert not pinned
+
     def test_a_refusal_is_one_clear_error(self) -> None:
         class Refusing(InlineBackend):
             def pin(self, address: int, size_bytes: int) -> None:
@@ -273,12 +296,12 @@ class TestStreamTier:
 
 
 class TestDevices:
-    def test_each_device_has_its_own_tier(self) -> None:
+    def test_each_device_has_its_own_tier(self, tmp_path: Path) -> None:
         made: list[torch.device] = []
 
-        def make(device: torch.device) -> HostTier:
+        def make(device: torch.device) -> DiskTier:
             made.append(device)
-            return HostTier()
+            return DiskTier(tmp_path)
 
         tiers = DeviceTiers("host", "host", make)
         storage = storage_of(1000)
@@ -290,6 +313,6 @@ class TestDevices:
             assert bytes_of(tiers.read(slot).wait()) == bytes_of(storage)
             tiers.free(slot)
         tiers.drain()
-        assert isinstance(cpu := tiers.of(torch.device("cpu")), HostTier)
+        assert isinstance(cpu := tiers.of(torch.device("cpu")), DiskTier)
         assert cpu.places_in_use == 0
         tiers.close()

@@ -3,7 +3,6 @@
 from ebbtide.run.tiers.base import Load, QueuedTier, Slot, SlowTier
 from ebbtide.run.tiers.devices import DeviceTiers
 from ebbtide.run.tiers.disk import DiskTier
-from ebbtide.run.tiers.host import HostTier
 from ebbtide.run.tiers.pinned import Arena, pinned_memory
 from ebbtide.run.tiers.staged import StagedTier
 from ebbtide.run.tiers.stream import StreamTier
@@ -12,7 +11,6 @@ __all__ = [
     "Arena",
     "DeviceTiers",
     "DiskTier",
-    "HostTier",
     "Load",
     "QueuedTier",
     "Slot",
