@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ebbtide.run.backends.cuda import CudaBackend
-from ebbtide.run.tiers import Arena, SlowTier, StagedTier, StreamTier, pinned_memory
+from ebbtide.run.tiers import Arena, SlowTier, StagedTier, StreamTier, peer_memory, pinned_memory
 from tests.run.backends.scenarios import SCENARIOS, Scenario
 
 SIZE = 8 << 20
@@ -132,10 +132,7 @@ def test_pinned_memory_is_pinned() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one device only")
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_a_peer_as_slower_memory(scenario: Scenario) -> None:
-    peer = torch.device("cuda", 1)
-    tier = StreamTier(
-        CudaBackend(0), Arena(lambda size: torch.UntypedStorage(size, device=peer), 64 * SIZE, 64 * SIZE), kind="device"
-    )
+    tier = StreamTier(CudaBackend(0), Arena(peer_memory(CudaBackend(1)), 64 * SIZE, 64 * SIZE), kind="device")
     device = Gpu(0)
     scenario(device, tier)
     assert device.faults == []

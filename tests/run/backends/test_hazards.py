@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from ebbtide.run.backends import ComputeStreams
-from ebbtide.run.tiers import Arena, Load, SlowTier, StagedTier, StreamTier, base, staged, stream
+from ebbtide.run.backends.threads import Temper
+from ebbtide.run.tiers import Arena, Load, SlowTier, StagedTier, StreamTier, base, peer_memory, staged, stream
 from ebbtide.run.tiers.stream import StreamSlot
 from tests.run.backends.rig import SIZE, Device, close, host_tier
 from tests.run.backends.scenarios import SCENARIOS, Scenario, at_random
@@ -147,6 +148,21 @@ def test_two_devices_at_once() -> None:
     for thread in threads:
         thread.join()
     assert faults == [[]] * (2 * SEEDS)
+
+
+def test_memory_of_a_peer_that_is_still_at_work() -> None:
+    """What the peer's kernels still use is not written over by what comes from the other device."""
+    for seed in range(SEEDS):
+        device, peer = Device(seed), Device(seed, temper=Temper.SLOW)
+        former = peer.new(1)
+        peer.look(former, 1, "on the peer")
+        del former
+        tier = StreamTier(device, Arena(peer_memory(peer), SIZE, SIZE), kind="device")
+        slot = tier.write(device.new(2))
+        device.look(tier.read(slot).wait(), 2, "came back from the peer")
+        assert close(device, tier) == [], f"seed {seed}"
+        peer.close()
+        assert peer.faults == [], f"seed {seed}"
 
 
 def test_several_threads_of_one_device() -> None:

@@ -3,7 +3,7 @@
 from ebbtide.run.tiers.base import Load, QueuedTier, Slot, SlowTier
 from ebbtide.run.tiers.devices import DeviceTiers
 from ebbtide.run.tiers.disk import DiskTier
-from ebbtide.run.tiers.pinned import Arena, pinned_memory
+from ebbtide.run.tiers.pinned import Arena, peer_memory, pinned_memory
 from ebbtide.run.tiers.staged import StagedTier
 from ebbtide.run.tiers.stream import StreamTier
 
@@ -17,5 +17,6 @@ __all__ = [
     "SlowTier",
     "StagedTier",
     "StreamTier",
+    "peer_memory",
     "pinned_memory",
 ]

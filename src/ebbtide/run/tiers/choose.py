@@ -14,7 +14,7 @@ from ebbtide.run.links import measure_links
 from ebbtide.run.tiers.base import SlowTier
 from ebbtide.run.tiers.devices import DeviceTiers
 from ebbtide.run.tiers.disk import DiskTier
-from ebbtide.run.tiers.pinned import Arena, PlannedPlaces, pinned_memory, spare_bytes
+from ebbtide.run.tiers.pinned import Arena, PlannedPlaces, peer_memory, pinned_memory, spare_bytes
 from ebbtide.run.tiers.staged import StagedTier
 from ebbtide.run.tiers.stream import StreamTier
 
@@ -27,10 +27,10 @@ PEER_SHARE = 0.9
 def tiers_for(spill: Path, *, checksum: bool, host_bytes: int | None = None) -> dict[str, SlowTier]:
     """The tiers by name, the one to use without a plan first.
 
-    Without CUDA there is a disk. With it, there are host memory, from where what has no place goes on to the disk, the
-    disk, and each device as a peer of the others; each device gets its own of each when it first moves something.
-    Values in RAM go to the disk all the same. All devices together pin at most ``host_bytes``, by default half of the
-    RAM that is available when the first of them moves something.
+    Without CUDA there is a disk. With it, there are host memory, the disk, and each device as a peer of the others.
+    What has no place on a peer goes to host memory, and what has none there to the disk. Each device gets its own of each
+    when it first moves something; values in RAM go to the disk all the same. All devices together pin at most
+    ``host_bytes``, by default half of the RAM that is available when the first of them moves something.
 
     Raises:
         SpillError: if the directory cannot be used.
@@ -54,20 +54,25 @@ def tiers_for(spill: Path, *, checksum: bool, host_bytes: int | None = None) -> 
         arena = Arena(pinned_memory(backend), limit // len(backends), START_BYTES)
         return StreamTier(backend, arena, overflow=disks.of(device))
 
-    tiers: dict[str, SlowTier] = {"host": DeviceTiers("host", "host", make_host), "disk": disks}
+    hosts = DeviceTiers("host", "host", make_host)
+    tiers: dict[str, SlowTier] = {"host": hosts, "disk": disks}
     for backend in backends:
         name = str(backend.device)
-        tiers[name] = DeviceTiers(name, "device", _peer_maker(backend, backends))
+        tiers[name] = DeviceTiers(name, "device", _peer_maker(backend, backends, hosts))
     return tiers
 
 
-def _peer_maker(peer: CudaBackend, backends: list[CudaBackend]) -> Callable[[torch.device], SlowTier]:
+def _peer_maker(
+    peer: CudaBackend, backends: list[CudaBackend], hosts: DeviceTiers
+) -> Callable[[torch.device], SlowTier]:
     def make(device: torch.device) -> SlowTier:
         if device.type != "cuda" or not torch.cuda.can_device_access_peer(device, peer.device):
             raise SpillError(f"{device} has no access to the memory of {peer.device}; use a machine without that tier")
         free = int(PEER_SHARE * torch.cuda.mem_get_info(peer.device)[0])
-        arena = Arena(lambda size_bytes: torch.UntypedStorage(size_bytes, device=peer.device), free)
-        return StreamTier(backends[device.index], arena, name=str(peer.device), kind="device")
+        arena = Arena(peer_memory(peer), free)
+        return StreamTier(
+            backends[device.index], arena, name=str(peer.device), kind="device", overflow=hosts.of(device)
+        )
 
     return make
 

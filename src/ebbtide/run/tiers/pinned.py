@@ -183,6 +183,19 @@ def pinned_memory(backend: Backend) -> TakeMemory:
     return take
 
 
+def peer_memory(peer: Backend) -> TakeMemory:
+    """What takes memory of another device."""
+
+    def take(size_bytes: int) -> torch.UntypedStorage:
+        memory = peer.allocate(size_bytes, 0)
+        peer.finish(
+            peer.compute()
+        )  # work of its former owner may still be under way there, and nobody here waits for it
+        return memory
+
+    return take
+
+
 def touch(address: int, size_bytes: int, cpus: frozenset[int]) -> None:
     """Write every page first from one of ``cpus``: then the system takes it from their NUMA node."""
 
