@@ -129,7 +129,7 @@ def script_of(start: Tensor, share: float) -> Script:
 def under_script(script: Script, start: Tensor) -> Callable[[], None]:
     """A step that a conductor conducts."""
 
-    def tier() -> SlowTier:
+    def tier(_: str = "") -> SlowTier:
         raise AssertionError("nothing moves in this chain")
 
     def act() -> None:

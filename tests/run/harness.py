@@ -143,29 +143,40 @@ def run_plain(build: Callable[[], Program], steps: int = STEPS) -> list[Record]:
 
 
 def run_within(
-    build: Callable[[], Program], expected: list[Record], limit: int | str, machine: Machine, spill: Path
+    build: Callable[[], Program],
+    expected: list[Record],
+    limit: int | str,
+    machine: Machine,
+    spill: Path,
+    prepare: Callable[[ebbtide.Budget], None] = lambda memory: None,
 ) -> Trial:
-    """Run a program under a budget and compare every step with plain PyTorch.
+    """Run a program under a budget, once it was prepared, and compare every step with plain PyTorch.
 
     A budget that no plan meets is asked for again at 1.02 x the least reachable peak; that one must work, if all steps
     are of one kind. Of others, the largest may come late.
     """
     for _ in range(1 if build().steady else 3):
         try:
-            return _run_within(build, expected, limit, machine, spill)
+            return _run_within(build, expected, limit, machine, spill, prepare)
         except BudgetError as error:
             refused = error
         assert refused.reachable_bytes > refused.limit_bytes, f"refused, but said to be reachable: {refused}"
         limit = int(refused.reachable_bytes * 1.02)
-    return _run_within(build, expected, limit, machine, spill)
+    return _run_within(build, expected, limit, machine, spill, prepare)
 
 
 def _run_within(
-    build: Callable[[], Program], expected: list[Record], limit: int | str, machine: Machine, spill: Path
+    build: Callable[[], Program],
+    expected: list[Record],
+    limit: int | str,
+    machine: Machine,
+    spill: Path,
+    prepare: Callable[[ebbtide.Budget], None],
 ) -> Trial:
     program = build()
     states: list[str] = []
     with ebbtide.Budget(limit, spill=spill, machine=machine) as memory:
+        prepare(memory)
         for index, record in enumerate(expected):
             metered = program.steady and index in METERED
             guard = (lambda: _metered_step(memory)) if metered else memory.step

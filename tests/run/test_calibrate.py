@@ -83,8 +83,8 @@ def test_a_slow_disk_takes_bounded_time(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_slope_finds_the_rate_behind_the_latency() -> None:
     sizes = [1 << 20, 4 << 20, 16 << 20]
-    assert module._slope({size: 2e-3 + size / 1.5e9 for size in sizes}, 2e-3) == pytest.approx(1.5e9)
-    assert math.isfinite(module._slope({1 << 20: 1e-4}, 1e-3))
+    assert module.slope({size: 2e-3 + size / 1.5e9 for size in sizes}, 2e-3) == pytest.approx(1.5e9)
+    assert math.isfinite(module.slope({1 << 20: 1e-4}, 1e-3))
 
 
 def test_remembered_by_directory(tmp_path: Path, quick: list[str], cache: Path) -> None:

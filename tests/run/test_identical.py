@@ -65,7 +65,7 @@ def test_identical_to_plain(name: str, case: str, tmp_path: Path) -> None:
         assert any(isinstance(decision, Recompute) for decision in trial.decisions)
 
 
-class _Forbidden(Chain):
+class Forbidden(Chain):
     """Writes over an activation that the backward pass needs: PyTorch refuses, and so must we."""
 
     steady = False
@@ -87,7 +87,7 @@ class _Forbidden(Chain):
 @pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["fast", "slow"])
 @pytest.mark.parametrize("limit", ["90%", "60%"])
 def test_a_forbidden_in_place_op_is_still_refused(limit: str, machine: Machine, tmp_path: Path) -> None:
-    run_within(_Forbidden, run_plain(_Forbidden), limit, machine, tmp_path)
+    run_within(Forbidden, run_plain(Forbidden), limit, machine, tmp_path)
 
 
 def test_a_budget_that_does_not_bind_changes_nothing(tmp_path: Path) -> None:

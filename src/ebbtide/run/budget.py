@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import threading
 import time
+import warnings
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ebbtide.decisions import Plan
-from ebbtide.errors import StepError
+from ebbtide.errors import PlanError, StepError
 from ebbtide.machine import Machine
 from ebbtide.measured import Measured
 from ebbtide.observe.recorder import Recorder
@@ -25,7 +26,8 @@ from ebbtide.run.meter import PeakMeter
 from ebbtide.run.native import arena_library
 from ebbtide.run.rehearsed import Rehearsed
 from ebbtide.run.safe import SafePolicy
-from ebbtide.run.tiers import DiskTier, QueuedTier
+from ebbtide.run.tiers import SlowTier
+from ebbtide.run.tiers.choose import machine_on, settle, tiers_for
 from ebbtide.run.verify import Truth
 from ebbtide.step import Step
 from ebbtide.units import parse_bytes, parse_fraction
@@ -45,6 +47,11 @@ _STEPS_BETWEEN_RESTS = 64
 _RSS_SLACK = 0.06
 """Resident bytes above rest may exceed the planned ones by this share before the heap's holes are given back."""
 
+_UNTRIED = (
+    "steps on CUDA are untried: no test of ebbtide has run on a GPU yet, and ops are timed by the host's clock, so plans "
+    "may be slow"
+)
+
 
 class Budget:
     """Runs training steps within a number of bytes, with gradients bit for bit those of plain PyTorch.
@@ -59,10 +66,11 @@ class Budget:
         verify: compare every value that is computed again with the truth, once.
         tune_allocator: let glibc's allocator keep its pages while this budget lives. See `ebbtide.run.allocator`.
         machine: the links to plan for; measured on first use by default.
+        host: pinned host memory for tensors that leave CUDA devices, at most; half of what is available by default.
         checksum: check the bytes that come back from the disk.
 
     Raises:
-        ValueError: if ``limit`` is not a size.
+        ValueError: if ``limit`` or ``host`` is not a size.
         SpillError: if ``spill`` cannot be used.
     """
 
@@ -74,6 +82,7 @@ class Budget:
         verify: bool = True,
         tune_allocator: bool = True,
         machine: Machine | None = None,
+        host: int | str | None = None,
         checksum: bool = False,
     ) -> None:
         self._fraction = parse_fraction(limit) if isinstance(limit, str) else None
@@ -82,7 +91,10 @@ class Budget:
         self._verify = verify
         self._tune = tune_allocator
         self._machine = machine
-        self.tiers: dict[str, QueuedTier] = {"disk": DiskTier(self._spill, checksum=checksum)}
+        self._device = torch.device("cpu")
+        self.tiers: dict[str, SlowTier] = tiers_for(
+            self._spill, checksum=checksum, host_bytes=parse_bytes(host) if host is not None else None
+        )
         self.measured: list[Measured] = []
         self._kinds: dict[int, Kind] = {}
         self._current: Kind | None = None
@@ -103,7 +115,8 @@ class Budget:
     def machine(self) -> Machine:
         """The machine that plans are made for; measured on first use."""
         if self._machine is None:
-            self._machine = machine_for(self._spill)
+            on_cpu = self._device.type == "cpu"
+            self._machine = machine_for(self._spill) if on_cpu else machine_on(self._device, self.tiers)
         return self._machine
 
     @property
@@ -172,8 +185,22 @@ class Budget:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _tier(self) -> QueuedTier:
-        return self.tiers["disk"]
+    def _tier(self, name: str = "") -> SlowTier:
+        """The tier of that name; without one the first, which has the others behind it."""
+        if not name:
+            return next(iter(self.tiers.values()))
+        if name not in self.tiers:
+            raise PlanError(f"the plan moves values to {name!r}; this Budget has {', '.join(self.tiers)}")
+        return self.tiers[name]
+
+    def _settle_device(self, device: torch.device) -> None:
+        """What an observed step was seen to run on."""
+        if device.type != "cpu" and self._device.type == "cpu":
+            warnings.warn(_UNTRIED, stacklevel=4)
+        self._device = device
+        if self._tune and device.type != "cpu":
+            self._tune = False  # the allocator of RAM has no part in this
+            allocator.set_default()
 
     def _rest(self) -> int:
         """Resident bytes at rest. To be called as a step begins."""
@@ -206,6 +233,7 @@ class _Running:
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
         self._recorder: Recorder | None = None
+        self._policy: SafePolicy | None = None
         self._conductor: Conductor | None = None
         self._meter: PeakMeter | None = None
         self._truth: Truth | None = None
@@ -237,6 +265,7 @@ class _Running:
 
     def _begin(self) -> None:
         budget, kind = self._budget, self._kind
+        settle(budget.tiers, kind.places_in if kind is not None else _unplanned)
         if kind is None or kind.script is None or kind.plan is None:
             self._observe()
         elif self._state == "idle":
@@ -271,8 +300,8 @@ class _Running:
         trimmer = None
         if again and budget._limit_bytes is not None and budget.observed is not None:
             trimmer = self._trimmer(budget._limit_bytes - budget.observed.resting_bytes)
-        policy = SafePolicy(budget._limit_bytes, budget._tier, self._recorder, trimmer=trimmer)
-        _push(policy.pack, policy.unpack)
+        self._policy = SafePolicy(budget._limit_bytes, budget._tier, self._recorder, trimmer=trimmer)
+        _push(self._policy.pack, self._policy.unpack)
         self._recorder.enter()
 
     def _trimmer(self, above_rest_bytes: int) -> allocator.Trimmer | None:
@@ -316,7 +345,8 @@ class _Running:
         left = conductor.left if conductor is not None else self._light.left if self._light is not None else ""
         peak = self._meter.peak_bytes if self._meter is not None else None
         budget.measured.append(Measured(self._state, ended - self._began, peak, left=left))
-        if self._recorder is not None:
+        if self._recorder is not None and self._policy is not None:
+            budget._settle_device(self._policy.device)
             budget._learn(self._recorder.finish())
         elif left:
             budget._observations_left = _LOOKS_AFTER_LEAVING
@@ -371,6 +401,10 @@ class _LightWatch:
 
     def unpack(self, handle: Any) -> torch.Tensor:
         return handle.show()  # type: ignore[no-any-return]
+
+
+def _unplanned(_tier: str) -> None:
+    """Nothing is known of what comes."""
 
 
 def _push(pack: Any, unpack: Any) -> None:

@@ -115,7 +115,7 @@ def _measure(tier: DiskTier, report: Progress) -> tuple[Link, Link]:
         medians[size_bytes] = {way: statistics.median(times[way]) for way in times}
         expected_seconds = 4 * sum(medians[size_bytes].values())
     bandwidth: dict[Direction, float] = {
-        way: _slope({size: times[way] for size, times in medians.items()}, latency[way]) for way in latency
+        way: slope({size: times[way] for size, times in medians.items()}, latency[way]) for way in latency
     }
     short = [size for size, times in medians.items() if max(times.values()) <= STREAM_TRANSFER_SECONDS]
     streamed = _part(source, min(STREAM_BYTES, max(short, default=SIZES_BYTES[0])))
@@ -156,7 +156,7 @@ def time_trip(tier: QueuedTier, storage: torch.UntypedStorage) -> tuple[float, f
     return written - start, end - written
 
 
-def _slope(seconds: dict[int, float], latency_seconds: float) -> float:
+def slope(seconds: dict[int, float], latency_seconds: float) -> float:
     """Bytes per second: least squares of relative errors of ``latency + bytes / bandwidth``."""
     weighted = [(size / taken, 1 - latency_seconds / taken) for size, taken in seconds.items()]
     above = sum(share * rest for share, rest in weighted)

@@ -36,7 +36,7 @@ class Conductor:
     Args:
         script: what to do.
         others: scripts of other kinds of step, to go over to if the step turns out to be one of them.
-        tier: where values move to; called when the first one moves.
+        tier: the tier of a name, and of an empty one that of values which no plan moves; called when values move.
         safe: takes over when the plan is left.
         truth: if given, every value that the plan computes again is also kept and compared.
         trimmer: keeps the resident size near the live bytes; None to leave it alone.
@@ -52,7 +52,7 @@ class Conductor:
         self,
         script: Script,
         others: Sequence[Script],
-        tier: Callable[[], SlowTier],
+        tier: Callable[[str], SlowTier],
         safe: SafePolicy,
         truth: Truth | None = None,
         trimmer: Trimmer | None = None,
@@ -174,10 +174,10 @@ class Conductor:
             holding = self._holding(value)
             if holding is not None:
                 holding.release()
-        for value in actions.outs:
+        for value, tier in actions.outs:
             holding = self._holding(value)
             if holding is not None:
-                holding.send(self._tier())
+                holding.send(self._tier(tier))
         for value in actions.loads:
             holding = self._holding(value)
             if holding is not None:
@@ -211,7 +211,7 @@ class Conductor:
             if saving.treatment == Treatment.REMAKE:
                 self._remake(holding, saving)
             elif saving.treatment == Treatment.MOVE and not saving.first:
-                holding.send(self._tier())  # its planned copy out went with the former holding
+                holding.send(self._tier(saving.tier))  # its planned copy out went with the former holding
         elif holding.tensor is None and holding.recipe is None:
             return Kept(tensor, number)
         return View(holding, tensor, number)
@@ -225,7 +225,7 @@ class Conductor:
         present = {value: leaf for value, leaf in leaves.items() if leaf is not None}
         recipe = Recipe(saving.value, [call for call in calls if call is not None], present, saving.leaves)
         if self._truth is not None:
-            self._truth.watch(holding, recipe, self._tier())
+            self._truth.watch(holding, recipe, self._tier(""))
         else:
             holding.recipe = recipe
             holding.drop()

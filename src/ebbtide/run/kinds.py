@@ -12,6 +12,8 @@ from ebbtide.plan import lower_bound, simulate, solve
 from ebbtide.run.pace import Pace
 from ebbtide.run.rehearsed import Rehearsed
 from ebbtide.run.script import Script, signature, write_script
+from ebbtide.run.tiers.layouts import planned_places
+from ebbtide.run.tiers.pinned import PlannedPlaces
 from ebbtide.step import EXTERNAL, Op, Step, Value
 
 State = Literal["observe", "verify", "audit", "rehearse", "planned", "idle"]
@@ -38,6 +40,7 @@ class Kind:
         self.audited_peak_bytes: int | None = None
         self.pace = Pace()
         self.places = Rehearsed()
+        self._arenas: dict[str, PlannedPlaces] = {}
 
     def observed_again(self, step: Step) -> None:
         """Take the later observation, since the first step of a loop makes gradients and optimizer state that later
@@ -49,6 +52,7 @@ class Kind:
 
     def make_plan(self, machine: Machine, limit_bytes: int, verify: bool) -> None:
         """Plan this kind of step. Raises `BudgetError` if no plan meets the limit."""
+        self._arenas.clear()
         self.plan = solve(self.step, machine, limit_bytes, banned=self.banned)
         outcome = simulate(self.step, machine, self.plan.decisions)
         self.script = write_script(self.step, self.plan, outcome.memory)
@@ -56,6 +60,14 @@ class Kind:
             self.state = "idle"
         else:
             self.state = "verify" if verify and self.script.remakes else "audit"
+
+    def places_in(self, tier: str) -> PlannedPlaces | None:
+        """Where values lie in the arena of ``tier``; None while there is no plan."""
+        if self.plan is None:
+            return None
+        if tier not in self._arenas:
+            self._arenas[tier] = planned_places(self.step, self.plan.decisions, tier)
+        return self._arenas[tier]
 
     def hold_more(self, size_bytes: int) -> None:
         """Steps of this kind hold so many bytes that the observed one did not: they count as there all the time."""

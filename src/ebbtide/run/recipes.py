@@ -119,7 +119,7 @@ class Recipe:
             self.leaves[value].arrive()
         made: dict[int, torch.Tensor] = {}
         # No tensor here requires grad, so nothing is saved whatever the mode.
-        with torch.autocast("cpu", enabled=False):
+        with torch._C._DisableAutocast():
             for index, call in enumerate(self.calls):
                 self._run(call, made)
                 for value in [v for v in made if v != self.target and self.last_use.get(v, -1) <= index]:
@@ -147,7 +147,7 @@ class Recipe:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    source = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
     return source.clone()
 
 

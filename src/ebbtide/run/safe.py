@@ -64,6 +64,9 @@ class SafePolicy:
         recorder: writes the step down, and knows the live bytes exactly.
         other_bytes: without a recorder: bytes to assume alive besides what is held here.
         trimmer: keeps the resident size near the live bytes; None to leave it alone.
+
+    Attributes:
+        device: where the last tensor was that may be moved.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class SafePolicy:
         trimmer: Trimmer | None = None,
     ) -> None:
         self.recorder = recorder
+        self.device = torch.device("cpu")
         self._trimmer = trimmer
         self._limit_bytes = limit_bytes
         self._tier = tier
@@ -133,6 +137,7 @@ class SafePolicy:
         self._held[identity] = weakref.ref(holding)
         if holding.size_bytes >= LEAST_MOVED_BYTES:
             self._cache[id(holding)] = self._held[identity]
+            self.device = tensor.device
         if recorder is not None:
             recorder.held(holding.record, 1)
         return holding

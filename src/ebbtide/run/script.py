@@ -33,6 +33,7 @@ class Saving:
 
     Attributes:
         first: whether it is the first saved tensor that shows its value.
+        tier: name of the tier that it moves to, if it does.
         ops: ticks of the calls that make the value again, if it is to be remade.
         leaves: values that those start from and that a holding keeps, in order of first use.
     """
@@ -42,16 +43,17 @@ class Saving:
     first: bool
     dtype: torch.dtype
     shape: torch.Size
+    tier: str = ""
     ops: tuple[int, ...] = ()
     leaves: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Actions:
-    """What to do at one event, in this order: values to release, to send out, to fetch."""
+    """What to do at one event, in this order: values to release, to send out and to which tier, to fetch."""
 
     releases: tuple[int, ...]
-    outs: tuple[int, ...]
+    outs: tuple[tuple[int, str], ...]
     loads: tuple[int, ...]
 
 
@@ -71,7 +73,6 @@ class Script:
         prefixes: by number of the saved tensor, a hash of those saved before it.
         kept: by event: what is expected of the saved tensor, if all that happens there is that it is kept.
         shown: by event: number of the saved tensor, if all that happens there is that it is asked for; else -2.
-        tier: name of the tier that values move to.
     """
 
     savings: tuple[Saving, ...]
@@ -84,7 +85,6 @@ class Script:
     prefixes: tuple[int, ...]
     kept: tuple[Saving | None, ...]
     shown: tuple[int, ...]
-    tier: str
 
     @property
     def remakes(self) -> bool:
@@ -104,9 +104,6 @@ def write_script(step: Step, plan: Plan, memory: Sequence[int]) -> Script:
     leaves = {value: _leaves(step, d.ops) for value, d in decisions.items() if isinstance(d, Recompute)}
     shared = {leaf for group in leaves.values() for leaf in group}
     known = {op: _known(step, op) for d in decisions.values() if isinstance(d, Recompute) for op in d.ops}
-    tiers = {d.tier for d in decisions.values() if isinstance(d, Offload)}
-    if len(tiers) > 1:
-        raise PlanError(f"the plan moves values to {', '.join(sorted(tiers))}; one tier can be used at a time")
     savings = _savings(step, decisions, leaves, shared)
     actions = _actions(step, plan.decisions)
     stretches = _stretches(step, known)
@@ -124,7 +121,6 @@ def write_script(step: Step, plan: Plan, memory: Sequence[int]) -> Script:
             e.saved if action is None and e.kind == "unpack" else -2
             for e, action in zip(step.events, actions, strict=True)
         ),
-        tier=next(iter(tiers), ""),
     )
 
 
@@ -190,6 +186,7 @@ def _savings(
                 first=saved.value not in seen,
                 dtype=getattr(torch, saved.dtype),
                 shape=torch.Size(saved.shape),
+                tier=decision.tier if isinstance(decision, Offload) else "",
                 ops=ops,
                 leaves=leaves.get(saved.value, ()),
             )
@@ -201,9 +198,9 @@ def _savings(
 def _actions(step: Step, decisions: Sequence[Decision]) -> tuple[Actions | None, ...]:
     last_at = {event.tick: index for index, event in enumerate(step.events)}
     moments = step.event_moments()
-    plans: dict[int, tuple[list[int], list[int], list[tuple[int, int]]]] = {}
+    plans: dict[int, tuple[list[int], list[tuple[int, str]], list[tuple[int, int]]]] = {}
 
-    def at(tick: int) -> tuple[list[int], list[int], list[tuple[int, int]]]:
+    def at(tick: int) -> tuple[list[int], list[tuple[int, str]], list[tuple[int, int]]]:
         if tick not in last_at:
             raise PlanError(f"the plan acts at tick {tick}, at which nothing is saved or asked for")
         return plans.setdefault(last_at[tick], ([], [], []))
@@ -211,7 +208,7 @@ def _actions(step: Step, decisions: Sequence[Decision]) -> tuple[Actions | None,
     for absence, decision in zip(step.absences, decisions, strict=True):
         if isinstance(decision, Offload):
             at(decision.release)[0].append(absence.value)
-            at(decision.out)[1].append(absence.value)
+            at(decision.out)[1].append((absence.value, decision.tier))
             if moments[last_at[decision.load]] < absence.closes:
                 at(decision.load)[2].append((absence.closes, absence.value))
     actions: list[Actions | None] = [None] * len(step.events)

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.run.tiers import DiskTier, HostTier, QueuedTier
+from ebbtide.run.backends.threads import InlineBackend
+from ebbtide.run.tiers import Arena, DiskTier, QueuedTier, StagedTier, StreamTier, pinned_memory
+from tests.run.tiers.stand_ins import MIB
 
 
-@pytest.fixture(params=["disk", "disk-checksum", "disk-ram", "host"])
-def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[QueuedTier]:
-    made: QueuedTier
+@pytest.fixture(params=["disk", "disk-checksum", "disk-ram", "stream", "staged"])
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[QueuedTier | StreamTier]:
+    backend = InlineBackend()
+    made: QueuedTier | StreamTier
     match request.param:
         case "disk":
             made = DiskTier(tmp_path)
@@ -22,10 +25,13 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[QueuedTier]
         case "disk-ram":
             with pytest.warns(UserWarning, match="is in RAM"):
                 made = DiskTier("/dev/shm")
+        case "stream":
+            made = StreamTier(backend, Arena(pinned_memory(backend), 64 * MIB, 64 * MIB))
         case _:
-            made = HostTier()
+            made = StagedTier(tmp_path, backend)
     yield made
     made.close()
+    backend.close()
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.errors import SpillError
-from ebbtide.run.tiers import DiskTier, HostTier, QueuedTier
+from ebbtide.run.tiers import DiskTier, QueuedTier
 from ebbtide.run.tiers.base import PART_BYTES
 from tests.conftest import open_files
 from tests.run.tiers.stand_ins import Gate, bytes_of, storage_of
@@ -26,11 +26,10 @@ from tests.run.tiers.stand_ins import Gate, bytes_of, storage_of
 class TestEnd:
     def test_nothing_is_left(self, tmp_path: Path) -> None:
         files, threads = open_files(), threading.active_count()
-        for make in (lambda: DiskTier(tmp_path), HostTier):
-            tier: QueuedTier = make()
-            tier.read(tier.write(storage_of(100_000))).wait()
-            tier.close()
-            tier.close()
+        tier = DiskTier(tmp_path)
+        tier.read(tier.write(storage_of(100_000))).wait()
+        tier.close()
+        tier.close()
         assert (open_files(), threading.active_count()) == (files, threads)
 
     def test_a_tier_that_is_dropped_ends_itself(self, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbtide.errors import SpillError
 from ebbtide.run.allocator import trim
-from ebbtide.run.tiers import DiskTier, HostTier, QueuedTier
+from ebbtide.run.tiers import DiskTier, QueuedTier
 from ebbtide.run.tiers import base as base_module
 from ebbtide.run.tiers.base import PART_BYTES
 from ebbtide.run.tiers.disk import Places
@@ -288,31 +288,3 @@ class TestFree:
         with disk._lock:
             disk.free(slot)
         assert disk.places_in_use == 0
-
-
-class TestPinned:
-    def test_buffers_are_pinned_and_unpinned(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        pinned: dict[int, int] = {}
-
-        class Runtime:
-            def cudaHostRegister(self, pointer: int, size_bytes: int, flags: int) -> int:  # noqa: N802
-                pinned[pointer] = size_bytes
-                return 0
-
-            def cudaHostUnregister(self, pointer: int) -> int:  # noqa: N802
-                del pinned[pointer]
-                return 0
-
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-        monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
-        host = HostTier()
-        first, _, empty = (host.write(storage_of(size)) for size in (5000, 6000, 0))
-        assert sorted(pinned.values()) == [5000, 6000]
-        host.drain()
-        host.free(first)
-        host.free(empty)
-        host.drain()
-        assert list(pinned.values()) == [6000]
-        host.close()
-        assert not pinned

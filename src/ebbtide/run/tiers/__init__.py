@@ -1,7 +1,22 @@
-"""Slower memories: a file on a disk, or RAM."""
+"""Slower memories: a file on a disk, RAM, or whatever streams of a device reach."""
 
 from ebbtide.run.tiers.base import Load, QueuedTier, Slot, SlowTier
+from ebbtide.run.tiers.devices import DeviceTiers
 from ebbtide.run.tiers.disk import DiskTier
-from ebbtide.run.tiers.host import HostTier
+from ebbtide.run.tiers.pinned import Arena, peer_memory, pinned_memory
+from ebbtide.run.tiers.staged import StagedTier
+from ebbtide.run.tiers.stream import StreamTier
 
-__all__ = ["DiskTier", "HostTier", "Load", "QueuedTier", "Slot", "SlowTier"]
+__all__ = [
+    "Arena",
+    "DeviceTiers",
+    "DiskTier",
+    "Load",
+    "QueuedTier",
+    "Slot",
+    "SlowTier",
+    "StagedTier",
+    "StreamTier",
+    "peer_memory",
+    "pinned_memory",
+]

@@ -36,13 +36,19 @@ PART_BYTES = 8 << 20
 
 
 class Transfer:
-    """A copy that can be waited on."""
+    """A copy that can be waited on.
+
+    Attributes:
+        size_bytes: bytes of the storage.
+        after: for memory of a device that works asynchronously, the events that the copy must follow.
+    """
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self.fault: SpillError | None = None
         self.payload_bytes = size_bytes
         self.parts_left = 0
+        self.after: tuple[Any, ...] = ()
         self.finished = threading.Event()
         self._process = os.getpid()
 
@@ -66,12 +72,14 @@ class Slot(Transfer):
 
     Attributes:
         size_bytes: bytes of the storage.
+        device: of the storage.
         unwritten: the storage, until its copy is there; for good if the copy failed, so that its bytes are not lost.
     """
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         super().__init__(storage.nbytes())
         self.unwritten: torch.UntypedStorage | None = storage
+        self.device = storage.device
         self.pointer = storage.data_ptr()
         self.place: Any = None
         self.under_way: set[Transfer] = set()
@@ -144,27 +152,42 @@ class SlowTier(Protocol):
         ...
 
 
+def check_device(name: str, device: torch.device, storage: torch.UntypedStorage) -> None:
+    """Raise `SpillError` if ``storage`` is not on the device from which tier ``name`` takes storages."""
+    if storage.device != device:
+        where = "in RAM" if device.type == "cpu" else f"on {device}"
+        raise SpillError(f"the {name} tier takes storages {where}, not on {storage.device}")
+
+
+def check_memory(slot: Slot, into: torch.UntypedStorage, congruence_bytes: int) -> None:
+    """Raise `SpillError` if ``into`` has another size than what ``slot`` holds, or lies otherwise than that did."""
+    if into.nbytes() != slot.size_bytes or (into.data_ptr() - slot.pointer) % congruence_bytes:
+        raise SpillError(f"memory of {format_bytes(into.nbytes())} cannot take back what was written from elsewhere")
+
+
 _tiers: weakref.WeakSet[QueuedTier] = weakref.WeakSet()
 
 
 class QueuedTier(abc.ABC):
-    """A slower memory whose copies worker threads make: one thread for those out, ``readers`` for those back.
+    """A slower memory whose copies worker threads make: ``writers`` for those out, ``readers`` for those back.
 
     Subclasses say where the bytes go. See NOTE [Who holds what].
 
     Attributes:
         congruence_bytes: memory that comes back begins at the same address as before, modulo this.
+        device: of the storages that are taken.
         written_bytes, read_bytes: bytes of the storages copied out and back so far.
     """
 
     kind: TierKind
     congruence_bytes = CONGRUENCE_BYTES
+    device = torch.device("cpu")
 
-    def __init__(self, name: str, *, readers: int, release_all: Callable[[], None]) -> None:
+    def __init__(self, name: str, *, readers: int, release_all: Callable[[], None], writers: int = 1) -> None:
         self.name = name
         self.written_bytes = 0
         self.read_bytes = 0
-        self._writer = Lane(f"ebbtide-{name}-write", 1)
+        self._writer = Lane(f"ebbtide-{name}-write", writers)
         self._reader = Lane(f"ebbtide-{name}-read", readers)
         self._taken: dict[int, tuple[weakref.ref[Slot], Any]] = {}
         self._under_way: set[Transfer] = set()
@@ -198,6 +221,20 @@ class QueuedTier(abc.ABC):
     def _fetch(self, load: Load, start: int, stop: int) -> None:
         """Copy a part back."""
 
+    def _announce(self, transfer: Slot | Load) -> None:  # noqa: B027
+        """Called in the thread that asks for a transfer, before any of it is under way."""
+
+    def _take_memory(self, slot: Slot) -> torch.UntypedStorage:
+        """Memory for a copy to come back to."""
+        try:
+            return take_memory(slot.size_bytes, slot.pointer % self.congruence_bytes, self.congruence_bytes)
+        except (OSError, MemoryError) as fault:
+            size = format_bytes(slot.size_bytes)
+            raise SpillError(f"no RAM to bring {size} back from the {self.name} tier ({fault})") from fault
+
+    def _make_load(self, slot: Slot, storage: torch.UntypedStorage) -> Load:
+        return Load(slot, storage)
+
     def _after_store(self, slot: Slot) -> None:  # noqa: B027
         """Called when all parts are out."""
 
@@ -211,10 +248,10 @@ class QueuedTier(abc.ABC):
     # The contract.
 
     def write(self, storage: torch.UntypedStorage) -> Slot:
-        """See `SlowTier.write`. Raises `SpillError` if the tier is closed or the storage is not in RAM."""
-        if storage.device.type != "cpu":
-            raise SpillError(f"the {self.name} tier takes storages in RAM, not on {storage.device}")
+        """See `SlowTier.write`. Raises `SpillError` if the tier is closed or the storage is on another device."""
+        check_device(self.name, self.device, storage)
         slot = Slot(storage)
+        self._announce(slot)
         with self._lock:
             self._check_usable()
             self._collect()
@@ -237,18 +274,12 @@ class QueuedTier(abc.ABC):
             SpillError: if the tier is closed, the slot freed, RAM exhausted, or ``into`` of another size or alignment.
         """
         self._check_usable()
-        offset_bytes = slot.pointer % self.congruence_bytes
         if into is None:
-            try:
-                into = take_memory(slot.size_bytes, offset_bytes, self.congruence_bytes)
-            except (OSError, MemoryError) as fault:
-                size = format_bytes(slot.size_bytes)
-                raise SpillError(f"no RAM to bring {size} back from the {self.name} tier ({fault})") from fault
-        elif into.nbytes() != slot.size_bytes or into.data_ptr() % self.congruence_bytes != offset_bytes:
-            raise SpillError(
-                f"memory of {format_bytes(into.nbytes())} cannot take back what was written from elsewhere"
-            )
-        load = Load(slot, into)
+            into = self._take_memory(slot)
+        else:
+            check_memory(slot, into, self.congruence_bytes)
+        load = self._make_load(slot, into)
+        self._announce(load)
         with self._lock:
             self._check_usable()
             self._collect()

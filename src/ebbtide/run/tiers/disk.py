@@ -66,6 +66,7 @@ class DiskTier(QueuedTier):
         directory: where the file is made.
         checksum: whether to compare what comes back with what was written, by CRC-32.
         name: how machines and plans name this tier.
+        writers: how many threads write.
 
     Raises:
         SpillError: if the directory is missing, is none, is not writable or is full.
@@ -76,7 +77,7 @@ class DiskTier(QueuedTier):
 
     kind: TierKind = "disk"
 
-    def __init__(self, directory: str | Path, *, checksum: bool = False, name: str = "disk") -> None:
+    def __init__(self, directory: str | Path, *, checksum: bool = False, name: str = "disk", writers: int = 1) -> None:
         self.directory = Path(directory)
         self.checksum = checksum
         _warn_if_ram(self.directory)
@@ -91,7 +92,7 @@ class DiskTier(QueuedTier):
         )
         self.congruence_bytes = max(CONGRUENCE_BYTES, self.block_bytes)
         self._places = Places()
-        super().__init__(name, readers=READERS, release_all=functools.partial(os.close, self._fd))
+        super().__init__(name, readers=READERS, writers=writers, release_all=functools.partial(os.close, self._fd))
 
     @property
     def file_bytes(self) -> int:
@@ -109,14 +110,22 @@ class DiskTier(QueuedTier):
 
     def _store(self, slot: Slot, start: int, stop: int) -> None:
         place: DiskPlace = slot.place
-        view = _memory_view(slot.pointer + place.head_bytes + start, stop - start)
+        self._put(place, slot.pointer + place.head_bytes + start, start, stop)
+
+    def _fetch(self, load: Load, start: int, stop: int) -> None:
+        place: DiskPlace = load.slot.place
+        self._get(place, load.pointer + place.head_bytes + start, start, stop)
+
+    def _put(self, place: DiskPlace, pointer: int, start: int, stop: int) -> None:
+        """Write what is at ``pointer`` as a part of the whole blocks."""
+        view = _memory_view(pointer, stop - start)
         if self.checksum:
             place.checksums[start] = zlib.crc32(view)
         self._move(self._pwrite, view, place.offset_bytes + start)
 
-    def _fetch(self, load: Load, start: int, stop: int) -> None:
-        place: DiskPlace = load.slot.place
-        view = _memory_view(load.pointer + place.head_bytes + start, stop - start)
+    def _get(self, place: DiskPlace, pointer: int, start: int, stop: int) -> None:
+        """Read a part of the whole blocks to ``pointer``."""
+        view = _memory_view(pointer, stop - start)
         self._move(self._preadv, view, place.offset_bytes + start)
         if self.checksum and zlib.crc32(view) != place.checksums[start]:
             raise SpillError(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -65,6 +66,11 @@ def take_memory(
     if size_bytes == 0:
         return torch.UntypedStorage(0)
     base, address, free = _take(size_bytes, alignment_bytes, offset_bytes)
+    return storage_over(address, size_bytes, base, free)
+
+
+def storage_over(address: int, size_bytes: int, base: Any, free: Callable[[Any], Any]) -> torch.UntypedStorage:
+    """A storage over memory that somebody else has made. ``free(base)`` is called as soon as it dies."""
     block = _block_type(size_bytes).from_address(address)
     block.base, block.free = base, free
     return torch.frombuffer(block, dtype=torch.uint8).untyped_storage()

@@ -1,0 +1,101 @@
+"""Which slower memories a machine offers, by the device that values are on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from ebbtide.errors import SpillError
+from ebbtide.machine import Machine
+from ebbtide.run.backends.cuda import CudaBackend
+from ebbtide.run.links import measure_links
+from ebbtide.run.tiers.base import SlowTier
+from ebbtide.run.tiers.devices import DeviceTiers
+from ebbtide.run.tiers.disk import DiskTier
+from ebbtide.run.tiers.pinned import Arena, PlannedPlaces, peer_memory, pinned_memory, spare_bytes
+from ebbtide.run.tiers.staged import StagedTier
+from ebbtide.run.tiers.stream import StreamTier
+
+START_BYTES = 1 << 30
+"""Pinned memory for the first step, which nothing is known about."""
+PEER_SHARE = 0.9
+"""Share of a peer's free memory that may be taken."""
+
+
+def tiers_for(spill: Path, *, checksum: bool, host_bytes: int | None = None) -> dict[str, SlowTier]:
+    """The tiers by name, the one to use without a plan first.
+
+    Without CUDA there is a disk. With it, there are host memory, the disk, and each device as a peer of the others.
+    What has no place on a peer goes to host memory, and what has none there to the disk. Each device gets its own
+    of each when it first moves something; values in RAM go to the disk all the same. All devices together pin at most
+    ``host_bytes``, by default half of the RAM that is available when the first of them moves something.
+
+    Raises:
+        SpillError: if the directory cannot be used.
+    """
+    disk = DiskTier(spill, checksum=checksum)
+    if not torch.cuda.is_available():
+        return {"disk": disk}
+    backends = [CudaBackend(index) for index in range(torch.cuda.device_count())]
+
+    def make_disk(device: torch.device) -> SlowTier:
+        return disk if device.type == "cpu" else StagedTier(spill, backends[device.index], checksum=checksum)
+
+    disks = DeviceTiers("disk", "disk", make_disk)
+    disks.of(torch.device("cpu"))
+
+    def make_host(device: torch.device) -> SlowTier:
+        if device.type == "cpu":
+            return disk
+        backend = backends[device.index]
+        limit = host_bytes if host_bytes is not None else spare_bytes()
+        arena = Arena(pinned_memory(backend), limit // len(backends), START_BYTES)
+        return StreamTier(backend, arena, overflow=disks.of(device))
+
+    hosts = DeviceTiers("host", "host", make_host)
+    tiers: dict[str, SlowTier] = {"host": hosts, "disk": disks}
+    for backend in backends:
+        name = str(backend.device)
+        tiers[name] = DeviceTiers(name, "device", _peer_maker(backend, backends, hosts))
+    return tiers
+
+
+def _peer_maker(
+    peer: CudaBackend, backends: list[CudaBackend], hosts: DeviceTiers
+) -> Callable[[torch.device], SlowTier]:
+    def make(device: torch.device) -> SlowTier:
+        if device.type != "cuda" or not torch.cuda.can_device_access_peer(device, peer.device):
+            raise SpillError(f"{device} has no access to the memory of {peer.device}; use a machine without that tier")
+        free = int(PEER_SHARE * torch.cuda.mem_get_info(peer.device)[0])
+        arena = Arena(peer_memory(peer), free)
+        return StreamTier(
+            backends[device.index], arena, name=str(peer.device), kind="device", overflow=hosts.of(device)
+        )
+
+    return make
+
+
+def machine_on(device: torch.device, tiers: Mapping[str, SlowTier]) -> Machine:
+    """What plans for ``device`` must know: its links to host memory and to the disk, measured now.
+
+    Raises:
+        SpillError: if one of them cannot be used.
+    """
+    shared = {name: tier for name, tier in tiers.items() if isinstance(tier, DeviceTiers) and tier.kind != "device"}
+    slow = {name: tier.of(device) for name, tier in shared.items()}
+    capacities = {name: tier.capacity_bytes for name, tier in slow.items() if isinstance(tier, StreamTier)}
+    return measure_links(CudaBackend(device.index), slow, capacities, name=torch.cuda.get_device_name(device))
+
+
+def settle(tiers: Mapping[str, SlowTier], planned: Callable[[str], PlannedPlaces | None]) -> None:
+    """Between two steps: let arenas grow, and follow a plan. ``planned`` says where values lie in the tier of a name.
+
+    Where several devices share a tier, the order in which their values come is not planned for each of them.
+    """
+    for name, tier in tiers.items():
+        made = tier.made if isinstance(tier, DeviceTiers) else (tier,)
+        arenas = [one for one in made if isinstance(one, StreamTier)]
+        for one in arenas:
+            one.settle(planned(name) if len(arenas) == 1 else None)

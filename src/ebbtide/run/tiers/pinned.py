@@ -1,0 +1,216 @@
+"""Host memory that a device copies from and to directly, and the arena that cuts it into places.
+
+NOTE [Arena]
+1. One piece of memory is taken at a time, pinned once, and only between steps: faulting pages in and pinning them takes
+   long. What does not fit has no place here, and is asked for at the next `settle`. If the system refuses, the arena
+   stays as it was.
+2. Where the plan is known, so are the sizes, the order and the lifetimes of what comes: each has its place beforehand
+   (`ebbtide.place`), and the arena need not be larger than the most that lies there at once. Whatever comes otherwise
+   takes the smallest gap that fits.
+3. A place that is given back may still be read by a copy under way. Whoever gets it next writes later, in the order of
+   streams; but memory as a whole goes back only when all copies are done.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import logging
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ebbtide.errors import SpillError
+from ebbtide.run.backends.base import Backend
+from ebbtide.run.tiers.memory import storage_over
+from ebbtide.run.tiers.places import Places
+from ebbtide.units import format_bytes
+
+ALIGNMENT_BYTES = 512
+GROWTH_BYTES = 2 << 20
+"""The arena's size is a multiple of this: one huge page."""
+
+_log = logging.getLogger(__name__)
+
+TakeMemory = Callable[[int], torch.UntypedStorage]
+
+
+def _rounded(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """A part of an arena; ``storage`` shows it, and keeps the memory that it lies in."""
+
+    storage: torch.UntypedStorage
+    offset_bytes: int
+    places: Places
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlannedPlaces:
+    """Where what comes in a step lies: sizes and offsets in the order in which it comes. See NOTE [Arena], rule 2."""
+
+    sizes_bytes: tuple[int, ...]
+    offsets_bytes: tuple[int, ...]
+    footprint_bytes: int
+
+
+class Arena:
+    """Places in one piece of slower memory. See NOTE [Arena]. Not for several threads at once.
+
+    Args:
+        take: makes the memory; it goes back when it dies.
+        limit_bytes: the most to take.
+        start_bytes: how much to take for the first step.
+    """
+
+    def __init__(self, take: TakeMemory, limit_bytes: int, start_bytes: int = 0) -> None:
+        self.limit_bytes = limit_bytes
+        self._take = take
+        self._memory: torch.UntypedStorage | None = None
+        self._places = Places(0)
+        self._missed_bytes = start_bytes
+        self._outdated: list[Place] = []
+        self._planned: PlannedPlaces | None = None
+        self._next = 0
+        self.settle(None, lambda: None)
+
+    @property
+    def size_bytes(self) -> int:
+        """How much memory there is."""
+        return self._places.end_bytes
+
+    def settle(self, planned: PlannedPlaces | None, quiet: Callable[[], None]) -> None:
+        """Between two steps: grow by what had no place, or to what a plan needs, and follow it in the step that comes.
+
+        ``quiet`` is called before memory goes back: it waits until no copy is under way.
+        """
+        self._planned, self._next = planned, 0
+        wanted = max(self.size_bytes + self._missed_bytes, planned.footprint_bytes if planned is not None else 0)
+        wanted = min(-(-wanted // GROWTH_BYTES) * GROWTH_BYTES, self.limit_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
+        self._missed_bytes = 0
+        if self._outdated or wanted > self.size_bytes:
+            quiet()
+            self._outdated.clear()
+        if wanted > self.size_bytes:
+            former = self.size_bytes
+            try:
+                self._replace(wanted)
+            except SpillError as fault:
+                _log.warning("%s; it stays at %s", fault, format_bytes(former))
+                self.limit_bytes = former
+                self._replace(former)
+
+    def reserve(self, size_bytes: int) -> Place | None:
+        """A place, or None if there is none."""
+        rounded = _rounded(size_bytes)
+        offset = self._planned_offset(size_bytes, rounded)
+        if offset is None:
+            try:
+                offset = self._places.take(rounded)
+            except MemoryError:
+                self._missed_bytes += rounded
+                return None
+        memory = self._memory
+        storage = memory[offset : offset + size_bytes] if memory is not None else torch.UntypedStorage(0)
+        return Place(storage, offset, self._places)
+
+    def give_back(self, place: Place) -> None:
+        """Make a place free. Copies from and to it may still be under way: see rule 3."""
+        place.places.give_back(place.offset_bytes, _rounded(place.storage.nbytes()))
+        if place.places is not self._places:
+            self._outdated.append(place)
+
+    def release(self) -> None:
+        """Give the memory back, as soon as nothing lies in it. Call when no copy is under way."""
+        self._memory, self._places = None, Places(0)
+        self._outdated.clear()
+
+    def _replace(self, size_bytes: int) -> None:
+        # What still lies in the old memory keeps it; otherwise it goes first, to make room.
+        self._memory, self._places = None, Places(0)
+        if size_bytes:
+            self._memory = self._take(size_bytes)
+            self._places = Places(size_bytes)
+
+    def _planned_offset(self, size_bytes: int, rounded: int) -> int | None:
+        planned, number = self._planned, self._next
+        self._next += 1
+        if planned is None or number >= len(planned.sizes_bytes) or planned.sizes_bytes[number] != size_bytes:
+            return None
+        offset = planned.offsets_bytes[number]
+        return offset if self._places.claim(offset, rounded) else None
+
+
+def pinned_memory(backend: Backend) -> TakeMemory:
+    """What makes pinned memory near ``backend``'s device."""
+
+    def take(size_bytes: int) -> torch.UntypedStorage:
+        try:
+            pages = mmap.mmap(-1, size_bytes)
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        except OSError as fault:
+            raise SpillError(
+                f"no RAM for {format_bytes(size_bytes)} of pinned memory ({fault.strerror}); allow it less"
+            ) from fault
+        exported = ctypes.c_char.from_buffer(pages)
+        address = ctypes.addressof(exported)
+        touch(address, size_bytes, backend.near_cpus())
+        try:
+            backend.pin(address, size_bytes)
+        except RuntimeError as fault:
+            raise SpillError(
+                f"the system refuses to pin {format_bytes(size_bytes)} of RAM ({fault}); allow it less"
+            ) from fault
+        process = os.getpid()
+
+        def give_back(held: Any) -> None:
+            # In a forked child what is pinned is the parent's; at the end of the process all of it goes anyway.
+            if os.getpid() == process and not sys.is_finalizing():
+                backend.unpin(address)
+            held.clear()
+
+        return storage_over(address, size_bytes, [exported, pages], give_back)
+
+    return take
+
+
+def peer_memory(peer: Backend) -> TakeMemory:
+    """What takes memory of another device."""
+
+    def take(size_bytes: int) -> torch.UntypedStorage:
+        memory = peer.allocate(size_bytes, 0)
+        peer.finish(
+            peer.compute()
+        )  # work of its former owner may still be under way there, and nobody here waits for it
+        return memory
+
+    return take
+
+
+def touch(address: int, size_bytes: int, cpus: frozenset[int]) -> None:
+    """Write every page first from one of ``cpus``: then the system takes it from their NUMA node."""
+
+    def run() -> None:
+        allowed = cpus & os.sched_getaffinity(0)
+        if allowed:
+            os.sched_setaffinity(0, allowed)  # of this thread alone
+        ctypes.memset(address, 0, size_bytes)
+
+    thread = threading.Thread(target=run, name="ebbtide-touch")
+    thread.start()
+    thread.join()
+
+
+def spare_bytes() -> int:
+    """Half of the RAM that the system says is available."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 512 for line in lines if line.startswith("MemAvailable:"))  # it says KiB

@@ -1,0 +1,129 @@
+"""A disk behind a device: device, pinned host memory, file, both hops at once.
+
+NOTE [Two hops]
+Every part of a transfer goes through a stage, a piece of pinned memory of its size, in the hands of one worker thread:
+copied to the stage and then written, or read to the stage and then copied on. There are more workers than one in each
+direction, so that one part crosses the first hop while another crosses the second. The workers wait on the host; the
+thread that computes does so only if it needs what has not come from the disk yet, or lets go of what is not there yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from ebbtide.run.backends.base import Backend, ComputeStreams, Stream, seen_on
+from ebbtide.run.tiers.base import PART_BYTES, Load, Slot
+from ebbtide.run.tiers.disk import PLACE_ALIGNMENT_BYTES, READERS, DiskPlace, DiskTier
+from ebbtide.run.tiers.memory import CONGRUENCE_BYTES
+from ebbtide.run.tiers.pinned import pinned_memory
+
+WRITERS = 2
+"""While one part is written, the next is copied to its stage."""
+
+
+class StagedLoad(Load):
+    """See `Load`. The host waits for what comes from a disk.
+
+    Attributes:
+        home: the stream that the memory belongs to; None if it is the caller's business.
+    """
+
+    def __init__(self, slot: Slot, storage: torch.UntypedStorage, backend: Backend) -> None:
+        super().__init__(slot, storage)
+        self._backend = backend
+        self.home: Stream | None = None
+
+    def wait(self) -> torch.UntypedStorage:
+        """See `Load.wait`."""
+        super().wait()
+        if self.home is not None:
+            self._storage = seen_on(self._backend, self.home, self._storage, self.slot.pointer)
+            self.home = self._backend.compute()
+        return self._storage
+
+
+class StagedTier(DiskTier):
+    """See NOTE [Two hops].
+
+    Args:
+        directory, checksum, name: see `DiskTier`.
+        backend: the device that storages come from.
+
+    Raises:
+        SpillError: as `DiskTier`, or if there is no memory for the stages.
+    """
+
+    def __init__(self, directory: str | Path, backend: Backend, *, checksum: bool = False, name: str = "disk") -> None:
+        count = WRITERS + READERS
+        stages = pinned_memory(backend)(count * PART_BYTES)
+        super().__init__(directory, checksum=checksum, name=name, writers=WRITERS)
+        self.congruence_bytes = CONGRUENCE_BYTES  # whatever the disk wants: only stages are read and written directly
+        self.device = backend.device
+        self._backend = backend
+        self._compute = ComputeStreams(backend)
+        self._out = backend.new_stream(f"{name}-out")
+        self._back = backend.new_stream(f"{name}-back")
+        self._stages: queue.SimpleQueue[torch.UntypedStorage] = queue.SimpleQueue()
+        for start in range(0, count * PART_BYTES, PART_BYTES):
+            self._stages.put(stages[start : start + PART_BYTES])
+
+    def _announce(self, transfer: Slot | Load) -> None:
+        home = self._compute.note()
+        if isinstance(transfer, StagedLoad):
+            transfer.after = (home.record_event(),)
+            transfer.home = home
+        else:
+            transfer.after = self._compute.record()
+
+    def _take_memory(self, slot: Slot) -> torch.UntypedStorage:
+        return self._backend.allocate(slot.size_bytes, slot.pointer)
+
+    def _make_load(self, slot: Slot, storage: torch.UntypedStorage) -> Load:
+        return StagedLoad(slot, storage, self._backend)
+
+    def _reserve(self, slot: Slot) -> None:
+        slot.payload_bytes = -(-slot.size_bytes // self.block_bytes) * self.block_bytes
+        size_bytes = -(-slot.payload_bytes // PLACE_ALIGNMENT_BYTES) * PLACE_ALIGNMENT_BYTES
+        slot.place = DiskPlace(self._places.take(size_bytes), size_bytes, head_bytes=0)
+
+    def _store(self, slot: Slot, start: int, stop: int) -> None:
+        storage = slot.unwritten
+        assert storage is not None
+        with self._stage() as stage:
+            _follow(self._out, slot)
+            end = min(stop, slot.size_bytes)
+            self._backend.copy(self._out, stage[: end - start], storage[start:end])
+            self._backend.finish(self._out)
+            self._put(slot.place, stage.data_ptr(), start, stop)
+
+    def _fetch(self, load: Load, start: int, stop: int) -> None:
+        with self._stage() as stage:
+            self._get(load.slot.place, stage.data_ptr(), start, stop)
+            _follow(self._back, load)
+            end = min(stop, load.size_bytes)
+            self._backend.copy(self._back, load.storage[start:end], stage[: end - start])
+            self._backend.finish(self._back)
+
+    def _after_store(self, slot: Slot) -> None:
+        """The stages held all of it."""
+
+    def _after_fetch(self, load: Load) -> None:
+        """The stages held all of it."""
+
+    @contextlib.contextmanager
+    def _stage(self) -> Iterator[torch.UntypedStorage]:
+        stage = self._stages.get()
+        try:
+            yield stage
+        finally:
+            self._stages.put(stage)
+
+
+def _follow(stream: Stream, transfer: Slot | Load) -> None:
+    for event in transfer.after:
+        stream.wait_event(event)

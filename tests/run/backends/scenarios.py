@@ -1,0 +1,223 @@
+"""What programs do on a device, in the order in which a conductor does it; each once went wrong somewhere."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from ebbtide.run.tiers import Load, Slot, SlowTier
+
+
+class Rig(Protocol):
+    """A device and its kernels, as in `tests.run.backends.rig`: of threads, or a real one."""
+
+    seed: int
+
+    def new(self, number: int) -> torch.UntypedStorage: ...
+    def fill(self, storage: torch.UntypedStorage, number: int) -> None: ...
+    def look(self, storage: torch.UntypedStorage, number: int, where: str) -> None: ...
+    def compute(self) -> Any: ...
+    def new_stream(self, name: str) -> Any: ...
+    def on(self, stream: Any) -> AbstractContextManager[None]: ...
+    def order(self, before: Any, after: Any) -> None: ...
+
+
+Scenario = Callable[[Any, SlowTier], None]
+
+
+def away_and_back(device: Rig, tier: SlowTier) -> None:
+    """A value leaves as soon as it is made, another takes its memory, it comes back and is used at once."""
+    for number in range(0, 30, 10):
+        value = device.new(number)
+        slot = tier.write(value)
+        slot.wait()
+        del value
+        other = device.new(number + 1)
+        back = tier.read(slot).wait()
+        device.look(back, number, "used on arrival")
+        device.look(other, number + 1, "took the memory")
+        tier.free(slot)
+
+
+def read_before_it_is_written(device: Rig, tier: SlowTier) -> None:
+    """The way back is asked for before the copy out can be there."""
+    value = device.new(1)
+    slot = tier.write(value)
+    load = tier.read(slot)
+    device.look(load.wait(), 1, "read at once")
+    tier.free(slot)
+
+
+def memory_still_read(device: Rig, tier: SlowTier) -> None:
+    """What comes back gets memory that a kernel is still reading for its former owner."""
+    value = device.new(1)
+    slot = tier.write(value)
+    slot.wait()
+    for number in range(2, 6):
+        former = device.new(number)
+        device.look(former, number, "former owner")
+        del former
+        load = tier.read(slot)
+        device.look(load.wait(), 1, "came back")
+        del load
+    tier.free(slot)
+
+
+def written_in_place(device: Rig, tier: SlowTier) -> None:
+    """Once the copy out was waited for, somebody who still holds the value writes over it."""
+    for number in range(0, 30, 10):
+        value = device.new(number)
+        slot = tier.write(value)
+        slot.wait()
+        device.fill(value, number + 1)
+        device.look(tier.read(slot).wait(), number, "came back after an in-place op")
+        tier.free(slot)
+
+
+def given_up(device: Rig, tier: SlowTier) -> None:
+    """A value is asked back, and then its graph is dropped without a backward pass."""
+    for number in range(0, 30, 10):
+        value = device.new(number)
+        slot = tier.write(value)
+        slot.wait()
+        del value
+        load = tier.read(slot)
+        tier.free(slot)
+        del load, slot
+        following = tier.write(device.new(number + 1))
+        kept = [device.new(number + 2 + index) for index in range(3)]
+        for index, storage in enumerate(kept):
+            device.look(storage, number + 2 + index, "took the memory of what was given up")
+        device.look(tier.read(following).wait(), number + 1, "written after it")
+        tier.free(following)
+
+
+def place_used_again(device: Rig, tier: SlowTier) -> None:
+    """A slot is freed while it is read, and the next copy out gets its place."""
+    for number in range(0, 40, 10):
+        value = device.new(number)
+        slot = tier.write(value)
+        slot.wait()
+        load = tier.read(slot)
+        storage = load.wait()
+        tier.free(slot)
+        following = tier.write(device.new(number + 1))
+        device.look(storage, number, "read while its place was given away")
+        device.look(tier.read(following).wait(), number + 1, "came to the place")
+        tier.free(following)
+
+
+def other_stream_lets_go(device: Rig, tier: SlowTier) -> None:
+    """A value of one compute stream leaves while another is current; the first goes on and takes its memory."""
+    side = device.new_stream("side")
+    for number in range(0, 30, 10):
+        value = device.new(number)
+        warm = tier.write(value)
+        device.order(device.compute(), side)
+        with device.on(side):
+            slot = tier.write(value)
+            slot.wait()
+        warm.wait()
+        del value
+        other = device.new(number + 1)
+        device.look(other, number + 1, "took the memory")
+        device.look(tier.read(slot).wait(), number, "came back")
+        tier.free(slot)
+        tier.free(warm)
+
+
+def other_stream_copies(device: Rig, tier: SlowTier) -> None:
+    """A value is made on one compute stream and leaves while another is current, which is not behind the first."""
+    side = device.new_stream("side")
+    with device.on(side):
+        tier.free(tier.write(device.new(99)))
+    for number in range(0, 30, 10):
+        with device.on(side):
+            value = device.new(number)
+        slot = tier.write(value)
+        slot.wait()
+        device.look(tier.read(slot).wait(), number, "came back")
+        tier.free(slot)
+    device.order(side, device.compute())
+
+
+def other_stream_uses(device: Rig, tier: SlowTier) -> None:
+    """A value is asked back while one compute stream is current, and used on another; the first goes on."""
+    side = device.new_stream("side")
+    for number in range(0, 30, 10):
+        value = device.new(number)
+        slot = tier.write(value)
+        slot.wait()
+        load = tier.read(slot)
+        with device.on(side):
+            back = load.wait()
+            device.look(back, number, "used on another stream")
+        tier.free(slot)
+        del load, back, slot
+        for index in range(3):
+            device.new(number + 1 + index)
+    device.order(side, device.compute())
+
+
+def at_random(device: Rig, tier: SlowTier) -> None:
+    """Values come, go, return, are written over and given up, in an order that the seed of the device says."""
+    dice = random.Random(device.seed)
+    here: list[tuple[int, torch.UntypedStorage]] = []
+    leaving: list[tuple[int, torch.UntypedStorage, Slot]] = []
+    away: list[tuple[int, Slot]] = []
+    coming: list[tuple[int, Slot, Load]] = []
+
+    def some(pool: list[tuple]) -> tuple:  # type: ignore[type-arg]
+        return pool.pop(dice.randrange(len(pool)))
+
+    for number in range(60):
+        match dice.randrange(8):
+            case 0 | 1:
+                here.append((number, device.new(number)))
+            case 2 if here:
+                what, storage = some(here)
+                leaving.append((what, storage, tier.write(storage)))
+            case 3 if leaving:
+                what, storage, slot = some(leaving)
+                slot.wait()
+                if dice.random() < 0.3:
+                    device.fill(storage, number)
+                away.append((what, slot))
+            case 4 if away:
+                what, slot = some(away)
+                coming.append((what, slot, tier.read(slot)))
+            case 5 if coming:
+                what, slot, load = some(coming)
+                here.append((what, load.wait()))
+                tier.free(slot)
+            case 6 if here:
+                what, storage = some(here)
+                device.look(storage, what, "at random")
+                if dice.random() < 0.5:
+                    here.append((what, storage))
+            case 7 if coming and dice.random() < 0.3:
+                tier.free(some(coming)[1])
+            case _:
+                device.new(number)
+    for what, slot in away:
+        device.look(tier.read(slot).wait(), what, "at the end")
+    for what, storage in here:
+        device.look(storage, what, "at the end")
+
+
+SCENARIOS: tuple[Scenario, ...] = (
+    away_and_back,
+    read_before_it_is_written,
+    memory_still_read,
+    written_in_place,
+    given_up,
+    place_used_again,
+    other_stream_lets_go,
+    other_stream_copies,
+    other_stream_uses,
+    at_random,
+)

@@ -1,0 +1,147 @@
+"""Whole programs over copies that are late, slow or in another order give bit for bit the numbers of plain PyTorch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+
+import ebbtide
+import tests.run.programs_rare  # noqa: F401  (registers its programs)
+from ebbtide.decisions import Offload
+from ebbtide.machine import Link, Machine, Tier
+from ebbtide.run import kinds
+from ebbtide.run.backends.threads import InlineBackend, Temper
+from ebbtide.run.tiers import Arena, StagedTier, StreamTier
+from ebbtide.run.tiers.pinned import GROWTH_BYTES
+from tests.run.harness import FAST_DISK, SLOW_DISK, Program, Record, compare, run_plain, run_within
+from tests.run.programs import PROGRAMS, Chain
+from tests.run.test_identical import Forbidden
+from tests.run.tiers.stand_ins import MIB
+
+pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
+
+TIERS = ("stream", "overflowing", "staged")
+
+
+@functools.cache
+def plain(kind: type[Program]) -> list[Record]:
+    """The records of a plain run, made once."""
+    return run_plain(kind)
+
+
+def streams(backend: InlineBackend, kind: str, spill: Path) -> Callable[[ebbtide.Budget], None]:
+    """What gives a budget a tier of streams of ``backend`` for its disk."""
+
+    def prepare(memory: ebbtide.Budget) -> None:
+        memory.tiers["disk"].close()
+        if kind == "stream":
+            memory.tiers["disk"] = StreamTier(backend, Arena(torch.UntypedStorage, 64 * MIB, 64 * MIB), name="disk")
+        elif kind == "overflowing":
+            arena = Arena(torch.UntypedStorage, MIB // 4, MIB // 4)
+            memory.tiers["disk"] = StreamTier(backend, arena, name="disk", overflow=StagedTier(spill, backend))
+        else:
+            memory.tiers["disk"] = StagedTier(spill, backend)
+
+    return prepare
+
+
+@hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 12)
+@hypothesis.given(
+    name=st.sampled_from(sorted(PROGRAMS)),
+    seed=st.integers(0, 1000),
+    temper=st.sampled_from([None, *Temper]),
+    limit=st.sampled_from(["90%", "60%", "40%"]),
+    machine=st.sampled_from([FAST_DISK, FAST_DISK, SLOW_DISK]),
+    kind=st.sampled_from(TIERS),
+)
+def test_identical_to_plain(
+    name: str, seed: int, temper: Temper | None, limit: str, machine: Machine, kind: str,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:  # fmt: skip
+    program, spill = PROGRAMS[name], tmp_path_factory.mktemp("spill")
+    with InlineBackend(seed, temper=temper) as backend:
+        run_within(program, plain(program), limit, machine, spill, streams(backend, kind, spill))
+
+
+@pytest.mark.parametrize("kind", TIERS)
+def test_values_did_move(kind: str, tmp_path: Path) -> None:
+    tiers = []
+    with InlineBackend(temper=Temper.SLOW) as backend:
+        prepare = streams(backend, kind, tmp_path)
+
+        def prepared(memory: ebbtide.Budget) -> None:
+            prepare(memory)
+            tiers.append(memory.tiers["disk"])
+
+        trial = run_within(Chain, plain(Chain), "60%", FAST_DISK, tmp_path, prepared)
+    assert any(isinstance(decision, Offload) for decision in trial.decisions)
+    assert all(tier.read_bytes > 0 for tier in tiers)
+    assert all(tier.places_in_use == 0 for tier in tiers if kind != "staged")
+
+
+@pytest.mark.parametrize("temper", [Temper.LATE, Temper.SLOW])
+def test_a_forbidden_in_place_op_is_still_refused(temper: Temper, tmp_path: Path) -> None:
+    """Also while the value is being copied out, so that what is away may be neither the old nor the new one."""
+    with InlineBackend(temper=temper, pause_seconds=3e-3) as backend:
+        run_within(Forbidden, plain(Forbidden), "60%", FAST_DISK, tmp_path, streams(backend, "stream", tmp_path))
+
+
+def test_the_arena_becomes_as_large_as_the_plan_needs(tmp_path: Path) -> None:
+    """In the first steps all of it goes to the disk behind; in the planned ones nothing does."""
+    behind: list[int] = []
+    with InlineBackend(1) as backend:
+        arena, disk = Arena(torch.UntypedStorage, 64 * MIB), StagedTier(tmp_path, backend)
+        tier = StreamTier(backend, arena, name="disk", overflow=disk)
+        program = Chain()
+        with ebbtide.Budget("60%", spill=tmp_path, machine=FAST_DISK) as memory:
+            memory.tiers["disk"].close()
+            memory.tiers["disk"] = tier
+            for index, record in enumerate(plain(Chain)):
+                compare(record, program.run(index, memory.step), f"step {index}")
+                behind.append(disk.written_bytes)
+            assert memory._current is not None
+            planned = memory._current.places_in("disk")
+            assert planned is not None
+            assert sum(planned.sizes_bytes) > 0
+            assert planned.footprint_bytes <= arena.size_bytes <= planned.footprint_bytes + 2 * GROWTH_BYTES
+    assert behind[-1] == behind[-4], "nothing overflows in planned steps"
+    assert tier.read_bytes > 0
+
+
+def test_two_tiers_in_one_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other value goes to the second tier: the plan says which, and the numbers are the same."""
+    solve = kinds.solve
+    dice = random.Random(0)
+
+    def divided(*arguments, **options):  # type: ignore[no-untyped-def]
+        plan = solve(*arguments, **options)
+        decisions = tuple(
+            Offload("host", d.out, d.release, d.load) if isinstance(d, Offload) and dice.random() < 0.5 else d
+            for d in plan.decisions
+        )
+        return dataclasses.replace(plan, decisions=decisions)
+
+    monkeypatch.setattr(kinds, "solve", divided)
+    rate = 1e12
+    links = tuple(Link(*pair, 1e-7, rate, rate) for tier in ("disk", "host") for pair in (("ram", tier), (tier, "ram")))
+    machine = Machine("paper", "ram", (Tier("ram", "device"), Tier("disk", "disk"), Tier("host", "host")), links)
+    with InlineBackend(3) as backend:
+        host = StreamTier(backend, Arena(torch.UntypedStorage, 64 * MIB, 64 * MIB))
+        disks = []
+
+        def prepare(memory: ebbtide.Budget) -> None:
+            memory.tiers["host"] = host
+            disks.append(memory.tiers["disk"])
+
+        trial = run_within(Chain, plain(Chain), "60%", machine, tmp_path, prepare)
+        assert host.read_bytes > 0
+        assert disks[-1].read_bytes > 0
+    assert {d.tier for d in trial.decisions if isinstance(d, Offload)} == {"disk", "host"}

@@ -1,0 +1,119 @@
+"""The stand-ins for devices: streams keep their order and no other, and memory is given away at once."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ebbtide.run.backends import cuda
+from ebbtide.run.backends.ordered import OrderedMemory
+from ebbtide.run.backends.threads import InlineBackend, QueuedBackend, Temper
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+def test_a_stream_keeps_its_order() -> None:
+    with InlineBackend(temper=Temper.MOODY) as backend:
+        stream, done = backend.new_stream("one"), []
+        for number in range(50):
+            stream.launch(lambda number=number: done.append(number))
+        backend.finish(stream)
+        assert done == list(range(50))
+
+
+def test_an_event_orders_two_streams() -> None:
+    for seed in range(10):
+        with InlineBackend(seed) as backend:
+            one, other, done = backend.new_stream("one"), backend.new_stream("other"), []
+            one.launch(lambda done=done: done.append("one"))
+            other.wait_event(one.record_event())
+            other.launch(lambda done=done: done.append("other"))
+            backend.finish(other)
+            assert done == ["one", "other"]
+
+
+def test_the_host_does_not_wait_for_a_queued_device() -> None:
+    with QueuedBackend(memory_bytes=4096, temper=Temper.PROMPT) as backend:
+        kernel = threading.Event()
+        backend.compute().launch(lambda: kernel.wait(20))
+        event = backend.compute().record_event()
+        backend.new_stream("copies").wait_event(event)
+        assert not event.query()
+        kernel.set()
+        event.synchronize()
+        assert event.query()
+
+
+def test_what_was_queued_on_an_inline_device_is_done() -> None:
+    with InlineBackend() as backend:
+        assert backend.compute().record_event().query()
+        assert backend.compute() == backend.compute()
+
+
+@pytest.mark.parametrize("temper", Temper)
+def test_a_copy_copies_all_of_it(temper: Temper) -> None:
+    with InlineBackend(temper=temper) as backend:
+        stream = backend.new_stream("copies")
+        for size in (0, 1, 3, 4, 1000, 100_003):
+            source = torch.randint(256, (size,), dtype=torch.uint8)
+            target = torch.zeros(size, dtype=torch.uint8)
+            backend.copy(stream, target.untyped_storage(), source.untyped_storage())
+            backend.finish(stream)
+            assert torch.equal(target, source)
+
+
+def test_memory_is_given_to_the_next_of_the_same_stream() -> None:
+    memory = OrderedMemory(1 << 16)
+    first = memory.take("a", 5000)
+    address = first.data_ptr()
+    assert first.nbytes() == 5000
+    assert address % 512 == memory.take("b", 1).data_ptr() % 512
+    del first
+    assert memory.take("b", 5000).data_ptr() != address
+    assert memory.take("a", 4000).data_ptr() == address
+    with pytest.raises(MemoryError, match="of this device"):
+        memory.take("a", 1 << 16)
+
+
+def test_memory_outlives_its_device() -> None:
+    storage = OrderedMemory(4096).take("a", 100)
+    ctypes.memset(storage.data_ptr(), 7, 100)
+    assert storage.tolist() == [7] * 100
+
+
+@pytest.mark.parametrize("node", ["0", "1", "-1"])
+def test_cpus_near_a_device(node: str, tmp_path: Path) -> None:
+    device = tmp_path / "bus/pci/devices/0000:3b:00.0"
+    device.mkdir(parents=True)
+    (device / "numa_node").write_text(f"{node}\n")
+    for number, cpus in enumerate(("0-1,4\n", "2-3,5-6\n")):
+        directory = tmp_path / f"devices/system/node/node{number}"
+        directory.mkdir(parents=True)
+        (directory / "cpulist").write_text(cpus)
+    expected = {"0": {0, 1, 4}, "1": {2, 3, 5, 6}, "-1": set()}[node]
+    assert cuda.cpus_near("0000:3b:00.0", tmp_path) == expected
+    assert cuda.cpus_near("0000:00:00.0", tmp_path) == frozenset()
+
+
+def test_no_dispatch_mode_sees_a_copy_of_the_cuda_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU: what hides the copy is PyTorch's; that it hides it is tested."""
+
+    class Refuse(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            raise AssertionError(f"{func} was seen")
+
+    class NoStream:
+        def __init__(self, stream: object) -> None: ...
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "stream", NoStream)
+    source, target = torch.arange(10), torch.zeros(10, dtype=torch.int64)
+    with Refuse():
+        cuda.CudaBackend(0).copy(None, target.untyped_storage(), source.untyped_storage())
+    assert torch.equal(source, target)

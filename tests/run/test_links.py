@@ -1,0 +1,80 @@
+"""Links of devices are measured as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ebbtide.machine import check_machine
+from ebbtide.run import links
+from ebbtide.run.backends.threads import InlineBackend, Temper
+from ebbtide.run.links import measure_links
+from ebbtide.run.tiers import Arena, StagedTier, StreamTier
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+KIB = 1024
+
+
+@pytest.fixture(autouse=True)
+def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "SIZES_BYTES", tuple(kib * KIB for kib in (32, 64, 128)))
+    monkeypatch.setattr(links, "REPEATS", 3)
+
+
+class PaperTier:
+    """Transfers take what `LINKS` say, by a clock of their own; one after the other."""
+
+    kind = "host"
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def perf_counter(self) -> float:
+        return self.seconds
+
+    def write(self, storage: torch.UntypedStorage) -> PaperTier:
+        self._move(storage.nbytes(), *OUT)
+        self.size_bytes = storage.nbytes()
+        return self
+
+    def read(self, slot: PaperTier) -> PaperTier:
+        self._move(slot.size_bytes, *BACK)
+        return self
+
+    def free(self, slot: PaperTier) -> None: ...
+    def wait(self) -> None: ...
+
+    def _move(self, size_bytes: int, latency_seconds: float, rate: float) -> None:
+        self.seconds += latency_seconds + size_bytes / rate
+
+
+OUT, BACK = (1e-4, 2e9), (3e-4, 1e9)
+
+
+def test_rate_and_latency(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = PaperTier()
+    monkeypatch.setattr(links, "time", tier)
+    machine = measure_links(InlineBackend(), {"host": tier}, {"host": 12345}, name="paper")  # type: ignore[dict-item]
+    check_machine(machine)
+    assert machine.tier("host").capacity_bytes == 12345
+    size = links.SIZES_BYTES[-1]
+    both = OUT[0] + BACK[0] + size / OUT[1] + size / BACK[1]
+    for link, (latency, rate) in zip(machine.links, (OUT, BACK), strict=True):
+        small = links.LATENCY_BYTES / rate
+        assert link.latency_seconds == pytest.approx(latency + small)
+        assert link.bandwidth_bytes_per_second == pytest.approx(rate, rel=0.15)
+        assert link.duplex_bytes_per_second == pytest.approx(size / both)
+
+
+def test_every_tier_has_its_links(tmp_path: Path) -> None:
+    with InlineBackend(temper=Temper.PROMPT) as backend:
+        disk = StagedTier(tmp_path, backend)
+        host = StreamTier(backend, Arena(torch.UntypedStorage, 1 << 20, 1 << 20), overflow=disk)
+        machine = measure_links(backend, {"host": host, "disk": disk}, {}, name="two")
+        host.close()
+    assert [(link.source, link.target) for link in machine.links] == [
+        ("cpu", "host"), ("host", "cpu"), ("cpu", "disk"), ("disk", "cpu")
+    ]  # fmt: skip
+    assert [tier.kind for tier in machine.tiers] == ["device", "host", "disk"]

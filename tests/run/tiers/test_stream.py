@@ -1,0 +1,318 @@
+"""Arenas grow between steps only and follow plans; tiers of streams give back what they took."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import random
+import types
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ebbtide.errors import SpillError
+from ebbtide.run.backends.cuda import CudaBackend
+from ebbtide.run.backends.threads import InlineBackend, Temper
+from ebbtide.run.tiers import Arena, DeviceTiers, DiskTier, StagedTier, StreamTier, pinned_memory
+from ebbtide.run.tiers.pinned import GROWTH_BYTES, PlannedPlaces, spare_bytes, touch
+from ebbtide.run.tiers.places import Places
+from tests.run.tiers.stand_ins import MIB, bytes_of, storage_of
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+@pytest.fixture
+def backend() -> Iterator[InlineBackend]:
+    with InlineBackend(temper=Temper.LATE) as made:
+        yield made
+
+
+def quiet() -> None:
+    """No copy is under way."""
+
+
+class TestArena:
+    def test_it_grows_between_steps_by_what_was_missed(self) -> None:
+        taken: list[int] = []
+
+        def take(size_bytes: int) -> torch.UntypedStorage:
+            taken.append(size_bytes)
+            return torch.UntypedStorage(size_bytes)
+
+        arena = Arena(take, 100 * MIB)
+        assert arena.reserve(3 * MIB) is None
+        assert arena.reserve(4 * MIB) is None
+        assert taken == []
+        arena.settle(None, quiet)
+        assert taken == [8 * MIB]
+        assert arena.reserve(3 * MIB) is not None
+        assert arena.reserve(4 * MIB) is not None
+        arena.settle(None, quiet)
+        assert taken == [8 * MIB]
+
+    def test_it_stays_within_its_limit(self) -> None:
+        arena = Arena(torch.UntypedStorage, 5 * MIB, start_bytes=100 * MIB)
+        assert arena.size_bytes == 5 * MIB
+        assert arena.reserve(6 * MIB) is None
+        arena.settle(None, quiet)
+        assert arena.size_bytes == 5 * MIB
+
+    def test_if_the_system_refuses_it_stays_as_it_was(self) -> None:
+        def take(size_bytes: int) -> torch.UntypedStorage:
+            if size_bytes > 4 * MIB:
+                raise SpillError("no")
+            return torch.UntypedStorage(size_bytes)
+
+        arena = Arena(take, 100 * MIB, 4 * MIB)
+        assert arena.reserve(5 * MIB) is None
+        arena.settle(None, quiet)
+        assert arena.limit_bytes == arena.size_bytes == 4 * MIB
+        assert arena.reserve(5 * MIB) is None
+        arena.settle(PlannedPlaces((), (), 50 * MIB), quiet)
+        assert arena.reserve(4 * MIB) is not None
+
+    def test_growth_leaves_what_lies_there_alone(self) -> None:
+        arena = Arena(torch.UntypedStorage, 100 * MIB, start_bytes=2 * MIB)
+        place = arena.reserve(1 * MIB)
+        assert place is not None
+        place.storage.fill_(7)
+        assert arena.reserve(2 * MIB) is None
+        waited: list[int] = []
+        arena.settle(None, lambda: waited.append(1))
+        assert arena.size_bytes == 4 * MIB
+        assert set(bytes_of(place.storage)) == {7}
+        arena.give_back(place)
+        assert waited == [1]
+        arena.settle(None, lambda: waited.append(1))
+        assert waited == [1, 1], "old memory goes back only after the copies from it"
+        whole = arena.reserve(4 * MIB)
+        assert whole is not None, "nothing is left behind"
+
+    def test_what_comes_as_planned_lies_as_planned(self) -> None:
+        planned = PlannedPlaces((1000, 2000, 500), (2048, 0, 0), 4096)
+        arena = Arena(torch.UntypedStorage, GROWTH_BYTES)
+        for _ in range(2):
+            arena.settle(planned, quiet)
+            first, second = arena.reserve(1000), arena.reserve(2000)
+            assert first is not None
+            assert second is not None
+            assert (first.offset_bytes, second.offset_bytes) == (2048, 0)
+            arena.give_back(second)
+            third = arena.reserve(500)
+            assert third is not None
+            assert third.offset_bytes == 0
+            for place in (first, third):
+                arena.give_back(place)
+
+    def test_what_strays_gets_a_place_of_its_own(self) -> None:
+        arena = Arena(torch.UntypedStorage, GROWTH_BYTES)
+        arena.settle(PlannedPlaces((1000, 1000, 1000), (0, 0, 1024), 4096), quiet)
+        places = [arena.reserve(size) for size in (1000, 1000, 777, 10)]
+        assert all(place is not None for place in places)
+        spans = sorted((p.offset_bytes, p.offset_bytes + p.storage.nbytes()) for p in places if p is not None)
+        assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
+
+    def test_random_places_never_overlap(self) -> None:
+        dice = random.Random(5)
+        planned = PlannedPlaces(
+            tuple(dice.randrange(1, 9000) for _ in range(400)), tuple(512 * dice.randrange(400) for _ in range(400)), 1
+        )
+        arena = Arena(torch.UntypedStorage, MIB // 4, MIB // 4)
+        arena.settle(planned, quiet)
+        taken = []
+        for number in range(400):
+            if taken and dice.random() < 0.5:
+                arena.give_back(taken.pop(dice.randrange(len(taken))))
+            size = planned.sizes_bytes[number] if dice.random() < 0.7 else dice.randrange(9000)
+            place = arena.reserve(size)
+            if place is None:
+                continue
+            for other in taken:
+                start, stop = other.offset_bytes, other.offset_bytes + other.storage.nbytes()
+                assert place.offset_bytes + size <= start or stop <= place.offset_bytes
+            taken.append(place)
+        for place in taken:
+            arena.give_back(place)
+        assert arena.reserve(MIB // 4) is not None
+
+
+class TestClaim:
+    def test_only_within_a_gap(self) -> None:
+        places = Places(8192)
+        assert places.claim(1024, 1024)
+        assert not places.claim(512, 1024)
+        assert not places.claim(1024, 512)
+        assert not places.claim(8192 - 512, 1024)
+        assert places.claim(0, 1024)
+        assert places.take(6144) == 2048
+        with pytest.raises(MemoryError):
+            places.take(512)
+        places.give_back(0, 8192)
+        assert places.claim(0, 8192)
+
+
+class TestPinnedMemory:
+    def test_it_is_pinned_until_it_dies(self) -> None:
+        pinned: dict[int, int] = {}
+
+        class Pinning(InlineBackend):
+            def pin(self, address: int, size_bytes: int) -> None:
+                pinned[address] = size_bytes
+
+            def unpin(self, address: int) -> None:
+                del pinned[address]
+
+            def near_cpus(self) -> frozenset[int]:
+                return frozenset(os.sched_getaffinity(0))
+
+        memory = pinned_memory(Pinning())(MIB)
+        part = memory[4096:8192]
+        assert pinned == {memory.data_ptr(): MIB}
+        assert memory.data_ptr() % 4096 == 0
+        del memory
+        assert len(pinned) == 1
+        part.fill_(1)
+        del part
+        assert not pinned
+
+    def test_as_cuda_does_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pinned: dict[int, tuple[int, int]] = {}
+
+        class Runtime:
+            def cudaHostRegister(self, pointer: int, size_bytes: int, flags: int) -> int:  # noqa: N802
+                pinned[pointer] = (size_bytes, flags)
+                return 0
+
+            def cudaHostUnregister(self, pointer: int) -> int:  # noqa: N802
+                del pinned[pointer]
+                return 0
+
+        properties = types.SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+        monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+        monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        memory = pinned_memory(CudaBackend(0))(MIB)
+        assert pinned == {memory.data_ptr(): (MIB, 1)}
+        del memory
+        assert not pinned
+
+    def test_a_refusal_is_one_clear_error(self) -> None:
+        class Refusing(InlineBackend):
+            def pin(self, address: int, size_bytes: int) -> None:
+                raise RuntimeError("out of memory")
+
+        with pytest.raises(SpillError, match=r"refuses to pin 1\.00 MiB of RAM \(out of memory\)"):
+            pinned_memory(Refusing())(MIB)
+
+    def test_touching_keeps_to_the_thread(self) -> None:
+        before = os.sched_getaffinity(0)
+        memory = torch.UntypedStorage(10_000)
+        memory.fill_(3)
+        touch(memory.data_ptr(), 10_000, frozenset([min(before)]))
+        assert set(bytes_of(memory)) == {0}
+        assert os.sched_getaffinity(0) == before
+
+
+def test_spare_memory_is_some_of_what_there_is() -> None:
+    assert 0 < spare_bytes() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
+
+
+class TestStreamTier:
+    def test_the_host_waits_for_nothing(self, backend: InlineBackend) -> None:
+        tier = StreamTier(backend, Arena(torch.UntypedStorage, MIB, MIB))
+        slot = tier.write(storage_of(1000))
+        assert not slot.written
+        slot.wait()
+        assert slot.written
+        tier.close()
+
+    def test_places_are_given_back(self, backend: InlineBackend) -> None:
+        tier = StreamTier(backend, Arena(torch.UntypedStorage, MIB, MIB))
+        for seed in range(12):
+            slot = tier.write(storage := storage_of(MIB // 2, seed))
+            load = tier.read(slot)
+            if seed % 3:
+                assert bytes_of(load.wait()) == bytes_of(storage)
+            if seed % 2:
+                tier.free(slot)
+            elif not seed % 3:
+                del slot, load
+                gc.collect()  # a slot that is being read and was never freed hangs in a cycle
+        assert tier.places_in_use == 0
+        tier.close()
+
+    def test_a_full_tier_says_so(self, backend: InlineBackend) -> None:
+        tier = StreamTier(backend, Arena(torch.UntypedStorage, MIB, MIB))
+        slot = tier.write(storage_of(MIB))
+        with pytest.raises(SpillError, match=r"no place for 1000 B \(it has 1\.00 MiB, and 1\.00 MiB at the most\)"):
+            tier.write(storage_of(1000))
+        tier.free(slot)
+        tier.write(storage_of(1000)).wait()
+        tier.close()
+
+    def test_what_has_no_place_goes_behind(self, backend: InlineBackend, tmp_path: Path) -> None:
+        disk = StagedTier(tmp_path, backend)
+        tier = StreamTier(backend, Arena(torch.UntypedStorage, 10 * MIB), overflow=disk)
+        storage = storage_of(MIB)
+        for expected in (1, 1):
+            slot = tier.write(storage)
+            assert bytes_of(tier.read(slot).wait()) == bytes_of(storage)
+            tier.free(slot)
+            tier.drain()
+            assert disk.written_bytes == expected * MIB
+            tier.settle()
+        tier.close()
+        with pytest.raises(SpillError, match="closed"):
+            tier.write(storage)
+        with pytest.raises(SpillError, match="closed"):
+            disk.write(storage)
+
+    def test_memory_goes_back_with_the_tier(self, backend: InlineBackend) -> None:
+        memories: list[weakref.ref[torch.UntypedStorage]] = []
+
+        def take(size_bytes: int) -> torch.UntypedStorage:
+            memory = torch.UntypedStorage(size_bytes)
+            memories.append(weakref.ref(memory))
+            return memory
+
+        tier = StreamTier(backend, Arena(take, MIB, MIB))
+        slot = tier.write(storage_of(1000))
+        tier.free(slot)
+        tier.close()
+        del slot
+        assert memories[0]() is None
+
+    def test_not_in_another_process(self, backend: InlineBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+        tier = StreamTier(backend, Arena(torch.UntypedStorage, MIB, MIB))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getpid", lambda: -1)
+            with pytest.raises(SpillError, match="another process"):
+                tier.write(storage_of(10))
+        tier.close()
+
+
+class TestDevices:
+    def test_each_device_has_its_own_tier(self, tmp_path: Path) -> None:
+        made: list[torch.device] = []
+
+        def make(device: torch.device) -> DiskTier:
+            made.append(device)
+            return DiskTier(tmp_path)
+
+        tiers = DeviceTiers("host", "host", make)
+        storage = storage_of(1000)
+        slots = [tiers.write(storage) for _ in range(3)]
+        with pytest.raises(SpillError, match="not on meta"):
+            tiers.write(torch.empty(3, device="meta").untyped_storage())
+        assert made == [torch.device("cpu"), torch.device("meta")]
+        for slot in slots:
+            assert bytes_of(tiers.read(slot).wait()) == bytes_of(storage)
+            tiers.free(slot)
+        tiers.drain()
+        assert isinstance(cpu := tiers.of(torch.device("cpu")), DiskTier)
+        assert cpu.places_in_use == 0
+        tiers.close()
