@@ -48,8 +48,8 @@ _RSS_SLACK = 0.06
 """Resident bytes above rest may exceed the planned ones by this share before the heap's holes are given back."""
 
 _UNTRIED = (
-    "steps on CUDA are untried: no test of ebbtide has run on a GPU yet, and ops are timed by the host's clock, so plans "
-    "may be slow"
+    "steps on CUDA are untried: no test of ebbtide has run on a GPU yet, and ops are timed by the host's clock, so "
+    "plans may be slow"
 )
 
 
