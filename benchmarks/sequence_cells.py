@@ -1,0 +1,187 @@
+"""Chains for the benchmark of sequences: a 2-D wave, a smaller one, and a character LSTM."""
+
+from __future__ import annotations
+
+import pathlib
+import sysconfig
+from typing import Any, Protocol
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+Array = npt.NDArray[Any]
+Pair = tuple[Array, Array]
+
+WEIGHTS = (-205 / 72, 8 / 5, -1 / 5, 8 / 315, -1 / 560)
+"""Second derivative of eighth order, from the middle outwards."""
+WIDTH, BATCH = 128, 16
+"""Of the LSTM."""
+TEXT_BYTES = 4 << 20
+
+
+class Cell(Protocol):
+    """A chain's operators. ``forward`` may write over its argument; ``reverse`` looks only at what it says."""
+
+    start: Pair
+
+    def forward(self, state: Pair, step: int) -> Pair:
+        """The next state."""
+        ...
+
+    def reverse(self, state: Pair, adjoint: Pair, step: int) -> Pair:
+        """The adjoint before a step."""
+        ...
+
+    def turn(self, state: Pair) -> Pair:
+        """The adjoint of the last state."""
+        ...
+
+
+@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _leapfrog(now: Array, other: Array, speed: Array, sign: float, radius: int, weights: Any) -> None:
+    """``other = 2 now - other + speed laplacian(now)``, with zeros outside; ``sign`` 0 leaves ``other`` out."""
+    rows, columns = now.shape
+    for i in range(radius, rows - radius):
+        for j in range(radius, columns - radius):
+            total = 2 * weights[0] * now[i, j]
+            for k in range(1, radius + 1):
+                total += weights[k] * (now[i - k, j] + now[i + k, j] + now[i, j - k] + now[i, j + k])
+            other[i, j] = 2 * now[i, j] - sign * other[i, j] + speed[i, j] * total
+
+
+@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _leapfrog_adjoint(
+    now: Array, of_next: Array, of_now: Array, scaled: Array, speed: Array, gradient: Array, radius: int, weights: Any
+) -> None:
+    """Into ``of_now`` the adjoint of ``now``; it was that of the other field."""
+    rows, columns = now.shape
+    for i in range(rows):
+        for j in range(columns):
+            scaled[i, j] = speed[i, j] * of_next[i, j]
+    for i in range(radius, rows - radius):
+        for j in range(radius, columns - radius):
+            total = 2 * weights[0] * scaled[i, j]
+            field = 2 * weights[0] * now[i, j]
+            for k in range(1, radius + 1):
+                total += weights[k] * (scaled[i - k, j] + scaled[i + k, j] + scaled[i, j - k] + scaled[i, j + k])
+                field += weights[k] * (now[i - k, j] + now[i + k, j] + now[i, j - k] + now[i, j + k])
+            gradient[i, j] += of_next[i, j] * field
+            of_now[i, j] += 2 * of_next[i, j] + total
+
+
+class Wave:
+    """Leapfrog steps of a wave in a square of ``size`` points a side, its stencil ``radius`` points wide.
+
+    A state is the field now and one step before; ``reverse`` looks at the first only.
+    """
+
+    def __init__(self, size: int, radius: int) -> None:
+        y, x = np.mgrid[0:size, 0:size] / size
+        bump = np.exp(-200 * ((x - 0.5) ** 2 + (y - 0.5) ** 2))
+        inside = np.minimum(np.minimum(x, y), np.minimum(1 - x, 1 - y)) > radius / size
+        bump *= inside
+        self.start = (bump, bump.copy())
+        self.gradient = np.zeros_like(bump)
+        self._speed = (0.1 + 0.05 * x) * inside
+        self._scaled = np.zeros_like(bump)
+        self._radius = radius
+        self._weights = WEIGHTS if radius == 4 else (-2.0, 1.0)
+
+    def forward(self, state: Pair, step: int) -> Pair:
+        """See `Cell`; in place."""
+        now, before = state
+        _leapfrog(now, before, self._speed, 1.0, self._radius, self._weights)
+        before[self._radius + 2, self._radius + 2] += 0.01 * ((step % 64) - 32)
+        return before, now
+
+    def reverse(self, state: Pair, adjoint: Pair, step: int) -> Pair:
+        """See `Cell`; over the adjoint."""
+        of_next, of_now = adjoint
+        _leapfrog_adjoint(
+            state[0], of_next, of_now, self._scaled, self._speed, self.gradient, self._radius, self._weights
+        )
+        np.negative(of_next, out=of_next)
+        return of_now, of_next
+
+    def turn(self, state: Pair) -> Pair:
+        """See `Cell`."""
+        return state[0].copy(), np.zeros_like(state[0])
+
+
+class CharLSTM(nn.Module):
+    """Predicts the next byte of the standard library's source; losses of all steps add up.
+
+    ``reverse`` looks at the state before the step, and runs it again with its graph.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(256, WIDTH)
+        self.inner = nn.LSTMCell(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 256)
+        self.start = (np.zeros((BATCH, WIDTH), np.float32), np.zeros((BATCH, WIDTH), np.float32))
+        paths = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))
+        text = b"".join(path.read_bytes() for path in paths)[:TEXT_BYTES]
+        count = len(text) // BATCH
+        columns = np.frombuffer(text[: count * BATCH], np.uint8).reshape(BATCH, count).T
+        self._text = torch.from_numpy(columns.astype(np.int64))
+        self._count = count - 1
+
+    def sample(self, step: int) -> tuple[Tensor, Tensor]:
+        """Bytes, and those that come next."""
+        place = step % self._count
+        return self._text[place], self._text[place + 1]
+
+    def cell(self, state: tuple[Tensor, Tensor, Tensor], step: int) -> tuple[tuple[Tensor, Tensor, Tensor], None]:
+        """A step for `ebbtide.scan`, the loss in the state."""
+        h, c, loss = state
+        given, wanted = self.sample(step)
+        h, c = self.inner(self.embed(given), (h, c))
+        return (h, c, loss + nn.functional.cross_entropy(self.head(h), wanted)), None
+
+    def step(self, state: Pair, step: int) -> Pair:
+        """A step without its graph."""
+        with torch.no_grad():
+            h, c = self.inner(self.embed(self.sample(step)[0]), _tensors(state))
+        return h.numpy(), c.numpy()
+
+    def reverse(self, state: Pair, adjoint: Pair, step: int) -> Pair:
+        """See `Cell`."""
+        h, c = (part.requires_grad_() for part in _tensors(state))
+        given, wanted = self.sample(step)
+        following = self.inner(self.embed(given), (h, c))
+        loss = nn.functional.cross_entropy(self.head(following[0]), wanted)
+        torch.autograd.backward([loss, *following], [None, *_tensors(adjoint)])
+        assert h.grad is not None
+        assert c.grad is not None
+        return h.grad.numpy(), c.grad.numpy()
+
+    def turn(self, state: Pair) -> Pair:
+        """See `Cell`."""
+        return np.zeros_like(state[0]), np.zeros_like(state[1])
+
+
+class LSTMOperators:
+    """A `CharLSTM` as a `Cell`: a module's own ``forward`` is something else."""
+
+    def __init__(self) -> None:
+        self.module = CharLSTM()
+        self.start = self.module.start
+        self.forward = self.module.step
+        self.reverse = self.module.reverse
+        self.turn = self.module.turn
+
+
+def _tensors(state: Pair) -> tuple[Tensor, Tensor]:
+    return torch.from_numpy(state[0]), torch.from_numpy(state[1])
+
+
+def make_cell(name: str) -> Cell:
+    """The cell called ``name``: ``wave``, ``small-wave`` or ``lstm``."""
+    if name == "lstm":
+        return LSTMOperators()
+    return Wave(128, 4) if name == "wave" else Wave(64, 1)
