@@ -15,7 +15,8 @@ from torch import Tensor, nn
 Array = npt.NDArray[Any]
 Pair = tuple[Array, Array]
 
-WEIGHTS = (-205 / 72, 8 / 5, -1 / 5, 8 / 315, -1 / 560)
+RADIUS = 4
+W0, W1, W2, W3, W4 = -205 / 72, 8 / 5, -1 / 5, 8 / 315, -1 / 560
 """Second derivative of eighth order, from the middle outwards."""
 WIDTH, BATCH = 128, 16
 """Of the LSTM."""
@@ -27,83 +28,84 @@ class Cell(Protocol):
 
     start: Pair
 
-    def forward(self, state: Pair, step: int) -> Pair:
+    def forward(self, state: Pair, step: int, /) -> Pair:
         """The next state."""
         ...
 
-    def reverse(self, state: Pair, adjoint: Pair, step: int) -> Pair:
+    def reverse(self, state: Pair, adjoint: Pair, step: int, /) -> Pair:
         """The adjoint before a step."""
         ...
 
-    def turn(self, state: Pair) -> Pair:
+    def turn(self, state: Pair, /) -> Pair:
         """The adjoint of the last state."""
         ...
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _leapfrog(now: Array, other: Array, speed: Array, sign: float, radius: int, weights: Any) -> None:
-    """``other = 2 now - other + speed laplacian(now)``, with zeros outside; ``sign`` 0 leaves ``other`` out."""
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _laplacian(u: Array, i: int, j: int) -> Any:
+    return (
+        2 * W0 * u[i, j]
+        + W1 * (u[i - 1, j] + u[i + 1, j] + u[i, j - 1] + u[i, j + 1])
+        + W2 * (u[i - 2, j] + u[i + 2, j] + u[i, j - 2] + u[i, j + 2])
+        + W3 * (u[i - 3, j] + u[i + 3, j] + u[i, j - 3] + u[i, j + 3])
+        + W4 * (u[i - 4, j] + u[i + 4, j] + u[i, j - 4] + u[i, j + 4])
+    )
+
+
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def _leapfrog(now: Array, before: Array, speed: Array) -> None:
+    """Over ``before``, the field after ``now``."""
     rows, columns = now.shape
-    for i in range(radius, rows - radius):
-        for j in range(radius, columns - radius):
-            total = 2 * weights[0] * now[i, j]
-            for k in range(1, radius + 1):
-                total += weights[k] * (now[i - k, j] + now[i + k, j] + now[i, j - k] + now[i, j + k])
-            other[i, j] = 2 * now[i, j] - sign * other[i, j] + speed[i, j] * total
+    for i in range(RADIUS, rows - RADIUS):
+        for j in range(RADIUS, columns - RADIUS):
+            before[i, j] = 2 * now[i, j] - before[i, j] + speed[i, j] * _laplacian(now, i, j)
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _leapfrog_adjoint(
-    now: Array, of_next: Array, of_now: Array, scaled: Array, speed: Array, gradient: Array, radius: int, weights: Any
-) -> None:
-    """Into ``of_now`` the adjoint of ``now``; it was that of the other field."""
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def _leapfrog_adjoint(now: Array, of_next: Array, of_now: Array, scaled: Array, speed: Array, gradient: Array) -> None:
+    """Adjoint of `_leapfrog`: over ``of_now`` that of ``now``, over ``of_next`` that of ``before``."""
     rows, columns = now.shape
     for i in range(rows):
         for j in range(columns):
             scaled[i, j] = speed[i, j] * of_next[i, j]
-    for i in range(radius, rows - radius):
-        for j in range(radius, columns - radius):
-            total = 2 * weights[0] * scaled[i, j]
-            field = 2 * weights[0] * now[i, j]
-            for k in range(1, radius + 1):
-                total += weights[k] * (scaled[i - k, j] + scaled[i + k, j] + scaled[i, j - k] + scaled[i, j + k])
-                field += weights[k] * (now[i - k, j] + now[i + k, j] + now[i, j - k] + now[i, j + k])
-            gradient[i, j] += of_next[i, j] * field
-            of_now[i, j] += 2 * of_next[i, j] + total
+    for i in range(RADIUS, rows - RADIUS):
+        for j in range(RADIUS, columns - RADIUS):
+            gradient[i, j] += of_next[i, j] * _laplacian(now, i, j)
+    for i in range(RADIUS, rows - RADIUS):
+        for j in range(RADIUS, columns - RADIUS):
+            of_now[i, j] += 2 * of_next[i, j] + _laplacian(scaled, i, j)
+    for i in range(rows):
+        for j in range(columns):
+            of_next[i, j] = -of_next[i, j]
 
 
 class Wave:
-    """Leapfrog steps of a wave in a square of ``size`` points a side, its stencil ``radius`` points wide.
+    """Leapfrog steps of a wave in a square of ``size`` points a side.
 
     A state is the field now and one step before; ``reverse`` looks at the first only.
     """
 
-    def __init__(self, size: int, radius: int) -> None:
+    def __init__(self, size: int) -> None:
         y, x = np.mgrid[0:size, 0:size] / size
-        bump = np.exp(-200 * ((x - 0.5) ** 2 + (y - 0.5) ** 2))
-        inside = np.minimum(np.minimum(x, y), np.minimum(1 - x, 1 - y)) > radius / size
-        bump *= inside
+        inside = np.zeros((size, size))
+        inside[RADIUS:-RADIUS, RADIUS:-RADIUS] = 1
+        bump = np.exp(-200 * ((x - 0.5) ** 2 + (y - 0.5) ** 2)) * inside
         self.start = (bump, bump.copy())
         self.gradient = np.zeros_like(bump)
         self._speed = (0.1 + 0.05 * x) * inside
         self._scaled = np.zeros_like(bump)
-        self._radius = radius
-        self._weights = WEIGHTS if radius == 4 else (-2.0, 1.0)
 
     def forward(self, state: Pair, step: int) -> Pair:
         """See `Cell`; in place."""
         now, before = state
-        _leapfrog(now, before, self._speed, 1.0, self._radius, self._weights)
-        before[self._radius + 2, self._radius + 2] += 0.01 * ((step % 64) - 32)
+        _leapfrog(now, before, self._speed)
+        before[RADIUS, RADIUS] += 0.01 * ((step % 64) - 32)
         return before, now
 
-    def reverse(self, state: Pair, adjoint: Pair, step: int) -> Pair:
+    def reverse(self, state: Pair, adjoint: Pair, _step: int) -> Pair:
         """See `Cell`; over the adjoint."""
         of_next, of_now = adjoint
-        _leapfrog_adjoint(
-            state[0], of_next, of_now, self._scaled, self._speed, self.gradient, self._radius, self._weights
-        )
-        np.negative(of_next, out=of_next)
+        _leapfrog_adjoint(state[0], of_next, of_now, self._scaled, self._speed, self.gradient)
         return of_now, of_next
 
     def turn(self, state: Pair) -> Pair:
@@ -184,4 +186,4 @@ def make_cell(name: str) -> Cell:
     """The cell called ``name``: ``wave``, ``small-wave`` or ``lstm``."""
     if name == "lstm":
         return LSTMOperators()
-    return Wave(128, 4) if name == "wave" else Wave(64, 1)
+    return Wave(128 if name == "wave" else 48)

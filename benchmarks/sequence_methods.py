@@ -5,6 +5,7 @@ All run the same operators. ``count`` states fit in memory, the working state in
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import time
@@ -300,7 +301,10 @@ def sweep(cell: Cell, n: int, interval: int, spill: str) -> Answer:
             yield Store(start, DISK)
             yield Advance(start, min(start + interval, n))
 
-    with StateDisk(spill) as disk, StateStore(layout.size_bytes, SWEEP_BLOCKS, {DISK: disk}) as store:
+    with (
+        contextlib.closing(StateDisk(spill)) as disk,
+        StateStore(layout.size_bytes, SWEEP_BLOCKS, {DISK: disk}) as store,
+    ):
         executor: Executor[Any] = Executor(chain, store, layout.view(cell.start))
         _, answer = _measured(lambda: executor.run(records()))
         return answer | {"waited_seconds": store.waited_seconds}

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.sequence_cells import make_cell
 from benchmarks.sequence_methods import METHODS
+from ebbtide.sequence import run
 
 
 def main() -> None:
@@ -24,6 +25,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
     cell = make_cell(arguments.cell)
     method = METHODS[arguments.method]
+    run(cell.forward, cell.reverse, 50, cell.start, turn=cell.turn, memory="64MiB")  # compiles
     for line in sys.stdin:
         request = json.loads(line)
         print(json.dumps(method(cell, request["n"], request["count"], arguments.spill)), flush=True)

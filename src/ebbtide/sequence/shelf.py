@@ -10,7 +10,7 @@ from ebbtide.sequence.disk import StatePlace
 class Shelf:
     """Places by step. Of evenly spaced states in places one after another only the first is kept, and how many.
 
-    A place with checksums or compressed parts is kept as it is.
+    A place with checksums or compressed parts is kept as it is, and so is one between those of a row.
     """
 
     def __init__(self) -> None:
@@ -20,12 +20,12 @@ class Shelf:
 
     def put(self, step: int, place: StatePlace) -> None:
         """Note where a state is."""
-        if place.tail or place.checksums or place.packed:
+        index = bisect.bisect(self._runs, step, key=lambda run: run[0])
+        first, place_0, spacing, count = self._runs[index - 1] if index else (step, place, 0, 0)
+        if place.tail or place.checksums or place.packed or step < first + (count - 1) * spacing:
             self._others[step] = place
             return
-        index = bisect.bisect(self._runs, step, key=lambda run: run[0])
         if index:
-            first, place_0, spacing, count = self._runs[index - 1]
             fits = count == 1 or step == first + count * spacing
             if fits and place.offset_bytes == place_0.offset_bytes + count * place.size_bytes:
                 self._runs[index - 1] = (first, place_0, (step - first) // count, count + 1)
