@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 import pathlib
 import sysconfig
-from typing import Any, Protocol
+from typing import Any
 
 import numba
 import numpy as np
@@ -23,25 +24,29 @@ WIDTH, BATCH = 128, 16
 TEXT_BYTES = 4 << 20
 
 
-class Cell(Protocol):
-    """A chain's operators. ``forward`` may write over its argument; ``reverse`` looks only at what it says."""
+class Cell(abc.ABC):
+    """A chain's operators.
+
+    Attributes:
+        start: state 0.
+    """
 
     start: Pair
 
+    @abc.abstractmethod
     def forward(self, state: Pair, step: int, /) -> Pair:
-        """The next state."""
-        ...
+        """The next state; it may be written over ``state``."""
 
+    @abc.abstractmethod
     def reverse(self, state: Pair, adjoint: Pair, step: int, /) -> Pair:
-        """The adjoint before a step."""
-        ...
+        """The adjoint before a step, maybe written over ``adjoint``; ``state`` is that before the step."""
 
+    @abc.abstractmethod
     def turn(self, state: Pair, /) -> Pair:
         """The adjoint of the last state."""
-        ...
 
 
-@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+@numba.njit(inline="always")
 def _laplacian(u: Array, i: int, j: int) -> Any:
     return (
         2 * W0 * u[i, j]
@@ -52,7 +57,7 @@ def _laplacian(u: Array, i: int, j: int) -> Any:
     )
 
 
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True)
 def _leapfrog(now: Array, before: Array, speed: Array) -> None:
     """Over ``before``, the field after ``now``."""
     rows, columns = now.shape
@@ -61,7 +66,7 @@ def _leapfrog(now: Array, before: Array, speed: Array) -> None:
             before[i, j] = 2 * now[i, j] - before[i, j] + speed[i, j] * _laplacian(now, i, j)
 
 
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True)
 def _leapfrog_adjoint(now: Array, of_next: Array, of_now: Array, scaled: Array, speed: Array, gradient: Array) -> None:
     """Adjoint of `_leapfrog`: over ``of_now`` that of ``now``, over ``of_next`` that of ``before``."""
     rows, columns = now.shape
@@ -79,7 +84,7 @@ def _leapfrog_adjoint(now: Array, of_next: Array, of_now: Array, scaled: Array, 
             of_next[i, j] = -of_next[i, j]
 
 
-class Wave:
+class Wave(Cell):
     """Leapfrog steps of a wave in a square of ``size`` points a side.
 
     A state is the field now and one step before; ``reverse`` looks at the first only.
@@ -114,10 +119,7 @@ class Wave:
 
 
 class CharLSTM(nn.Module):
-    """Predicts the next byte of the standard library's source; losses of all steps add up.
-
-    ``reverse`` looks at the state before the step, and runs it again with its graph.
-    """
+    """Predicts the next byte of the standard library's source; losses of all steps add up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +154,7 @@ class CharLSTM(nn.Module):
         return h.numpy(), c.numpy()
 
     def reverse(self, state: Pair, adjoint: Pair, step: int) -> Pair:
-        """See `Cell`."""
+        """A step again with its graph, and back through it."""
         h, c = (part.requires_grad_() for part in _tensors(state))
         given, wanted = self.sample(step)
         following = self.inner(self.embed(given), (h, c))
@@ -162,20 +164,25 @@ class CharLSTM(nn.Module):
         assert c.grad is not None
         return h.grad.numpy(), c.grad.numpy()
 
-    def turn(self, state: Pair) -> Pair:
-        """See `Cell`."""
-        return np.zeros_like(state[0]), np.zeros_like(state[1])
 
-
-class LSTMOperators:
+class LSTMOperators(Cell):
     """A `CharLSTM` as a `Cell`: a module's own ``forward`` is something else."""
 
     def __init__(self) -> None:
         self.module = CharLSTM()
         self.start = self.module.start
-        self.forward = self.module.step
-        self.reverse = self.module.reverse
-        self.turn = self.module.turn
+
+    def forward(self, state: Pair, step: int, /) -> Pair:
+        """See `Cell`."""
+        return self.module.step(state, step)
+
+    def reverse(self, state: Pair, adjoint: Pair, step: int, /) -> Pair:
+        """See `Cell`."""
+        return self.module.reverse(state, adjoint, step)
+
+    def turn(self, state: Pair, /) -> Pair:
+        """See `Cell`."""
+        return np.zeros_like(state[0]), np.zeros_like(state[1])
 
 
 def _tensors(state: Pair) -> tuple[Tensor, Tensor]:
