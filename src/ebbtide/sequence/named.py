@@ -153,7 +153,7 @@ class NamedDisk(StateDisk):
             raise SequenceError(_difference(run, self.folder, lines[0][1], identity))
         places = self._places_of(lines[1:], state_bytes)
         while places and not self._is_whole(places[-1][1], state_bytes):
-            self._release(places.pop()[1])
+            places.pop()
         end = places[-1][2] if places else lines[0][0] if lines else 0
         os.ftruncate(self._journal, end)
         os.lseek(self._journal, end, os.SEEK_SET)
@@ -183,9 +183,12 @@ class NamedDisk(StateDisk):
         return found
 
     def _is_whole(self, place: StatePlace, state_bytes: int) -> bool:
+        """Whether a state can be read back. If not, its place is given back."""
+        slot = self.recall(place, self._like(state_bytes))
         try:
-            self.read(slot := self.recall(place, self._like(state_bytes))).wait()
+            self.read(slot).wait()
         except SpillError:
+            self.free(slot)
             return False
         return self.park(slot) is not None
 

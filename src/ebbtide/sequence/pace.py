@@ -12,7 +12,7 @@ from typing import Any
 from ebbtide.machine import Link
 from ebbtide.run.calibrate import time_trip
 from ebbtide.run.tiers import Slot
-from ebbtide.run.tiers.memory import take_memory
+from ebbtide.run.tiers.memory import CONGRUENCE_BYTES, take_memory
 from ebbtide.sequence.choose import SlowMemory
 from ebbtide.sequence.disk import StateDisk
 from ebbtide.sequence.store import Block
@@ -67,23 +67,45 @@ class Trial:
 
 
 def time_step(trial: Trial) -> float:
-    """Least seconds of a step: whatever else runs can only make it slower."""
+    """Median seconds of a step."""
+    return _median_seconds(trial.time)
+
+
+def time_copy(trial: Trial) -> float:
+    """Median seconds to copy a state into a block; every schedule does that about once for each step."""
+    state, block = trial.prepare(), trial.sample(CONGRUENCE_BYTES)
+
+    def time_one() -> float:
+        start = time.perf_counter()
+        trial.pack(state, block)
+        return time.perf_counter() - start
+
+    return _median_seconds(time_one)
+
+
+def _median_seconds(call: Callable[[], float]) -> float:
     seconds: list[float] = []
     end = time.perf_counter() + TRIAL_SECONDS
     while len(seconds) < TRIALS and (len(seconds) < 2 or time.perf_counter() < end):
-        seconds.append(trial.time())
-    return min(seconds)
+        seconds.append(call())
+    return statistics.median(seconds)
 
 
 def time_transfers(
-    disk: StateDisk, trial: Trial, step_seconds: float, capacity_bytes: int | None, *, seconds: float
+    disk: StateDisk,
+    trial: Trial,
+    step_seconds: float,
+    copy_seconds: float,
+    capacity_bytes: int | None,
+    *,
+    seconds: float,
 ) -> SlowMemory:
-    """Measure how long a state takes to ``disk`` and back, and what compute loses beside it.
+    """Measure how long a state takes to ``disk`` and back, and what compute loses beside it, but for the copy.
 
     Args:
         disk: where to.
         trial: the chain's steps.
-        step_seconds: what a step takes alone.
+        step_seconds, copy_seconds: what a step takes alone, and a copy of a state.
         capacity_bytes: how much the disk can take.
         seconds: that measuring may take; if it is less than a few steps, each way is timed alone.
 
@@ -108,6 +130,7 @@ def time_transfers(
             return slots[number]
 
         out, out_loss = _beside(trial, write, lambda slot: slot.wait(), count, step_seconds, seconds, out)
+        out_loss = max(out_loss - copy_seconds, 0.0)
         disk.drain()
         back, back_loss = _beside(
             trial,

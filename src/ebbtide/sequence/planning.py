@@ -16,7 +16,7 @@ from ebbtide.sequence.choose import Choice, SlowMemory, best_multistage, choose,
 from ebbtide.sequence.codec import codec_for, paying_share
 from ebbtide.sequence.disk import StateDisk
 from ebbtide.sequence.named import Identity, NamedDisk, resumed
-from ebbtide.sequence.pace import Pace, Trial, time_step, time_transfers
+from ebbtide.sequence.pace import Pace, Trial, time_copy, time_step, time_transfers
 from ebbtide.sequence.schedules import DISK, Multistage, Online, OnlineInMemory, Record
 from ebbtide.sequence.store import unnoted
 
@@ -26,6 +26,8 @@ MEASURING_SHARE = 0.02
 """Measuring the disk beside steps may take this part of what the chain will."""
 QUICKEST_CODEC = 1.5e9
 """Bytes per second: nothing is packed or unpacked faster, so that a faster disk need not be tried."""
+RECORDS_SECONDS = 10e-6
+"""To follow a schedule takes about so long for each step of the chain."""
 CODEC_GAIN = 0.97
 """States are compressed if the whole chain then takes less than this part of the time."""
 
@@ -115,19 +117,21 @@ def quickest(
         choice = dataclasses.replace(choice, seconds=math.nan)  # nothing was measured, as there is nothing to decide
         return Course(lambda _: choice.schedule.records(), choice)
     step_seconds = time_step(trial)
+    copy_seconds = time_copy(trial)
     reverse_seconds = reverse_factor * step_seconds if reverse_seconds is None else reverse_seconds
+    reverse_seconds += copy_seconds + RECORDS_SECONDS
     seconds = MEASURING_SHARE * n * (step_seconds + reverse_seconds)
 
     def chosen(tiers: Sequence[SlowMemory]) -> Choice:
         return choose(n, trial.state_bytes, step_seconds, reverse_seconds, memory, tiers)
 
-    tiers = [_measured(disk, trial, step_seconds, seconds, chosen) for disk in disks]
+    tiers = [_measured(disk, trial, step_seconds, copy_seconds, seconds, chosen) for disk in disks]
     choice = chosen(tiers)
     if there and slots >= 2:
         best = best_multistage(n, slots, trial.state_bytes, step_seconds, reverse_seconds, tiers[0])
         choice = choice if best is None else predicted(best[0], trial.state_bytes, best[1])
     schedule = choice.schedule
-    if not isinstance(schedule, Multistage) or not (schedule.parts or there):
+    if not isinstance(schedule, Multistage) or not (schedule.parts or there):  # nothing goes to a disk beside steps
         return Course(lambda _: schedule.records(), choice)
     tier = next(tier for tier in tiers if tier.name == schedule.tier)
     room = tier.slots(trial.state_bytes)
@@ -157,7 +161,7 @@ def online(slots: int, disks: Sequence[StateDisk], trial: Trial) -> Course:
     if not disks or slots < 2:
         return Course(OnlineInMemory(slots).records, None)
     step_seconds = time_step(trial)
-    link = time_transfers(disks[0], trial, step_seconds, None, seconds=0.0).out
+    link = time_transfers(disks[0], trial, step_seconds, 0.0, None, seconds=0.0).out
     pace = Pace(hidden_interval(step_seconds, link.seconds(trial.state_bytes)), step_seconds)
     return Course(Online(slots, pace.interval, disks[0].name).records, None, pace.steps_took, pace.was_late)
 
@@ -166,12 +170,13 @@ def _measured(
     disk: StateDisk,
     trial: Trial,
     step_seconds: float,
+    copy_seconds: float,
     seconds: float,
     chosen: Callable[[Sequence[SlowMemory]], Choice],
 ) -> SlowMemory:
     """The disk as measured; from then on it compresses states if the chain takes less time so."""
     capacity_bytes = int(DISK_SHARE * free_bytes(disk.directory))
-    plain = time_transfers(disk, trial, step_seconds, capacity_bytes, seconds=seconds)
+    plain = time_transfers(disk, trial, step_seconds, copy_seconds, capacity_bytes, seconds=seconds)
     ways = (plain.out, plain.back)
     if disk.codec is None or max(way.bandwidth_bytes_per_second for way in ways) > QUICKEST_CODEC:
         return plain
@@ -180,7 +185,7 @@ def _measured(
     if share is None:
         return plain
     disk.share = share
-    packed = time_transfers(disk, trial, step_seconds, capacity_bytes, seconds=seconds)
+    packed = time_transfers(disk, trial, step_seconds, copy_seconds, capacity_bytes, seconds=seconds)
     if chosen([packed]).seconds < CODEC_GAIN * chosen([plain]).seconds:
         return packed
     disk.share = 0.0
