@@ -347,7 +347,7 @@ def _trial(cell: Cell) -> Trial:
     layout = Layout(cell.start)
     first = layout.view(cell.start)
     return Trial(
-        lambda: layout.copy(first), lambda u: cell.forward(u, 0), layout.pack, layout.size_bytes, layout.item_bytes
+        lambda: layout.copy(first), lambda u: cell.forward(u, 0), layout.pack, layout.size_bytes, layout.item_bytes, 9
     )
 
 

@@ -25,7 +25,7 @@ BESIDE_SECONDS = 0.1
 """Transfers in one direction are timed beside steps for so long at most."""
 UNDER_WAY = 8
 """So many transfers at most are under way then: enough to keep a link busy beside a step."""
-STEADY = 1.3
+STEADY = 1.5
 """The interval is left as planned while steps take up to this factor more or less than they did when it was."""
 RECENT = 9
 """The median of so many of the last sweeps from one stored state to the next is what a step takes."""
@@ -43,6 +43,7 @@ class Trial:
         step: runs step 0 forward; gives state 1.
         pack: copies a state into a block.
         state_bytes, item_bytes: of a state, and of a number in it.
+        slots: states that fit in memory beside the working state.
     """
 
     prepare: Callable[[], Any]
@@ -50,6 +51,7 @@ class Trial:
     pack: Callable[[Any, Block], None]
     state_bytes: int
     item_bytes: int
+    slots: int
 
     def time(self) -> float:
         """Seconds of one step."""
@@ -118,8 +120,8 @@ def time_transfers(
     out, back = (statistics.median(way) for way in zip(*trips, strict=True))
     out_loss = back_loss = 0.0
     seconds = min(seconds / 2, BESIDE_SECONDS)
-    if step_seconds < seconds / 4:
-        count = min(UNDER_WAY, 2 + int(step_seconds / max(min(out, back), 1e-9)))
+    if step_seconds < seconds / 4 and trial.slots >= 2:
+        count = min(UNDER_WAY, trial.slots, 2 + int(step_seconds / max(min(out, back), 1e-9)))
         blocks += [trial.sample(disk.congruence_bytes) for _ in range(count - 1)]
         slots = [disk.write(block.storage) for block in blocks]
 

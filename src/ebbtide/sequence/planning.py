@@ -90,7 +90,6 @@ def open_named(
 
 def quickest(
     n: int,
-    slots: int,
     disks: Sequence[StateDisk],
     trial: Trial,
     *,
@@ -101,7 +100,6 @@ def quickest(
 
     Args:
         n: number of steps.
-        slots: slots in memory, besides the working state.
         disks: where states may go, fastest first.
         trial: the chain's steps; they are tried only where that matters.
         reverse_factor: how much longer it takes to reverse a step, with what that runs forward itself.
@@ -110,6 +108,7 @@ def quickest(
     Raises:
         SpillError: if nothing can be written to a disk.
     """
+    slots = trial.slots
     memory = (slots + 1) * max(trial.state_bytes, 1)
     there = list(disks[0].there) if disks and isinstance(disks[0], NamedDisk) else []
     if not disks or (slots >= n - 1 and not there):
@@ -136,9 +135,10 @@ def quickest(
     tier = next(tier for tier in tiers if tier.name == schedule.tier)
     room = tier.slots(trial.state_bytes)
     write_seconds = tier.out.seconds(trial.state_bytes)
+    loss_seconds = write_seconds * tier.out.compute_slowdown
     pace = Pace(
         schedule.interval,
-        step_seconds,
+        step_seconds + loss_seconds / schedule.interval,
         1 if room is None else -(-n // max(room, 1)),
         max(write_seconds - schedule.interval * step_seconds, 0.0),
     )
@@ -156,8 +156,9 @@ def quickest(
     return Course(records, choice, pace.steps_took, pace.was_late)
 
 
-def online(slots: int, disks: Sequence[StateDisk], trial: Trial) -> Course:
+def online(disks: Sequence[StateDisk], trial: Trial) -> Course:
     """A course for a chain of unknown length. Raises `SpillError` if nothing can be written to the first disk."""
+    slots = trial.slots
     if not disks or slots < 2:
         return Course(OnlineInMemory(slots).records, None)
     step_seconds = time_step(trial)

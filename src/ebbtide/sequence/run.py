@@ -105,16 +105,16 @@ def run(
     slots = memory_slots(layout.size_bytes, memory)
     first = layout.view(state)
     trial = Trial(
-        lambda: layout.copy(first), lambda u: forward(u, 0), layout.pack, layout.size_bytes, layout.item_bytes
+        lambda: layout.copy(first), lambda u: forward(u, 0), layout.pack, layout.size_bytes, layout.item_bytes, slots
     )
     with _spill(spill, name, n, layout, first, check) as disks:
         there = disks[0].there if disks and isinstance(disks[0], NamedDisk) else {}
         if schedule is not None:
             plan = _given(schedule, n, slots, layout.size_bytes, disks, there)
         elif callable(n):
-            plan = online(slots, disks, trial)
+            plan = online(disks, trial)
         else:
-            plan = quickest(n, slots, disks, trial, reverse_factor=REVERSE_FACTOR, reverse_seconds=reverse_seconds)
+            plan = quickest(n, disks, trial, reverse_factor=REVERSE_FACTOR, reverse_seconds=reverse_seconds)
         start = max(there, default=0)
         chain = ArrayChain(forward, reverse, turn, layout, steps_took=plan.steps_took, check=check, start=start)
 

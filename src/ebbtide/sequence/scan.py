@@ -204,8 +204,10 @@ class _Sweep:
         spill = open_spill(self._spill, checksum=self._check, item_bytes=layout.item_bytes)
         self._disks = disks = self._resources.enter_context(spill)
         if self._course is None:
-            trial = Trial(lambda: self._start, self.chain.trial, layout.pack, layout.size_bytes, layout.item_bytes)
-            self._course = quickest(self._n, self._slots, disks, trial, reverse_factor=REVERSE_FACTOR)
+            trial = Trial(
+                lambda: self._start, self.chain.trial, layout.pack, layout.size_bytes, layout.item_bytes, self._slots
+            )
+            self._course = quickest(self._n, disks, trial, reverse_factor=REVERSE_FACTOR)
             _log.info("%s", self._course.choice)
         tiers = {disk.name: disk for disk in disks}
         store = StateStore(layout.size_bytes, self._slots, tiers, late=self._course.was_late)
