@@ -9,6 +9,7 @@ import contextlib
 import functools
 import hashlib
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -34,8 +35,9 @@ SWEEP_BLOCKS = 4
 """Blocks for copies out in `sweep`."""
 STORE_ALL_BYTES = 4 << 30
 """Every state is stored only if they take no more RAM than this."""
-WRITE_COST, READ_COST = 3.0, 6.0
-"""Of a state to and from the disk, in steps: what the peers' schedules are made for."""
+H_REVOLVE_STEPS = 1000
+"""Longest chain for which checkpoint_schedules makes H-Revolve's tables in seconds."""
+H_REVOLVE_DISK_SLOTS = 20
 
 Answer = dict[str, Any]
 T = TypeVar("T")
@@ -204,22 +206,29 @@ def pyrevolve(cell: Cell, n: int, count: int, _spill: str) -> Answer:
 
 
 @functools.lru_cache(maxsize=64)
-def _peer_actions(n: int, count: int) -> tuple[Any, ...] | None:
-    """checkpoint_schedules' actions: H-Revolve; for chains too long for its tables, Periodic-Disk-Revolve."""
+def _peer_actions(cell: Cell, n: int, count: int, spill: str) -> tuple[Any, ...]:
+    """checkpoint_schedules' actions for measured costs: H-Revolve, or Periodic-Disk-Revolve for long chains."""
     from checkpoint_schedules import HRevolve, PeriodicDiskRevolve
 
-    costs = {"uf": 1, "ub": 2, "wd": WRITE_COST, "rd": READ_COST}
-    schedule = HRevolve(n, count - 1, 20, **costs) if n <= 1000 else PeriodicDiskRevolve(n, count - 1, **costs)
-    return tuple(schedule)
+    costs = _costs(cell, spill)
+    step = costs["seconds"]
+    in_steps = {
+        "uf": 1.0,
+        "ub": costs["reverse_seconds"] / step,
+        "wd": costs["out_seconds"] / step,
+        "rd": costs["back_seconds"] / step,
+    }
+    with contextlib.redirect_stdout(sys.stderr):  # it prints its period
+        if n <= H_REVOLVE_STEPS:
+            return tuple(HRevolve(n, count - 1, H_REVOLVE_DISK_SLOTS, **in_steps))
+        return tuple(PeriodicDiskRevolve(n, count - 1, **in_steps))
 
 
 def h_revolve(cell: Cell, n: int, count: int, spill: str) -> Answer:
     """checkpoint_schedules' H-Revolve; transfers to the disk are waited for. Making the schedule is not timed."""
-    actions = _peer_actions(n, count)
-    assert actions is not None
-    runner = _Synchronous(cell, n, spill)
-    _, answer = _measured(lambda: runner.run(actions))
-    runner.close()
+    actions = _peer_actions(cell, n, count, spill)
+    with contextlib.closing(_Synchronous(cell, n, spill)) as runner:
+        _, answer = _measured(lambda: runner.run(actions))
     return answer | {"adjoint": _digest(runner.adjoint), "recompute_factor": (runner.forward_steps + 1) / n}
 
 
@@ -312,23 +321,25 @@ def sweep(cell: Cell, n: int, interval: int, spill: str) -> Answer:
         return answer | {"waited_seconds": store.waited_seconds}
 
 
-def transfers(cell: Cell, _n: int, _count: int, spill: str) -> Answer:
-    """Seconds of a step, and of a state to the disk and back beside steps."""
+@functools.lru_cache(maxsize=1)
+def _costs(cell: Cell, spill: str) -> Answer:
     trial = _trial(cell)
-    step_seconds = time_step(trial)
-    disk = StateDisk(spill)
-    slow = time_transfers(disk, trial, step_seconds, time_copy(trial), None, seconds=1.0)
-    disk.close()
-    size = trial.state_bytes
+    step_seconds, copy_seconds = time_step(trial), time_copy(trial)
+    with contextlib.closing(StateDisk(spill)) as disk:
+        slow = time_transfers(disk, trial, step_seconds, copy_seconds, None, seconds=1.0)
     return {
         "seconds": step_seconds,
-        "out_seconds": slow.out.seconds(size),
-        "back_seconds": slow.back.seconds(size),
-        "out_loss_seconds": slow.out.seconds(size) * slow.out.compute_slowdown,
-        "back_loss_seconds": slow.back.seconds(size) * slow.back.compute_slowdown,
+        "copy_seconds": copy_seconds,
+        "out_seconds": slow.out.seconds(trial.state_bytes),
+        "back_seconds": slow.back.seconds(trial.state_bytes),
         "reverse_seconds": reverse_seconds(cell),
-        "state_bytes": size,
+        "state_bytes": trial.state_bytes,
     }
+
+
+def transfers(cell: Cell, _n: int, _count: int, spill: str) -> Answer:
+    """Seconds of a step, of a copy of a state, and of a state to the disk and back beside steps."""
+    return _costs(cell, spill)
 
 
 METHODS: dict[str, Callable[[Cell, int, int, str], Answer | None]] = {
