@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import itertools
 import json
@@ -222,6 +223,22 @@ def test_errors_of_the_user_keep_what_is_there(step: int, tmp_path: Path) -> Non
         attempt(tmp_path, forward=broken)
     assert len(list(tmp_path.iterdir())) == (step > 0)
     assert (check_whole(tmp_path).resumed_step > 50) == (step > 0)
+
+
+def test_spill_directory_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One error; once there is room again, the run goes on."""
+    real, count = DiskTier._pwrite, itertools.count()
+
+    def fail(self: DiskTier, fd: int, view: memoryview, offset_bytes: int) -> int:
+        if next(count) >= 8:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(self, fd, view, offset_bytes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskTier, "_pwrite", fail)
+        with pytest.raises(SpillError, match="is full"):
+            attempt(tmp_path)
+    assert check_whole(tmp_path).resumed_step == 7 * INTERVAL
 
 
 @pytest.mark.parametrize(

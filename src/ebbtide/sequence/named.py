@@ -28,7 +28,6 @@ from typing import Any
 import torch
 
 from ebbtide.errors import SequenceError, SpillError
-from ebbtide.run.tiers import Slot
 from ebbtide.run.tiers.disk import DiskPlace
 from ebbtide.run.tiers.memory import take_memory
 from ebbtide.sequence.codec import Codec
@@ -93,6 +92,7 @@ class NamedDisk(StateDisk):
         entry = {
             "step": step,
             "offset_bytes": place.offset_bytes,
+            "size_bytes": place.size_bytes,
             "checksums": list(place.checksums.items()),
             "packed": list(place.packed.items()),
         }
@@ -104,7 +104,7 @@ class NamedDisk(StateDisk):
 
     def _take_in(self, step: int, place: StatePlace) -> None:
         self._newest = step
-        self._kept_bytes = place.offset_bytes + place.size_bytes
+        self._kept_bytes = max(self._kept_bytes, place.offset_bytes + place.size_bytes)
         self._is_empty = False
 
     def _release(self, place: DiskPlace) -> None:
@@ -151,7 +151,8 @@ class NamedDisk(StateDisk):
         lines = list(_whole_lines(os.pread(self._journal, os.fstat(self._journal).st_size, 0)))
         if lines and lines[0][1] != identity:
             raise SequenceError(_difference(run, self.folder, lines[0][1], identity))
-        places = self._places_of(lines[1:], state_bytes)
+        places = [(entry["step"], self._place_of(entry), end) for end, entry in lines[1:]]
+        self._places.take(max((place.offset_bytes + place.size_bytes for _, place, _ in places), default=0))
         while places and not self._is_whole(places[-1][1], state_bytes):
             places.pop()
         end = places[-1][2] if places else lines[0][0] if lines else 0
@@ -164,23 +165,16 @@ class NamedDisk(StateDisk):
             self.there[step] = place
             self._take_in(step, place)
 
-    def _places_of(self, lines: Iterable[tuple[int, Any]], state_bytes: int) -> list[tuple[int, StatePlace, int]]:
-        """The states that the lines tell of: step, place, and where the line ends."""
-        like = self._like(state_bytes)
-        found = []
-        for end, entry in lines:
-            slot = Slot(like)
-            self._reserve(slot)  # places are taken in order, so that it is the same one
-            place: StatePlace = slot.place
-            place.checksums.update(entry["checksums"])
-            place.packed.update(entry["packed"])
-            if place.offset_bytes != entry["offset_bytes"] or (place.packed and self.codec is None):
-                raise SequenceError(
-                    f"{self.folder} cannot be read here: it was written by another version of ebbtide, or with "
-                    "zstandard, which is not installed; delete it to begin anew"
-                )
-            found.append((entry["step"], place, end))
-        return found
+    def _place_of(self, entry: Any) -> StatePlace:
+        if entry["packed"] and self.codec is None:
+            raise SequenceError(
+                f"the states in {self.folder} are compressed, and zstandard is not installed; install it, or delete "
+                "that folder to begin anew"
+            )
+        place = StatePlace(entry["offset_bytes"], entry["size_bytes"], 0)
+        place.checksums.update(entry["checksums"])
+        place.packed.update(entry["packed"])
+        return place
 
     def _is_whole(self, place: StatePlace, state_bytes: int) -> bool:
         """Whether a state can be read back. If not, its place is given back."""

@@ -147,11 +147,10 @@ def quickest(
         place = bisect.bisect_right(there, step)
         return there[place] - step if place < len(there) else pace.interval(step)
 
-    online = Online(slots, interval, schedule.tier)
+    followed = Online(slots, interval, schedule.tier)
 
     def records(more: Callable[[int], bool]) -> Iterator[Record]:
-        whole = online.records(more, n)
-        return resumed(whole, there, schedule.tier) if there else whole
+        return resumed(followed.records(more, n), there, schedule.tier)
 
     return Course(records, choice, pace.steps_took, pace.was_late)
 

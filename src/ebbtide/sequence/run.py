@@ -18,7 +18,7 @@ from ebbtide.sequence.named import NamedDisk, resumed
 from ebbtide.sequence.pace import Trial
 from ebbtide.sequence.planning import Course, Spill, online, open_named, open_spill, quickest
 from ebbtide.sequence.progress import is_wanted, watch
-from ebbtide.sequence.schedules import MEMORY, Schedule
+from ebbtide.sequence.schedules import DISK, MEMORY, Schedule
 from ebbtide.sequence.store import StateStore
 from ebbtide.units import format_bytes
 
@@ -182,4 +182,4 @@ def _given(
             known = f"spill=... is called {' and '.join(map(repr, names))}" if names else "spill=... is not given"
             raise SequenceError(f"the schedule stores states in a tier called {tier!r}, but {known}")
     choice = predicted(schedule, state_bytes, math.nan)
-    return Course(lambda _: resumed(schedule.records(), there, names[0]) if there else schedule.records(), choice)
+    return Course(lambda _: resumed(schedule.records(), there, DISK), choice)

@@ -131,11 +131,6 @@ class StateStore:
         """Take up a state that is on a slow tier already."""
         self._shelves[tier].put(step, place)
 
-    def flush(self) -> None:
-        """Wait until every copy out is there. Raises `SpillError` if one has failed."""
-        while self._writing:
-            self._reap()
-
     def fetch(self, step: int, tier: str) -> None:
         """Begin to bring a state back from a slow tier into a slot in memory."""
         block = self.take()
