@@ -26,7 +26,7 @@ from rich.table import Table
 
 PEERS = {"pyrevolve": "pyrevolve", "h-revolve": "checkpoint_schedules"}
 """By method, the package that it needs."""
-SWEEP_STEPS = 4000
+SWEEP_STEPS = 1000
 SWEEP_REPEATS = 5
 
 
@@ -274,7 +274,7 @@ def main() -> None:
                 for case in (case for case in todo if case.cell == cell):
                     records += run_case(case, team)
                     bar.advance(task)
-        for cell in ("wave",) if arguments.small else ("wave", "lstm"):
+        for cell in ("wave",) if arguments.small else ("wave", "heavy-wave", "lstm"):
             sweeps += run_sweeps(cell, arguments.spill, 2 if arguments.small else SWEEP_REPEATS)
     for table in tables(records, sweeps):
         console.print(table)

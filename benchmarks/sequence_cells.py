@@ -19,6 +19,7 @@ Pair = tuple[Array, Array]
 RADIUS = 4
 W0, W1, W2, W3, W4 = -205 / 72, 8 / 5, -1 / 5, 8 / 315, -1 / 560
 """Second derivative of eighth order, from the middle outwards."""
+SUBSTEPS = 8
 WIDTH, BATCH = 128, 16
 """Of the LSTM."""
 TEXT_BYTES = 4 << 20
@@ -118,6 +119,26 @@ class Wave(Cell):
         return state[0].copy(), np.zeros_like(state[0])
 
 
+class HeavyWave(Wave):
+    """A `Wave` of which a step is `SUBSTEPS` time steps: more to compute for each byte of a state."""
+
+    def forward(self, state: Pair, step: int) -> Pair:
+        """See `Cell`; in place."""
+        for number in range(SUBSTEPS):
+            state = super().forward(state, SUBSTEPS * step + number)
+        return state
+
+    def reverse(self, state: Pair, adjoint: Pair, step: int) -> Pair:
+        """See `Cell`; over the adjoint. Looks at both fields."""
+        states = [state]
+        for number in range(SUBSTEPS - 1):
+            now, before = states[-1]
+            states.append(super().forward((now.copy(), before.copy()), SUBSTEPS * step + number))
+        for inner in reversed(states):
+            adjoint = super().reverse(inner, adjoint, step)
+        return adjoint
+
+
 class CharLSTM(nn.Module):
     """Predicts the next byte of the standard library's source; losses of all steps add up."""
 
@@ -190,7 +211,9 @@ def _tensors(state: Pair) -> tuple[Tensor, Tensor]:
 
 
 def make_cell(name: str) -> Cell:
-    """The cell called ``name``: ``wave``, ``small-wave`` or ``lstm``."""
+    """The cell called ``name``: ``wave``, ``small-wave``, ``heavy-wave`` or ``lstm``."""
     if name == "lstm":
         return LSTMOperators()
+    if name == "heavy-wave":
+        return HeavyWave(128)
     return Wave(128 if name == "wave" else 48)

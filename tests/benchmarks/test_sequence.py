@@ -19,10 +19,12 @@ N = 40
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 def test_every_method_gives_the_same(tmp_path: Path) -> None:
-    for name in ("wave", "lstm"):
+    for name in ("wave", "heavy-wave", "lstm"):
         cell = make_cell(name)
         found = {}
         for method in ("ours", "revolve", "store-all", "pyrevolve", "h-revolve"):
+            if name == "heavy-wave" and method == "pyrevolve":
+                continue  # it runs the step before the reverse, over what that looks at
             if method not in NEEDS or importlib.util.find_spec(NEEDS[method]) is not None:
                 answer = METHODS[method](cell, N, 6, str(tmp_path))
                 assert answer is not None
