@@ -26,12 +26,12 @@ class ArrayChain:
         layout: how a state lies in a block.
         steps_took: told how many steps of the first sweep have been run, and in how many seconds.
         check: whether to compare states that are computed again.
-        start: the first step that is run.
 
     Attributes:
         final: the last state, once it is there.
         adjoint: as of the step reversed last.
         steps: how many there are, once it is known.
+        first_step: the first one that was run.
     """
 
     def __init__(
@@ -43,17 +43,17 @@ class ArrayChain:
         *,
         steps_took: Callable[[int, float], None],
         check: bool,
-        start: int = 0,
     ) -> None:
         self.final: Any = None
         self.adjoint: Any = None
         self.steps: int | None = None
+        self.first_step: int | None = None
         self._forward = forward
         self._reverse = reverse
         self._turn = turn
         self._layout = layout
         self._steps_took = steps_took
-        self._checksums = Checksums("forward operator", start) if check else None
+        self._checksums = Checksums("forward operator") if check else None
         # A step that was run to see whether there is another, and its result.
         self._ahead: tuple[int, Any] | None = None
 
@@ -62,6 +62,8 @@ class ArrayChain:
         if self._ahead is not None and self._ahead[0] == start:
             state, self._ahead = self._ahead[1], None
             start += 1
+        if self.first_step is None:
+            self.first_step = start
         forward, is_alike, checksums = self._forward, self._layout.is_alike, self._checksums
         began = time.perf_counter()
         for step in range(start, stop):

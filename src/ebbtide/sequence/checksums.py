@@ -10,16 +10,15 @@ from ebbtide.errors import SequenceError
 
 
 class Checksums:
-    """CRC-32 of the states after steps ``0, 1, ...``, as first computed: 4 bytes for each step.
+    """CRC-32 of the states after a first step and all later ones, as first computed: 4 bytes for each step.
 
     Args:
         what: what the user calls that which makes a step.
-        start: the first step that is run; of those before it, nothing is known.
     """
 
-    def __init__(self, what: str, start: int = 0) -> None:
+    def __init__(self, what: str) -> None:
         self._what = what
-        self._start = start
+        self._start: int | None = None
         self._first = array.array("I")
 
     def compare(self, parts: Iterable[memoryview], step: int) -> None:
@@ -27,6 +26,8 @@ class Checksums:
         found = 0
         for part in parts:
             found = zlib.crc32(part, found)
+        if self._start is None:
+            self._start = step
         place = step - self._start
         if place == len(self._first):
             self._first.append(found)

@@ -115,8 +115,7 @@ def run(
             plan = online(disks, trial)
         else:
             plan = quickest(n, disks, trial, reverse_factor=REVERSE_FACTOR, reverse_seconds=reverse_seconds)
-        start = max(there, default=0)
-        chain = ArrayChain(forward, reverse, turn, layout, steps_took=plan.steps_took, check=check, start=start)
+        chain = ArrayChain(forward, reverse, turn, layout, steps_took=plan.steps_took, check=check)
 
         def written(step: int, place: StatePlace) -> None:
             if isinstance(disks[0], NamedDisk) and chain.steps is None:
@@ -139,7 +138,7 @@ def run(
             adjoint=chain.adjoint,
             final=chain.final,
             steps=chain.steps,
-            resumed_step=start,
+            resumed_step=chain.first_step or 0,
             forward_steps=executor.forward_steps,
             recompute_factor=(executor.forward_steps + 1) / chain.steps,
             waited_seconds=store.waited_seconds,

@@ -184,7 +184,7 @@ class StateStore:
         step, tier, slot, block = self._writing.popleft()
         if not slot.finished.is_set():
             start = time.perf_counter()
-            slot.finished.wait()
+            slot.wait()
             seconds = time.perf_counter() - start
             self.waited_seconds += seconds
             self._late(seconds)
@@ -198,7 +198,7 @@ class StateStore:
     def _wait(self, load: Load, block: Block) -> Block:
         if not load.ready:
             start = time.perf_counter()
-            load.finished.wait()
+            load.wait()
             self.waited_seconds += time.perf_counter() - start
         load.wait()
         return block
