@@ -165,6 +165,8 @@ def _beside(
 ) -> tuple[float, float]:
     """Seconds of a transfer while steps run beside, and seconds of compute that each costs.
 
+    From medians: what other processes take now and then is no matter of the disk.
+
     Args:
         trial: the steps.
         begin, wait: begin a transfer with some buffer, and wait for it.
@@ -173,27 +175,29 @@ def _beside(
         seconds: how long to try.
         alone_seconds: a transfer alone.
     """
+    whole, stepping, beginning = [], [], []
+    done = 0
     start = time.perf_counter()
     under_way = collections.deque(begin(number) for number in range(count))
-    done = steps = 0
-    stepping = beginning = 0.0
-    while time.perf_counter() - start < seconds or done < count:
-        stepping += trial.time()
-        steps += 1
+    while (began := time.perf_counter()) - start < seconds or done < count:
+        stepping.append(trial.time())
+        whole.append(time.perf_counter() - began)
         for _ in range(count):
             if not under_way[0].finished.is_set():
                 break
             wait(under_way.popleft())
             began = time.perf_counter()
             under_way.append(begin(done % count))
-            beginning += time.perf_counter() - began
+            beginning.append(time.perf_counter() - began)
             done += 1
-    elapsed = time.perf_counter() - start
     for transfer in under_way:
         wait(transfer)
-    loss = (beginning + max(stepping - steps * step_seconds, 0.0)) / done
-    was_idle = alone_seconds * count < elapsed / steps  # as steps take too long for so few buffers
-    return alone_seconds if was_idle else elapsed / done, loss
+    steps_each = len(whole) / done
+    begin_seconds = statistics.median(beginning)
+    step_loss = max(statistics.median(stepping) - step_seconds, 0.0)
+    loss = begin_seconds + steps_each * step_loss
+    was_idle = alone_seconds * count < statistics.median(whole)  # as steps take too long for so few buffers
+    return alone_seconds if was_idle else begin_seconds + steps_each * statistics.median(whole), loss
 
 
 def _link(source: str, target: str, state_bytes: int, seconds: float, loss_seconds: float) -> Link:
