@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 from hypothesis import given
@@ -51,6 +52,16 @@ def test_long_chain() -> None:
 def test_cost_per_step_does_not_depend_on_the_length() -> None:
     per_step = [choose(n, SIZE, 1.0, 2.0, 11 * SIZE, [disk(20, 30)]).seconds / n for n in (10**4, 10**5, 10**7)]
     assert max(per_step) < 1.01 * min(per_step)
+
+
+@pytest.mark.parametrize("states", [2, 10, 300])
+def test_is_quick(states: int) -> None:
+    """Whatever is asked; the time is that of the processor, others may have it in between."""
+    for n in (50, 1000, 20_000, 10**6):
+        for transfer in (1e-3, 10, 1e4):
+            start = time.process_time()
+            choose(n, SIZE, 1e-4, 3e-4, states * SIZE, [disk(1e-4 * transfer, 3e-4 * transfer)])
+            assert time.process_time() - start < 1.0
 
 
 def test_disk_too_slow_to_hide() -> None:

@@ -16,8 +16,9 @@ import numpy.typing as npt
 import pytest
 
 from ebbtide.errors import SequenceError, SpillError
+from ebbtide.machine import Link
 from ebbtide.run.tiers import DiskTier
-from ebbtide.sequence import run
+from ebbtide.sequence import SlowMemory, planning, run
 from ebbtide.sequence.pace import Pace
 from ebbtide.sequence.schedules import (
     DISK,
@@ -139,7 +140,46 @@ def test_unknown_length(states: int, n: int, spilled: bool, tmp_path: Path) -> N
     assert done.steps == n
     assert done.choice is None
     assert calls[n - 1] == 1 or n == 1
-    assert sum(calls.values()) <= done.forward_steps + 1 + 5
+    assert sum(calls.values()) <= done.forward_steps + 1 + 6  # step 0 is tried, and gives a sample
+
+
+THREE_LEVELS = (Level(MEMORY, 2), Level(DISK, 4, 1, 1), Level("disk2", None, 6, 6))
+
+
+@pytest.mark.parametrize("n", [2, 40, 90])
+def test_three_levels(n: int, tmp_path: Path) -> None:
+    """Two disks, as H-Revolve wants them: both are used, and it is right."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    near.mkdir()
+    far.mkdir()
+    schedule = HRevolve(n, THREE_LEVELS, 1, 2)
+    options: dict[str, Any] = {"turn": turn, "memory": 3 * STATE_BYTES, "check": True}
+    done = run(forward_in_place, reverse, n, START, spill=[near, far], schedule=schedule, **options)
+    assert done.adjoint.tobytes() == plain(n)[0].tobytes()
+    assert done.forward_steps == schedule.forward_steps
+    if n == 90:
+        assert min(schedule.slots.values()) > 0
+    with pytest.raises(SequenceError, match=r"in a tier called 'disk2', but spill=... is called 'disk'"):
+        run(forward, reverse, 90, START, spill=near, schedule=HRevolve(90, THREE_LEVELS, 1, 2), **options)
+
+
+def test_three_levels_are_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disks so slow that no transfer can be hidden; the nearer one is small."""
+
+    def measured(disk: DiskTier, *_: Any, **__: Any) -> SlowMemory:
+        seconds, room = (40.0, 1) if disk.name == DISK else (150.0, None)
+        rate = STATE_BYTES / seconds
+        links = Link("m", disk.name, 0, rate, rate), Link(disk.name, "m", 0, rate, rate)
+        return SlowMemory(disk.name, *links, None if room is None else room * STATE_BYTES)
+
+    monkeypatch.setattr(planning, "time_step", lambda trial: 1.0)
+    monkeypatch.setattr(planning, "time_transfers", measured)
+    done = run(forward, reverse, 400, START, turn=turn, memory=3 * STATE_BYTES, spill=[tmp_path, tmp_path])
+    assert done.choice is not None
+    assert isinstance(done.choice.schedule, HRevolve)
+    assert min(done.choice.schedule.slots.values()) > 0
+    assert done.forward_steps == done.choice.forward_steps
+    assert done.adjoint.tobytes() == plain(400)[0].tobytes()
 
 
 def test_state_of_many_parts(tmp_path: Path) -> None:
@@ -212,15 +252,19 @@ class TestBackPressure:
     def test_the_interval_follows_the_steps(self) -> None:
         pace = Pace(10, 1.0, least=2)
         assert pace.interval(0) == 10
-        for _ in range(100):
-            pace.step_took(1.2)
-        assert pace.interval(0) == 10
-        for _ in range(100):
-            pace.step_took(5.0)
-        assert pace.interval(0) == 2
+        for seconds, interval in ((1.2, 10), (5.0, 2), (0.1, 100)):
+            for _ in range(20):
+                pace.steps_took(10, 10 * seconds)
+            assert pace.interval(0) == interval
+        pace.steps_took(10, 1e4)
+        assert pace.interval(0) == 100  # once is nothing
+
+    def test_the_interval_follows_the_disk(self) -> None:
+        """It takes twice as long as planned for: until the interval does, compute waits for the rest."""
+        pace = Pace(10, 1.0)
         for _ in range(200):
-            pace.step_took(0.1)
-        assert pace.interval(0) == pytest.approx(100, abs=2)
+            pace.was_late(max(20.0 - pace.interval(0), 0.0))
+        assert 18 <= pace.interval(0) <= 22
 
 
 class TestBadInput:

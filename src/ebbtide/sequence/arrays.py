@@ -24,13 +24,14 @@ class ArrayChain:
     Args:
         forward, reverse, turn: see `ebbtide.sequence.run`.
         layout: how a state lies in a block.
-        step_took: told the seconds of each step of the first sweep.
+        steps_took: told how many steps of the first sweep have been run, and in how many seconds.
         check: whether to compare states that are computed again.
 
     Attributes:
         final: the last state, once it is there.
         adjoint: as of the step reversed last.
         steps: how many there are, once it is known.
+        first_step: the first one that was run.
     """
 
     def __init__(
@@ -40,47 +41,51 @@ class ArrayChain:
         turn: Callable[[Any], Any],
         layout: Layout,
         *,
-        step_took: Callable[[float], None],
+        steps_took: Callable[[int, float], None],
         check: bool,
     ) -> None:
         self.final: Any = None
         self.adjoint: Any = None
         self.steps: int | None = None
+        self.first_step: int | None = None
         self._forward = forward
         self._reverse = reverse
         self._turn = turn
         self._layout = layout
-        self._step_took = step_took
+        self._steps_took = steps_took
         self._checksums = Checksums("forward operator") if check else None
-        self._ahead: tuple[int, Any] | None = (
-            None  # a step that was run to see whether there is another, and its result
-        )
+        # A step that was run to see whether there is another, and its result.
+        self._ahead: tuple[int, Any] | None = None
 
-    def advance(self, state: Any, step: int) -> Any:
+    def advance(self, state: Any, start: int, stop: int) -> Any:
         """See `Chain.advance`."""
-        if self._ahead is not None and self._ahead[0] == step:
-            following, self._ahead = self._ahead[1], None
-            return following
-        start = time.perf_counter()
-        following = self._forward(state, step)
-        seconds = time.perf_counter() - start
-        arrays = self._layout.arrays(following, step + 1)
-        if self.steps is None:
-            self._step_took(seconds)
-        if self._checksums is not None:
-            self._checksums.compare(map(_bytes, arrays), step)
-        return following
+        if self._ahead is not None and self._ahead[0] == start:
+            state, self._ahead = self._ahead[1], None
+            start += 1
+        if self.first_step is None:
+            self.first_step = start
+        forward, is_alike, checksums = self._forward, self._layout.is_alike, self._checksums
+        began = time.perf_counter()
+        for step in range(start, stop):
+            state = forward(state, step)
+            if not is_alike(state):
+                self._layout.arrays(state, step + 1)
+            if checksums is not None:
+                checksums.compare(map(_bytes, self._layout.arrays(state, step + 1)), step)
+        if self.steps is None and start < stop:
+            self._steps_took(stop - start, time.perf_counter() - began)
+        return state
 
     def look_ahead(self, state: Any, step: int) -> Any:
         """The state after ``step``, which `advance` will give, too."""
-        following = self.advance(self.copy(state), step)
+        following = self.advance(self.copy(state), step, step + 1)
         self._ahead = (step, following)
         return following
 
     def reverse(self, state: Any, step: int) -> None:
         """See `Chain.reverse`."""
         if self.steps is None:
-            final = self.advance(self.copy(state), step)
+            final = self.advance(self.copy(state), step, step + 1)
             self.steps = step + 1
             self.final = final
             self.adjoint = self._turn(final)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ebbtide.errors import SequenceError
@@ -79,7 +80,7 @@ class CellChain:
         inputs: one for each step.
         layout: how a state lies in a block.
         truncate: see `ebbtide.scan`.
-        step_took: told the seconds of each step of the first sweep.
+        steps_took: told how many steps of the first sweep have been run, and in how many seconds.
         check: whether to compare states that are computed again.
 
     Attributes:
@@ -94,7 +95,7 @@ class CellChain:
         layout: TensorLayout,
         *,
         truncate: int | None,
-        step_took: Callable[[float], None],
+        steps_took: Callable[[int, float], None],
         check: bool,
     ) -> None:
         self.outside = Outside()
@@ -103,7 +104,7 @@ class CellChain:
         self._inputs = inputs
         self._layout = layout
         self._truncate = truncate
-        self._step_took = step_took
+        self._steps_took = steps_took
         self._checksums = Checksums("cell") if check else None
         self._steps: list[_Step] = []
         self._alike: dict[_Step, _Step] = {}  # so that steps that are alike share one record
@@ -118,12 +119,19 @@ class CellChain:
 
     # --- forward -------------------------------------------------------------------------------------------------
 
-    def advance(self, state: State, step: int) -> State:
+    def advance(self, state: State, start: int, stop: int) -> State:
         """See `Chain.advance`. It does not alter ``state``."""
-        since, start = nodes_made(), time.perf_counter()
+        is_new, began = start >= len(self._steps), time.perf_counter()
+        for step in range(start, stop):
+            state = self._advance(state, step)
+        if is_new and start < stop:
+            self._steps_took(stop - start, time.perf_counter() - began)
+        return state
+
+    def _advance(self, state: State, step: int) -> State:
+        since = nodes_made()
         ran = self._run(state, step)
         if step == len(self._steps):
-            self._step_took(time.perf_counter() - start)
             self._note(ran, state, step, since)
         elif _needs_grad(ran.following) != self._steps[step].needs_grad:
             raise _other_graph(step)
@@ -166,15 +174,16 @@ class CellChain:
                     self.results.append(part.detach())
             self._final = [numbers.get(id(part), part) for part in ran.following]
 
-    def trial(self, state: State) -> None:
+    def trial(self, state: State) -> State:
         """Run step 0, leaving no trace."""
-        self._run_unseen(state, 0)
+        with _disable_current_modes():
+            return self._run_unseen(state, 0)
 
-    def _run_unseen(self, state: State, step: int) -> None:
+    def _run_unseen(self, state: State, step: int) -> State:
         checksums, self._checksums = self._checksums, None
         try:
             with self._layout.generators.preserved():
-                self._run(state, step)
+                return self._run(state, step).following
         finally:
             self._checksums = checksums
 

@@ -24,6 +24,10 @@ from ebbtide.units import format_bytes, format_seconds, parse_bytes
 
 H_REVOLVE_WORK = 50_000_000
 """Tables of H-Revolve are made while choosing up to this many terms: about a tenth of a second."""
+H_REVOLVE_ROW_SECONDS = 60e-6
+"""For each step and level, what they take at least ..."""
+H_REVOLVE_SHARE = 0.02
+"""... which may be this part of what the chain takes without them."""
 INTERVALS = 64
 """Intervals tried between powers of ten, beside the two at which transfers are just hidden."""
 
@@ -132,7 +136,8 @@ def candidates(
     if states >= 2:
         for tier in tiers:
             choices += _multistage(n, states, state_bytes, step_seconds, reverse_seconds, tier)
-    if table_work(n, _levels(states, state_bytes, tiers)) <= H_REVOLVE_WORK:
+    quick = H_REVOLVE_ROW_SECONDS * n * len(tiers) <= H_REVOLVE_SHARE * min(choice.seconds for choice in choices)
+    if quick and table_work(n, _levels(states, state_bytes, tiers)) <= H_REVOLVE_WORK:
         choices += _h_revolve(n, states, state_bytes, step_seconds, reverse_seconds, tiers)
     elif states == 1:
         for tier in tiers:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import Generic, Protocol, TypeVar
 
 from ebbtide.errors import SequenceError
-from ebbtide.sequence.schedules import MEMORY, Advance, Drop, Load, Record, Reverse, Store
+from ebbtide.sequence.schedules import MEMORY, Advance, Load, Record, Reverse, Store
 from ebbtide.sequence.store import Block, StateStore
 
 State = TypeVar("State")
@@ -16,8 +15,8 @@ State = TypeVar("State")
 class Chain(Protocol[State]):
     """What an executor must know of a chain: its steps, and how a state lies in a block of memory."""
 
-    def advance(self, state: State, step: int) -> State:
-        """Run a step forward. It may alter ``state`` and return it."""
+    def advance(self, state: State, start: int, stop: int) -> State:
+        """Run steps ``start`` to ``stop - 1`` forward. It may alter ``state`` and return it."""
         ...
 
     def reverse(self, state: State, step: int) -> None:
@@ -65,37 +64,41 @@ class Executor(Generic[State]):
 
     def run(self, records: Iterable[Record]) -> None:
         """Run ``records`` to their end. Whatever steps and tiers raise passes through."""
+        chain, store = self._chain, self._store
         for record in records:
-            match record:
-                case Advance(start, stop, tape=False):
-                    self._advance(start, stop)
-                case Store(step, tier, tape=False):
-                    self._store.put(step, tier, functools.partial(self._chain.pack, self.working))
-                case Load(step, tier, into=None, tape=False):
-                    self._working = None  # before its successor takes memory
-                    in_memory = tier == MEMORY
-                    self._working = self._chain.unpack(self._store.get(step, tier), own=not in_memory)
-                    self._borrowed = step if in_memory else None
-                case Load(step, tier, into="memory", tape=False):
-                    self._store.fetch(step, tier)
-                case Drop(step, tier, tape=False):
-                    if tier == MEMORY and step == self._borrowed:
-                        self._own()
-                    self._store.drop(step, tier)
-                case Reverse(step):
-                    self._chain.reverse(self.working, step)
-                    self._working, self._borrowed = None, None
-                case _:
-                    raise SequenceError(f"{record}: tapes cannot be stored here; take a schedule without them")
+            if isinstance(record, Reverse):
+                chain.reverse(self.working, record.step)
+                self._working, self._borrowed = None, None
+            elif record.tape:
+                raise SequenceError(f"{record}: tapes cannot be stored here; take a schedule without them")
+            elif isinstance(record, Advance):
+                self._own()
+                self._working = chain.advance(self._take(), record.start, record.stop)
+                self.forward_steps += record.stop - record.start
+            elif isinstance(record, Store):
+                block = store.take()
+                chain.pack(self.working, block)
+                store.put(record.step, record.tier, block)
+            elif isinstance(record, Load):
+                self._load(record)
+            else:
+                if record.tier == MEMORY and record.step == self._borrowed:
+                    self._own()
+                store.drop(record.step, record.tier)
 
-    def _advance(self, start: int, stop: int) -> None:
-        self._own()
-        state = self.working
-        self._working = None
-        for step in range(start, stop):
-            state = self._chain.advance(state, step)
-        self._working = state
-        self.forward_steps += stop - start
+    def _load(self, record: Load) -> None:
+        if record.into == MEMORY:
+            self._store.fetch(record.step, record.tier)
+            return
+        self._working = None  # before its successor takes memory
+        in_memory = record.tier == MEMORY
+        self._working = self._chain.unpack(self._store.get(record.step, record.tier), own=not in_memory)
+        self._borrowed = record.step if in_memory else None
+
+    def _take(self) -> State:
+        """The working state, which is not held here any more: each step lets go of the one before it."""
+        state, self._working = self.working, None
+        return state
 
     def _own(self) -> None:
         """Make the working state one that may be altered."""

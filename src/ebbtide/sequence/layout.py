@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from ebbtide.errors import SequenceError
 from ebbtide.sequence.store import Block
@@ -39,6 +39,7 @@ class Layout:
 
     Attributes:
         size_bytes: bytes of a block for it.
+        item_bytes: bytes of a number in the largest array.
 
     Raises:
         SequenceError: if there is something in it that is no array of plain numbers, or no array at all.
@@ -47,8 +48,8 @@ class Layout:
     def __init__(self, state: Any) -> None:
         self._leaves: list[_Leaf] = []
         self.size_bytes = 0
-        self._structure = state
-        for path, array in _flatten(state):
+        found = _flatten(state)
+        for path, array in found:
             if array.dtype.hasobject:
                 raise SequenceError(f"{path or 'the state'} is no array of plain numbers: {type(array).__name__}")
             offset = -(-self.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
@@ -58,7 +59,27 @@ class Layout:
             raise SequenceError(
                 "the state has no arrays; give state 0 of the chain as an array, or a tuple, list or dict"
             )
+        self.item_bytes = max(found, key=lambda leaf: leaf[1].nbytes)[1].dtype.itemsize
         self._structure = _rebuild(state, iter([None] * len(self._leaves)))
+        # Of a state that is one array, or a tuple or list of some, what each step gives is looked at without recursion.
+        self._container = type(state) if type(state) in (tuple, list, np.ndarray) else None
+        self._likes = [(leaf.shape, leaf.dtype) for leaf in self._leaves]
+
+    def is_alike(self, state: Any) -> bool:
+        """Whether a state is certainly like the first one. If not, `arrays` says."""
+        if type(state) is not self._container:
+            return False
+        parts = (state,) if self._container is np.ndarray else state
+        if len(parts) != len(self._likes):
+            return False
+        for part, (shape, dtype) in zip(parts, self._likes, strict=True):
+            if type(part) is not np.ndarray or part.shape != shape or part.dtype != dtype:
+                return False
+        return True
+
+    def describe(self) -> list[str]:
+        """Structure, shapes and types, in words."""
+        return [str(leaf) for leaf in self._leaves]
 
     def arrays(self, state: Any, step: int) -> list[Array]:
         """The arrays of the state before ``step``. Raises `SequenceError` if it is not like the first one."""
@@ -75,34 +96,50 @@ class Layout:
             "all states of a chain must have the same structure, shapes and types"
         )
 
+    def digest(self, state: Any) -> str:
+        """A fingerprint of a state's bytes."""
+        digest = hashlib.sha256()
+        for _, array in _flatten(state):
+            digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        return digest.hexdigest()
+
     def pack(self, state: Any, block: Block) -> None:
         """Copy a state into a block."""
-        for (_, array), place in zip(_flatten(state), self._places(block), strict=True):
-            np.copyto(place, array)
+        places, _ = self._views(block)
+        if self._container is np.ndarray:
+            np.copyto(places[0], state)
+        else:
+            for (_, array), place in zip(_flatten(state), places, strict=True):
+                np.copyto(place, array)
 
     def unpack(self, block: Block, *, writeable: bool) -> Any:
         """The state in a block. It lives as long as its arrays."""
-        places = self._places(block)
-        for place in places:
-            place.flags.writeable = writeable
-        return _rebuild(self._structure, iter(places))
+        return _rebuild(self._structure, iter(self._views(block)[not writeable]))
 
     def view(self, state: Any) -> Any:
         """``state`` as arrays that cannot be written to, without copying them."""
-        views = [array.view() for _, array in _flatten(state)]
-        for view in views:
-            view.flags.writeable = False
-        return _rebuild(self._structure, iter(views))
+        return _rebuild(self._structure, iter([_read_only(array) for _, array in _flatten(state)]))
 
     def copy(self, state: Any) -> Any:
         """A state with arrays of its own."""
         return _rebuild(self._structure, iter([array.copy() for _, array in _flatten(state)]))
 
-    def _places(self, block: Block) -> list[Array]:
-        memory = torch.empty(0, dtype=torch.uint8).set_(block).numpy()
-        return [
-            np.ndarray(leaf.shape, leaf.dtype, buffer=memory.data, offset=leaf.offset_bytes) for leaf in self._leaves
-        ]
+    def _views(self, block: Block) -> tuple[list[Array], list[Array]]:
+        """The arrays in a block, and the same to be looked at only."""
+        if block.views is None:
+            memory = block.memory()
+            places: list[Array] = [
+                np.ndarray(leaf.shape, leaf.dtype, buffer=memory, offset=leaf.offset_bytes) for leaf in self._leaves
+            ]
+            block.views = places, [_read_only(place) for place in places]
+        views: tuple[list[Array], list[Array]] = block.views
+        return views
+
+
+def _read_only(array: Array) -> Array:
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 def _flatten(state: Any, path: str = "") -> list[tuple[str, Array]]:

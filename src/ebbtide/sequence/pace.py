@@ -2,85 +2,256 @@
 
 from __future__ import annotations
 
-import ctypes
+import collections
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 from ebbtide.machine import Link
 from ebbtide.run.calibrate import time_trip
-from ebbtide.run.tiers import QueuedTier
-from ebbtide.run.tiers.memory import take_memory
+from ebbtide.run.tiers import Slot
+from ebbtide.run.tiers.memory import CONGRUENCE_BYTES, take_memory
 from ebbtide.sequence.choose import SlowMemory
+from ebbtide.sequence.disk import StateDisk
+from ebbtide.sequence.store import Block
 
 TRIALS = 5
 TRIAL_SECONDS = 0.5
-"""Calls of a step that are timed before a chain is run: so many, or for so long."""
+"""Calls of a step that are timed before a chain is run: so many, or for so long, but more than the first."""
 TRANSFERS = 3
-STEADY = 1.3
+BESIDE_SECONDS = 0.1
+"""Transfers in one direction are timed beside steps for so long at most."""
+UNDER_WAY = 8
+"""So many transfers at most are under way then: enough to keep a link busy beside a step."""
+STEADY = 1.5
 """The interval is left as planned while steps take up to this factor more or less than they did when it was."""
-MEAN_STEPS = 16
-"""About so many of the last steps count in their mean."""
+RECENT = 9
+"""The median of so many of the last sweeps from one stored state to the next is what a step takes."""
+LATE_INTERVALS = 16
+LATE_SHARE = 0.1
+"""If compute has waited for more than this share of so many intervals, the interval becomes longer."""
 
 
-def time_step(call: Callable[[], object]) -> float:
-    """Least seconds of ``call``: whatever else runs can only make it slower."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trial:
+    """How to try out a chain without leaving a trace.
+
+    Attributes:
+        prepare: gives a state 0 that a step may alter.
+        step: runs step 0 forward; gives state 1.
+        pack: copies a state into a block.
+        state_bytes, item_bytes: of a state, and of a number in it.
+        slots: states that fit in memory beside the working state.
+    """
+
+    prepare: Callable[[], Any]
+    step: Callable[[Any], Any]
+    pack: Callable[[Any, Block], None]
+    state_bytes: int
+    item_bytes: int
+    slots: int
+
+    def time(self) -> float:
+        """Seconds of one step."""
+        state = self.prepare()
+        start = time.perf_counter()
+        self.step(state)
+        return time.perf_counter() - start
+
+    def sample(self, alignment_bytes: int) -> Block:
+        """State 1 as it is stored, in whole blocks."""
+        whole = -(-self.state_bytes // alignment_bytes) * alignment_bytes
+        block = Block(take_memory(whole, 0, alignment_bytes))
+        self.pack(self.step(self.prepare()), block)
+        return block
+
+
+def time_step(trial: Trial) -> float:
+    """Median seconds of a step."""
+    return _median_seconds(trial.time)
+
+
+def time_copy(trial: Trial) -> float:
+    """Median seconds to copy a state into a block; every schedule does that about once for each step."""
+    state, block = trial.prepare(), trial.sample(CONGRUENCE_BYTES)
+
+    def time_one() -> float:
+        start = time.perf_counter()
+        trial.pack(state, block)
+        return time.perf_counter() - start
+
+    return _median_seconds(time_one)
+
+
+def _median_seconds(call: Callable[[], float]) -> float:
     seconds: list[float] = []
     end = time.perf_counter() + TRIAL_SECONDS
-    while len(seconds) < TRIALS and (not seconds or time.perf_counter() < end):
-        start = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    while len(seconds) < TRIALS and (len(seconds) < 2 or time.perf_counter() < end):
+        seconds.append(call())
+    return statistics.median(seconds)
 
 
-def time_transfers(tier: QueuedTier, state_bytes: int, capacity_bytes: int | None) -> SlowMemory:
-    """Measure how long one state takes to ``tier`` and back.
+def time_transfers(
+    disk: StateDisk,
+    trial: Trial,
+    step_seconds: float,
+    copy_seconds: float,
+    capacity_bytes: int | None,
+    *,
+    seconds: float,
+) -> SlowMemory:
+    """Measure how long a state takes to ``disk`` and back, and what compute loses beside it, but for the copy.
+
+    Args:
+        disk: where to.
+        trial: the chain's steps.
+        step_seconds, copy_seconds: what a step takes alone, and a copy of a state.
+        capacity_bytes: how much the disk can take.
+        seconds: that measuring may take; if it is less than a few steps, each way is timed alone.
 
     Raises:
-        SpillError: if it cannot be moved.
+        SpillError: if states cannot be moved.
     """
-    block = take_memory(state_bytes)
-    ctypes.memset(block.data_ptr(), 1, state_bytes)  # so that its pages are there
-    trips = [time_trip(tier, block) for _ in range(TRANSFERS)]
+    blocks = [trial.sample(disk.congruence_bytes)]
+    state = trial.prepare()
+    trips = [time_trip(disk, blocks[0].storage) for _ in range(TRANSFERS)]
     out, back = (statistics.median(way) for way in zip(*trips, strict=True))
+    out_loss = back_loss = 0.0
+    seconds = min(seconds / 2, BESIDE_SECONDS)
+    if step_seconds < seconds / 4 and trial.slots >= 2:
+        count = min(UNDER_WAY, trial.slots, 2 + int(step_seconds / max(min(out, back), 1e-9)))
+        blocks += [trial.sample(disk.congruence_bytes) for _ in range(count - 1)]
+        slots = [disk.write(block.storage) for block in blocks]
+
+        def write(number: int) -> Slot:
+            disk.free(slots[number])
+            trial.pack(state, blocks[number])
+            slots[number] = disk.write(blocks[number].storage)
+            return slots[number]
+
+        out, out_loss = _beside(trial, write, lambda slot: slot.wait(), count, step_seconds, seconds, out)
+        out_loss = max(out_loss - copy_seconds, 0.0)
+        disk.drain()
+        back, back_loss = _beside(
+            trial,
+            lambda number: disk.read(slots[number], blocks[number].storage),
+            lambda load: load.wait(),
+            count,
+            step_seconds,
+            seconds,
+            back,
+        )
+        for slot in slots:
+            disk.free(slot)
+        disk.drain()
     return SlowMemory(
-        tier.name,
-        _link("memory", tier.name, state_bytes, out),
-        _link(tier.name, "memory", state_bytes, back),
+        disk.name,
+        _link("memory", disk.name, trial.state_bytes, out, out_loss),
+        _link(disk.name, "memory", trial.state_bytes, back, back_loss),
         capacity_bytes,
     )
 
 
-def _link(source: str, target: str, state_bytes: int, seconds: float) -> Link:
-    rate = state_bytes / max(seconds, 1e-9)
-    return Link(source, target, 0.0, rate, rate)
+def _beside(
+    trial: Trial,
+    begin: Callable[[int], Any],
+    wait: Callable[[Any], object],
+    count: int,
+    step_seconds: float,
+    seconds: float,
+    alone_seconds: float,
+) -> tuple[float, float]:
+    """Seconds of a transfer while steps run beside, and seconds of compute that each costs.
+
+    From medians: what other processes take now and then is no matter of the disk.
+
+    Args:
+        trial: the steps.
+        begin, wait: begin a transfer with some buffer, and wait for it.
+        count: buffers, and so transfers under way.
+        step_seconds: a step alone.
+        seconds: how long to try.
+        alone_seconds: a transfer alone.
+    """
+    whole, stepping, beginning = [], [], []
+    done = 0
+    start = time.perf_counter()
+    under_way = collections.deque(begin(number) for number in range(count))
+    while (began := time.perf_counter()) - start < seconds or done < count:
+        stepping.append(trial.time())
+        whole.append(time.perf_counter() - began)
+        for _ in range(count):
+            if not under_way[0].finished.is_set():
+                break
+            wait(under_way.popleft())
+            began = time.perf_counter()
+            under_way.append(begin(done % count))
+            beginning.append(time.perf_counter() - began)
+            done += 1
+    for transfer in under_way:
+        wait(transfer)
+    steps_each = len(whole) / done
+    begin_seconds = statistics.median(beginning)
+    step_loss = max(statistics.median(stepping) - step_seconds, 0.0)
+    loss = begin_seconds + steps_each * step_loss
+    was_idle = alone_seconds * count < statistics.median(whole)  # as steps take too long for so few buffers
+    return alone_seconds if was_idle else begin_seconds + steps_each * statistics.median(whole), loss
+
+
+def _link(source: str, target: str, state_bytes: int, seconds: float, loss_seconds: float) -> Link:
+    seconds = max(seconds, 1e-9)
+    rate = max(state_bytes, 1) / seconds
+    return Link(source, target, 0.0, rate, rate, loss_seconds / seconds)
 
 
 class Pace:
-    """Re-chooses the interval of a multistage schedule as steps become slower or quicker than planned.
+    """Re-chooses the interval of a multistage schedule as steps or the disk become slower or quicker than planned.
 
     An interval is meant to last as long as a transfer, or some multiple of it: so its seconds are kept, not its steps.
+    Where compute waits for the disk more than planned, the disk has become slower, and the interval longer.
 
     Args:
         interval: as planned.
         step_seconds: for which it was.
         least: the shortest interval for which the slow tier has room.
+        late_seconds: for each interval, that compute is expected to wait.
     """
 
-    def __init__(self, interval: int, step_seconds: float, least: int = 1) -> None:
+    def __init__(self, interval: int, step_seconds: float, least: int = 1, late_seconds: float = 0.0) -> None:
         self._planned = interval
         self._planned_seconds = step_seconds
         self._least = least
-        self._mean_seconds = step_seconds
+        self._late_seconds = late_seconds
+        self._stretch = 1.0
+        self._recent: collections.deque[float] = collections.deque(maxlen=RECENT)
+        self._waited = 0.0
+        self._intervals = 0
 
-    def step_took(self, seconds: float) -> None:
-        """Note what a step of the first sweep took."""
-        self._mean_seconds += (seconds - self._mean_seconds) / MEAN_STEPS
+    def steps_took(self, steps: int, seconds: float) -> None:
+        """Note what steps of the first sweep took."""
+        self._recent.append(seconds / steps)
+
+    def was_late(self, seconds: float) -> None:
+        """Note that compute has waited for a copy out."""
+        self._waited += seconds
 
     def interval(self, step: int) -> int:  # noqa: ARG002
         """Steps from a state that is about to be stored to the next."""
-        ratio = self._planned_seconds / max(self._mean_seconds, 1e-9)
+        step_seconds = max(statistics.median(self._recent) if self._recent else self._planned_seconds, 1e-9)
+        ratio = self._planned_seconds / step_seconds
         if 1 / STEADY < ratio < STEADY:
-            return self._planned
-        return max(round(self._planned * ratio), self._least, 1)
+            ratio = 1.0
+        self._follow_the_disk()
+        return max(round(self._planned * ratio * self._stretch), self._least, 1)
+
+    def _follow_the_disk(self) -> None:
+        self._intervals += 1
+        if self._intervals < LATE_INTERVALS:
+            return
+        late = self._waited / self._intervals - self._late_seconds
+        share = late / max(self._planned * self._stretch * self._planned_seconds, 1e-9)
+        if share > LATE_SHARE:
+            self._stretch *= 1 + share
+        self._waited, self._intervals = 0.0, 0

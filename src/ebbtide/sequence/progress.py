@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -14,6 +15,8 @@ from ebbtide.sequence.schedules import Advance, Record, Reverse
 LONG_SECONDS = 5.0
 """Chains that are expected to take less have no bar unless asked for."""
 REFRESH_SECONDS = 0.1
+PIECE_STEPS = 100
+"""A long way is gone in pieces of so many steps, or the bar would stand still."""
 
 
 def is_wanted(progress: bool | None, expected_seconds: float) -> bool:
@@ -27,7 +30,7 @@ def watch(records: Iterable[Record], total: int | None) -> Iterator[Record]:
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("forward", total=total)
         done, shown = 0, 0.0
-        for record in records:
+        for record in itertools.chain.from_iterable(map(_pieces, records)):
             yield record
             # What was yielded is done by now.
             if isinstance(record, Advance):
@@ -40,3 +43,10 @@ def watch(records: Iterable[Record], total: int | None) -> Iterator[Record]:
                     bar.update(task, completed=done, description=f"reverse, {record.step} to go")
                 else:
                     bar.update(task, completed=done)
+
+
+def _pieces(record: Record) -> Iterable[Record]:
+    if not isinstance(record, Advance) or record.tape or record.stop - record.start <= PIECE_STEPS:
+        return (record,)
+    starts = range(record.start, record.stop, PIECE_STEPS)
+    return (Advance(start, min(start + PIECE_STEPS, record.stop)) for start in starts)

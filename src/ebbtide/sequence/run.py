@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from ebbtide.errors import SequenceError
-from ebbtide.run.tiers import DiskTier
 from ebbtide.sequence.arrays import ArrayChain, Forward, Lookahead, More, Reverse
-from ebbtide.sequence.choose import Choice, hidden_interval, memory_slots, predicted
+from ebbtide.sequence.choose import Choice, memory_slots, predicted
+from ebbtide.sequence.disk import StateDisk, StatePlace
 from ebbtide.sequence.executor import Executor
 from ebbtide.sequence.layout import Layout
-from ebbtide.sequence.pace import Pace, time_step, time_transfers
-from ebbtide.sequence.planning import Course, open_spill, quickest, unnoted
+from ebbtide.sequence.named import NamedDisk, resumed
+from ebbtide.sequence.pace import Trial
+from ebbtide.sequence.planning import Course, Spill, online, open_named, open_spill, quickest
 from ebbtide.sequence.progress import is_wanted, watch
-from ebbtide.sequence.schedules import MEMORY, Online, OnlineInMemory, Schedule
+from ebbtide.sequence.schedules import DISK, MEMORY, Schedule
 from ebbtide.sequence.store import StateStore
 from ebbtide.units import format_bytes
 
@@ -33,16 +34,18 @@ class Outcome:
         adjoint: what the reverse of step 0 returned.
         final: the last state.
         steps: how many the chain had.
+        resumed_step: the first step that was run; above 0 if the run went on from where it had been killed.
         forward_steps: steps run forward, besides those that the reverse of each step runs itself.
         recompute_factor: forward steps per step of the chain; 1 if none ran twice.
         waited_seconds: how long compute has waited for the disk.
-        slow_bytes: what has gone to the disk.
+        slow_bytes: what has gone to the disk; if it was compressed, before that.
         choice: what was expected; None where the length was not known.
     """
 
     adjoint: Any
     final: Any
     steps: int
+    resumed_step: int
     forward_steps: int
     recompute_factor: float
     waited_seconds: float
@@ -58,8 +61,10 @@ def run(
     *,
     turn: Callable[[Any], Any],
     memory: int | str,
-    spill: str | Path | None = None,
+    spill: Spill = None,
+    name: str | None = None,
     schedule: Schedule | None = None,
+    reverse_seconds: float | None = None,
     check: bool = False,
     progress: bool | None = None,
 ) -> Outcome:
@@ -78,57 +83,89 @@ def run(
         turn: gives the adjoint of the last state, from that state.
         memory: for the states held between steps; bytes, or such as ``"256MiB"``. What the operators take while they
             run comes on top: usually the next state, and the adjoint.
-        spill: directory for states that do not fit, on a fast disk. Without one, steps are run again.
+        spill: directory for states that do not fit, on a fast disk; or several, fastest first, called ``disk``,
+            ``disk2``, ... by schedules. Without one, steps are run again.
+        name: of the run. Its states on the disk are then kept until it ends, in a folder of the spill directory: if
+            the process is killed, the same call goes on from the last one. Whatever the operators depend on, besides
+            the state, should be told by the name.
         schedule: what to do; `choose` makes one. If not given, the quickest is taken; to know it, with ``spill``,
             step 0 and the disk are timed first.
+        reverse_seconds: what a reverse step takes, where it is known; if not given, twice a step forward.
         check: compare every state that is computed again with a checksum of the first time, and what the disk gives
             back with what it was given. Takes 4 bytes of memory for each step.
         progress: whether to show a bar; if not given, for long chains on a terminal.
 
     Raises:
         SequenceError: if there are no steps, memory takes less than two states, states differ in structure or shape,
-            the schedule does not fit, or, with ``check``, a step does not give the same state again.
+            the schedule does not fit, with ``check``, a step does not give the same state again, or, with ``name``,
+            the run that was killed was another one.
         SpillError: if the spill directory is missing, full or faulty.
     """
     layout = Layout(state)
     slots = memory_slots(layout.size_bytes, memory)
     first = layout.view(state)
-
-    def trial() -> float:
-        return time_step(lambda: forward(layout.copy(first), 0))
-
-    with open_spill(spill, checksum=check) as disk:
+    trial = Trial(
+        lambda: layout.copy(first), lambda u: forward(u, 0), layout.pack, layout.size_bytes, layout.item_bytes, slots
+    )
+    with _spill(spill, name, n, layout, first, check) as disks:
+        there = disks[0].there if disks and isinstance(disks[0], NamedDisk) else {}
         if schedule is not None:
-            plan = _given(schedule, n, slots, layout.size_bytes, disk)
+            plan = _given(schedule, n, slots, layout.size_bytes, disks, there)
         elif callable(n):
-            plan = _online(slots, layout.size_bytes, disk, trial)
+            plan = online(disks, trial)
         else:
-            plan = quickest(n, slots, layout.size_bytes, disk, trial, reverse_factor=REVERSE_FACTOR)
-        before_bytes = 0 if disk is None else disk.written_bytes
-        chain = ArrayChain(forward, reverse, turn, layout, step_took=plan.step_took, check=check)
-        with StateStore(layout.size_bytes, slots, {} if disk is None else {disk.name: disk}) as store:
+            plan = quickest(n, disks, trial, reverse_factor=REVERSE_FACTOR, reverse_seconds=reverse_seconds)
+        chain = ArrayChain(forward, reverse, turn, layout, steps_took=plan.steps_took, check=check)
+
+        def written(step: int, place: StatePlace) -> None:
+            if isinstance(disks[0], NamedDisk) and chain.steps is None:
+                disks[0].note(step, place)
+
+        tiers = {disk.name: disk for disk in disks}
+        with StateStore(layout.size_bytes, slots, tiers, late=plan.was_late, written=written) as store:
+            for step, place in there.items():
+                store.adopt(step, disks[0].name, place)
             executor: Executor[Any] = Executor(chain, store, first)
             more = Lookahead(chain, executor, n) if callable(n) else range(n).__contains__
             records = plan.records(more)
             if is_wanted(progress, plan.choice.seconds if plan.choice else 0.0):
                 records = watch(records, plan.choice.forward_steps + plan.choice.schedule.n if plan.choice else None)
             executor.run(records)
-            if disk is not None:
+            for disk in disks:
                 disk.drain()
         assert chain.steps is not None
         return Outcome(
             adjoint=chain.adjoint,
             final=chain.final,
             steps=chain.steps,
+            resumed_step=chain.first_step or 0,
             forward_steps=executor.forward_steps,
             recompute_factor=(executor.forward_steps + 1) / chain.steps,
             waited_seconds=store.waited_seconds,
-            slow_bytes=0 if disk is None else disk.written_bytes - before_bytes,
+            slow_bytes=sum(store.stored.values()) * layout.size_bytes,
             choice=plan.choice,
         )
 
 
-def _given(schedule: Schedule, n: int | More, slots: int, state_bytes: int, disk: DiskTier | None) -> Course:
+def _spill(
+    spill: Spill, name: str | None, n: int | More, layout: Layout, first: Any, check: bool
+) -> AbstractContextManager[Sequence[StateDisk]]:
+    if name is None:
+        return open_spill(spill, checksum=check, item_bytes=layout.item_bytes)
+    if callable(n):
+        raise SequenceError(f"name={name!r}: only a run of a known number of steps can go on where it was interrupted")
+    identity = {"number of steps": n, "state": layout.describe(), "state 0": layout.digest(first)}
+    return open_named(spill, name, identity, state_bytes=layout.size_bytes, item_bytes=layout.item_bytes)
+
+
+def _given(
+    schedule: Schedule,
+    n: int | More,
+    slots: int,
+    state_bytes: int,
+    disks: Sequence[StateDisk],
+    there: Iterable[int],
+) -> Course:
     if callable(n) or schedule.n != n:
         raise SequenceError(f"the schedule is for {schedule.n} steps, not for {'any number' if callable(n) else n}")
     wanted = schedule.slots
@@ -138,18 +175,10 @@ def _given(schedule: Schedule, n: int | More, slots: int, state_bytes: int, disk
             f"the schedule holds {states} states in memory, the working state included, and {slots + 1} fit; "
             f"give at least {format_bytes(states * state_bytes)}"
         )
+    names = [disk.name for disk in disks]
     for tier, count in wanted.items():
-        if tier != MEMORY and count and (disk is None or tier != disk.name):
-            there = "spill=... is not given" if disk is None else f"spill=... is called {disk.name!r}"
-            raise SequenceError(f"the schedule stores states in a tier called {tier!r}, but {there}")
-    return Course(lambda _: schedule.records(), predicted(schedule, state_bytes, math.nan), unnoted)
-
-
-def _online(slots: int, state_bytes: int, disk: DiskTier | None, trial: Callable[[], float]) -> Course:
-    if disk is None or slots < 2:
-        return Course(OnlineInMemory(slots).records, None, unnoted)
-    step_seconds = trial()
-    links = time_transfers(disk, state_bytes, None)
-    interval = hidden_interval(step_seconds, links.out.seconds(state_bytes))
-    pace = Pace(interval, step_seconds)
-    return Course(Online(slots, pace.interval, disk.name).records, None, pace.step_took)
+        if tier != MEMORY and count and tier not in names:
+            known = f"spill=... is called {' and '.join(map(repr, names))}" if names else "spill=... is not given"
+            raise SequenceError(f"the schedule stores states in a tier called {tier!r}, but {known}")
+    choice = predicted(schedule, state_bytes, math.nan)
+    return Course(lambda _: resumed(schedule.records(), there, DISK), choice)

@@ -6,21 +6,19 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ebbtide.errors import SequenceError
-from ebbtide.run.tiers import DiskTier
 from ebbtide.sequence.cells import Cell, CellChain, Inputs
 from ebbtide.sequence.choose import memory_slots
+from ebbtide.sequence.disk import StateDisk
 from ebbtide.sequence.executor import Executor
 from ebbtide.sequence.graphs import without_saved_tensor_hooks
-from ebbtide.sequence.pace import time_step
-from ebbtide.sequence.planning import Course, open_spill, quickest
+from ebbtide.sequence.pace import Trial
+from ebbtide.sequence.planning import Course, Spill, open_spill, quickest
 from ebbtide.sequence.progress import is_wanted, watch
 from ebbtide.sequence.schedules import Record, Reverse
 from ebbtide.sequence.store import StateStore
@@ -38,7 +36,7 @@ def scan(
     inputs: Iterable[Any],
     *,
     memory: int | str = "256MiB",
-    spill: str | Path | None = None,
+    spill: Spill = None,
     truncate: int | None = None,
     check: bool = False,
     progress: bool | None = None,
@@ -56,7 +54,8 @@ def scan(
         inputs: any iterable. What can be indexed is, anew for each run of a step; of others the items are kept.
         memory: for the states held between steps, in RAM; bytes, or such as ``"256MiB"``. What one step and its graph
             take comes on top, and so do inputs, outputs and gradients.
-        spill: directory for states that do not fit, on a fast disk. Without one, steps are run again.
+        spill: directory for states that do not fit, on a fast disk; or several, fastest first. Without one, steps are
+            run again.
         truncate: detach the state before each step whose number is a multiple of this.
         check: compare every state that is computed again with a checksum of the first time, and what the disk gives
             back with what it was given. Takes 4 bytes of memory for each step.
@@ -142,12 +141,12 @@ class _Sweep:
         inputs: Inputs,
         layout: TensorLayout,
         memory: int | str,
-        spill: str | Path | None,
+        spill: Spill,
         truncate: int | None,
         check: bool,
         progress: bool | None,
     ) -> None:
-        self.chain = CellChain(cell, inputs, layout, truncate=truncate, step_took=self._step_took, check=check)
+        self.chain = CellChain(cell, inputs, layout, truncate=truncate, steps_took=self._steps_took, check=check)
         self._start = start
         self._n = len(inputs)
         self._layout = layout
@@ -160,7 +159,7 @@ class _Sweep:
         self._turn_generators = self._start_generators
         self._course: Course | None = None
         self._resources = contextlib.ExitStack()
-        self._disk: DiskTier | None = None
+        self._disks: tuple[StateDisk, ...] = ()
         self._executor: Executor[State] | None = None
         self._records: Iterator[Record] = iter(())
 
@@ -171,7 +170,7 @@ class _Sweep:
                 self._to_the_turn()
                 self._turn_generators = self._layout.generators.read()
                 assert self._executor is not None
-                self.chain.advance(self._executor.working, self._n - 1)
+                self.chain.advance(self._executor.working, self._n - 1, self._n)
             except BaseException:
                 self.close()
                 raise
@@ -188,25 +187,30 @@ class _Sweep:
                 assert self._executor is not None
                 self.chain.begin_reverse(grads)
                 self._executor.run(self._watched(self._records, forward=False))
-                if self._disk is not None:
-                    self._disk.drain()
+                for disk in self._disks:
+                    disk.drain()
                 return self.chain.end_reverse()
             finally:
                 self.close()
 
     def close(self) -> None:
         """Give back memory and files."""
-        self._executor, self._disk, self._records = None, None, iter(())
+        self._executor, self._disks, self._records = None, (), iter(())
         self._resources.close()
 
     def _to_the_turn(self) -> None:
         """Run all records before the first reverse step."""
-        size_bytes = self._layout.size_bytes
-        self._disk = disk = self._resources.enter_context(open_spill(self._spill, checksum=self._check))
+        layout = self._layout
+        spill = open_spill(self._spill, checksum=self._check, item_bytes=layout.item_bytes)
+        self._disks = disks = self._resources.enter_context(spill)
         if self._course is None:
-            self._course = quickest(self._n, self._slots, size_bytes, disk, self._trial, reverse_factor=REVERSE_FACTOR)
+            trial = Trial(
+                lambda: self._start, self.chain.trial, layout.pack, layout.size_bytes, layout.item_bytes, self._slots
+            )
+            self._course = quickest(self._n, disks, trial, reverse_factor=REVERSE_FACTOR)
             _log.info("%s", self._course.choice)
-        store = StateStore(size_bytes, self._slots, {} if disk is None else {disk.name: disk})
+        tiers = {disk.name: disk for disk in disks}
+        store = StateStore(layout.size_bytes, self._slots, tiers, late=self._course.was_late)
         self._resources.enter_context(store)
         self._executor = Executor(self.chain, store, self._start)
         records = self._course.records(range(self._n).__contains__)
@@ -227,13 +231,9 @@ class _Sweep:
         first = self._n - 1
         return watch(records, first if forward else choice.forward_steps - first + self._n)
 
-    def _trial(self) -> float:
-        with _disable_current_modes():
-            return time_step(lambda: self.chain.trial(self._start))
-
-    def _step_took(self, seconds: float) -> None:
+    def _steps_took(self, steps: int, seconds: float) -> None:
         if self._course is not None:
-            self._course.step_took(seconds)
+            self._course.steps_took(steps, seconds)
 
 
 class _Scene:

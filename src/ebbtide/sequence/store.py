@@ -13,17 +13,40 @@ import collections
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
+from typing import Any
 
 import torch
 
 from ebbtide.errors import SequenceError
-from ebbtide.run.tiers import Load, QueuedTier, Slot
+from ebbtide.run.tiers import Load, Slot
 from ebbtide.run.tiers.memory import CONGRUENCE_BYTES, take_memory
+from ebbtide.sequence.disk import StateDisk, StatePlace
 from ebbtide.sequence.schedules import MEMORY
+from ebbtide.sequence.shelf import Shelf
 from ebbtide.units import format_bytes
 
-Block = torch.UntypedStorage
-Fill = Callable[[Block], None]
+
+class Block:
+    """Memory for one state.
+
+    Attributes:
+        storage: its bytes.
+        views: what the layout of the states has made of it, so that it is made once.
+    """
+
+    __slots__ = ("storage", "views")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage = storage
+        self.views: Any = None
+
+    def memory(self) -> memoryview:
+        """All bytes."""
+        return torch.empty(0, dtype=torch.uint8).set_(self.storage).numpy().data
+
+
+def unnoted(*_: object) -> None:
+    """Nobody wants to know."""
 
 
 class StateStore:
@@ -33,23 +56,39 @@ class StateStore:
         state_bytes: size of a state.
         slots: slots in memory.
         tiers: the slow tiers, by name.
+        late: told the seconds that compute has waited for a copy out.
+        written: told the step and place of each copy out, in order, some time after it is there.
 
     Attributes:
+        stored: by slow tier, how many states have been stored there.
         waited_seconds: how long compute has waited for transfers.
     """
 
-    def __init__(self, state_bytes: int, slots: int, tiers: Mapping[str, QueuedTier]) -> None:
+    def __init__(
+        self,
+        state_bytes: int,
+        slots: int,
+        tiers: Mapping[str, StateDisk],
+        *,
+        late: Callable[[float], None] = unnoted,
+        written: Callable[[int, StatePlace], None] = unnoted,
+    ) -> None:
         self.waited_seconds = 0.0
-        self._state_bytes = state_bytes
+        self._late = late
+        self._written = written
         self._slots = slots
+        self.stored = dict.fromkeys(tiers, 0)
         self._tiers = tiers
         # What comes back must lie as it lay when it left: so that all blocks are alike.
         self._alignment_bytes = max([CONGRUENCE_BYTES, *(tier.congruence_bytes for tier in tiers.values())])
+        # Whole blocks of the disk, so that nothing of a state must stay in RAM.
+        self._block_bytes = -(-state_bytes // self._alignment_bytes) * self._alignment_bytes if tiers else state_bytes
         self._blocks = 0
         self._free: list[Block] = []
-        self._memory: dict[int, Block | Load] = {}
-        self._slow: dict[str, dict[int, Slot]] = {name: {} for name in tiers}
-        self._writing: collections.deque[tuple[Slot, Block]] = collections.deque()
+        self._memory: dict[int, Block | tuple[Load, Block]] = {}  # the latter while it comes back
+        self._slow: dict[str, dict[int, Slot]] = {name: {} for name in tiers}  # those in use; the others:
+        self._shelves = {name: Shelf() for name in tiers}
+        self._writing: collections.deque[tuple[int, str, Slot, Block]] = collections.deque()
 
     def __enter__(self) -> StateStore:
         return self
@@ -61,65 +100,105 @@ class StateStore:
         self._memory.clear()
         self._free.clear()
         self._slow.clear()
+        self._shelves.clear()
 
-    def put(self, step: int, tier: str, fill: Fill) -> None:
-        """Store a state: ``fill`` copies it into a block. Raises `SpillError` if an earlier copy out has failed."""
-        block = self._block()
-        fill(block)
+    def take(self) -> Block:
+        """A block that is free: one given back, a new one, or the one of the oldest copy out, once that is done.
+
+        Raises:
+            SpillError: if a copy out has failed.
+        """
+        while self._writing and (self._writing[0][2].finished.is_set() or self._full):
+            self._reap()
+        if self._free:
+            return self._free.pop()
+        if self._full:
+            raise SequenceError(f"the schedule holds more states in memory than its {self._slots} slots")
+        self._blocks += 1
+        return Block(self._new_memory())
+
+    def put(self, step: int, tier: str, block: Block) -> None:
+        """Store a state that was copied into a block of `take`."""
         if tier == MEMORY:
             self._memory[step] = block
         else:
-            slot = self._tiers[tier].write(block)
+            slot = self._tiers[tier].write(block.storage)
             self._slow[tier][step] = slot
-            self._writing.append((slot, block))
+            self._writing.append((step, tier, slot, block))
+            self.stored[tier] += 1
+
+    def adopt(self, step: int, tier: str, place: StatePlace) -> None:
+        """Take up a state that is on a slow tier already."""
+        self._shelves[tier].put(step, place)
 
     def fetch(self, step: int, tier: str) -> None:
         """Begin to bring a state back from a slow tier into a slot in memory."""
-        self._memory[step] = self._tiers[tier].read(self._slow[tier][step], self._block())
+        block = self.take()
+        self._memory[step] = (self._read(step, tier, block), block)
 
     def get(self, step: int, tier: str) -> Block:
         """A state's block, once it is there. One in memory stays that slot's; one from a slow tier is the caller's."""
         if tier != MEMORY:
-            return self._wait(self._tiers[tier].read(self._slow[tier][step]))
+            block = Block(self._new_memory())
+            return self._wait(self._read(step, tier, block), block)
         held = self._memory[step]
-        if isinstance(held, Load):
-            held = self._memory[step] = self._wait(held)
+        if isinstance(held, tuple):
+            held = self._memory[step] = self._wait(*held)
         return held
 
     def drop(self, step: int, tier: str) -> None:
         """Give a slot back."""
         if tier == MEMORY:
             held = self._memory.pop(step)
-            self._free.append(self._wait(held) if isinstance(held, Load) else held)
+            self._free.append(self._wait(*held) if isinstance(held, tuple) else held)
         else:
-            self._tiers[tier].free(self._slow[tier].pop(step))
+            slot = self._slow[tier].pop(step, None)
+            if slot is not None:
+                self._tiers[tier].free(slot)
+            elif (place := self._shelves[tier].take(step)) is not None:
+                self._tiers[tier].forget(place)
 
-    def _block(self) -> Block:
-        """A block that is free: one given back, a new one, or the one of the oldest copy out, once that is done."""
-        while self._writing and (self._writing[0][0].finished.is_set() or self._full):
-            slot, block = self._writing.popleft()
-            start = time.perf_counter()
-            slot.wait()
-            self.waited_seconds += time.perf_counter() - start
-            self._free.append(block)
-        if self._free:
-            return self._free.pop()
-        if self._full:
-            raise SequenceError(f"the schedule holds more states in memory than its {self._slots} slots")
-        try:
-            block = take_memory(self._state_bytes, 0, self._alignment_bytes)
-        except OSError as fault:
-            size = format_bytes(self._state_bytes)
-            raise SequenceError(f"no RAM for a state of {size} ({fault.strerror}); give less memory=...") from fault
-        self._blocks += 1
-        return block
+    def _read(self, step: int, tier: str, block: Block) -> Load:
+        """Begin to bring a state back into a block."""
+        slots = self._slow[tier]
+        if step not in slots:
+            place = self._shelves[tier].take(step)
+            if place is None:
+                raise SequenceError(f"the schedule loads state {step} from tier {tier!r}, where it is not")
+            slots[step] = self._tiers[tier].recall(place, block.storage)
+        return self._tiers[tier].read(slots[step], block.storage)
 
     @property
     def _full(self) -> bool:
         return not self._free and self._blocks >= self._slots
 
-    def _wait(self, load: Load) -> Block:
-        start = time.perf_counter()
-        block = load.wait()
-        self.waited_seconds += time.perf_counter() - start
+    def _new_memory(self) -> torch.UntypedStorage:
+        try:
+            return take_memory(self._block_bytes, 0, self._alignment_bytes)
+        except OSError as fault:
+            size = format_bytes(self._block_bytes)
+            raise SequenceError(f"no RAM for a state of {size} ({fault.strerror}); give less memory=...") from fault
+
+    def _reap(self) -> None:
+        """Take back the block of the oldest copy out."""
+        step, tier, slot, block = self._writing.popleft()
+        if not slot.finished.is_set():
+            start = time.perf_counter()
+            slot.wait()
+            seconds = time.perf_counter() - start
+            self.waited_seconds += seconds
+            self._late(seconds)
+        slot.wait()
+        self._free.append(block)
+        self._written(step, slot.place)
+        if self._slow[tier].get(step) is slot and (place := self._tiers[tier].park(slot)) is not None:
+            del self._slow[tier][step]
+            self._shelves[tier].put(step, place)
+
+    def _wait(self, load: Load, block: Block) -> Block:
+        if not load.ready:
+            start = time.perf_counter()
+            load.wait()
+            self.waited_seconds += time.perf_counter() - start
+        load.wait()
         return block

@@ -72,6 +72,15 @@ class _Form:
         return memory.as_strided(part.shape, self.stride, shift)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Views:
+    """A block as tensors: the number of the state's form, the generators' states, the state's own."""
+
+    form: Tensor
+    generators: list[Tensor]
+    parts: list[Tensor]
+
+
 class Generators:
     """The random generators that a cell may draw from: the CPU's, and those of some CUDA devices."""
 
@@ -106,6 +115,7 @@ class TensorLayout:
 
     Attributes:
         size_bytes: bytes of a block for it and the generators.
+        item_bytes: bytes of a number in the largest tensor.
         generators: those of the devices that it is on.
 
     Raises:
@@ -141,6 +151,7 @@ class TensorLayout:
             self._offsets.append(offset)
             end = offset + part.numel() * part.element_size()
         self.size_bytes = end
+        self.item_bytes = max((part for _, part in found), key=lambda part: part.nbytes).element_size()
 
     def flatten(self, state: Any, step: int) -> list[Tensor]:
         """The tensors of the state before ``step``. Raises `SequenceError` if it is not like the first one."""
@@ -170,20 +181,21 @@ class TensorLayout:
             self._form_numbers[forms] = len(self._forms)
             self._forms.append(forms)
         with torch.no_grad(), _disable_current_modes():
-            _over(block, torch.int64, 0, (1,)).fill_(self._form_numbers[forms])
-            for (offset, size), generator in zip(self._generator_places, self.generators.read(), strict=True):
-                _over(block, torch.uint8, offset, (size,)).copy_(generator)
-            for part, place in zip(state, self._places(block), strict=True):
+            views = self._views(block)
+            views.form.fill_(self._form_numbers[forms])
+            for place, generator in zip(views.generators, self.generators.read(), strict=True):
+                place.copy_(generator)
+            for part, place in zip(state, views.parts, strict=True):
                 place.copy_(part)
 
     def unpack(self, block: Block) -> State:
         """The state in a block, copied only where it must be; the generators go back to where they were."""
         with torch.no_grad(), _disable_current_modes():
-            forms = self._forms[int(_over(block, torch.int64, 0, (1,)))]
-            self.generators.set(
-                [_over(block, torch.uint8, offset, (size,)).clone() for offset, size in self._generator_places]
-            )
-            parts = [place.to(leaf.device) for place, leaf in zip(self._places(block), self._leaves, strict=True)]
+            views = self._views(block)
+            forms = self._forms[int(views.form)]
+            self.generators.set([place.clone() for place in views.generators])
+            # Detached: a state's tensors are told apart by what they are, and may be wanted more than once.
+            parts = [place.detach().to(leaf.device) for place, leaf in zip(views.parts, self._leaves, strict=True)]
             return [form.adopt(part, own=True) for form, part in zip(forms, parts, strict=True)]
 
     def copy(self, state: State) -> State:
@@ -191,11 +203,19 @@ class TensorLayout:
         with torch.no_grad(), _disable_current_modes():
             return [_Form.of(part).adopt(part, own=False) for part in state]
 
-    def _places(self, block: Block) -> list[Tensor]:
-        return [
-            _over(block, leaf.dtype, offset, leaf.shape)
-            for leaf, offset in zip(self._leaves, self._offsets, strict=True)
-        ]
+    def _views(self, block: Block) -> _Views:
+        if block.views is None:
+            storage = block.storage
+            block.views = _Views(
+                _over(storage, torch.int64, 0, (1,)),
+                [_over(storage, torch.uint8, offset, (size,)) for offset, size in self._generator_places],
+                [
+                    _over(storage, leaf.dtype, offset, leaf.shape)
+                    for leaf, offset in zip(self._leaves, self._offsets, strict=True)
+                ],
+            )
+        views: _Views = block.views
+        return views
 
 
 def bytes_of(state: State) -> Iterator[memoryview]:
@@ -214,6 +234,6 @@ def _is_like(part: Any, leaf: _Leaf) -> bool:
     )
 
 
-def _over(block: Block, dtype: torch.dtype, offset_bytes: int, shape: Sequence[int]) -> Tensor:
+def _over(storage: torch.UntypedStorage, dtype: torch.dtype, offset_bytes: int, shape: Sequence[int]) -> Tensor:
     stride = torch.empty(shape, device="meta").stride()
-    return torch.empty(0, dtype=dtype).set_(block, offset_bytes // dtype.itemsize, shape, stride)
+    return torch.empty(0, dtype=dtype).set_(storage, offset_bytes // dtype.itemsize, shape, stride)

@@ -38,6 +38,9 @@ from ebbtide.sequence.schedules.records import (
 )
 from ebbtide.sequence.schedules.revolve import revolve
 
+MOST_AHEAD = 8
+"""States brought back ahead of their turn: more would not be in the processor's caches any more when it comes."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Multistage(Schedule):
@@ -177,7 +180,7 @@ def reverse_parts(
     ready = collections.deque((part, False) for part in kept)
 
     def fetch() -> Iterator[Record]:
-        while len(ready) < depth and (part := next(moved, None)) is not None:
+        while len(ready) < min(depth, MOST_AHEAD) and (part := next(moved, None)) is not None:
             ready.append((part, True))
             yield Load(part[0], tier, into=MEMORY)
 

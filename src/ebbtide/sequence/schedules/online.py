@@ -105,27 +105,29 @@ class Online:
         """The records of a chain that has a step 0, and any further step that ``more`` says.
 
         Args:
-            more: asked for each next step.
+            more: asked for each next step, unless ``n`` is given.
             n: the number of steps, if it is known after all: the last of them then stay in memory.
         """
         starts = _Starts()
-        step = following = 0
-        while more(step + 1):
-            if step == following:
-                interval = max(self.interval(step), 1)
-                if n is not None and not self._part_pays(n - step, interval):
-                    break
+        step = 0
+        if n is None:
+            following = 0
+            while more(step + 1):
+                if step == following:
+                    following += max(self.interval(step), 1)
+                    yield Store(step, self.tier)
+                    starts.push(step)
+                yield Advance(step, step + 1)
+                step += 1
+            yield Reverse(step)
+        else:
+            while self._part_pays(n - step, interval := max(self.interval(step), 1)):
                 yield Store(step, self.tier)
                 starts.push(step)
-                following = step + interval
-            yield Advance(step, step + 1)
-            step += 1
-        if n is None:
-            yield Reverse(step)
-            stop = step
-        else:
+                yield Advance(step, step + interval)
+                step += interval
             yield from revolve(step, n, self.states - 1)
-            stop = step
+        stop = step
         inner = min(self.states - 1, max(starts.longest_part(stop) - 1, 1))
         moved = starts.pop_parts(stop)
         yield from reverse_parts((), moved, tier=self.tier, slots=inner, depth=self.states - inner)

@@ -1,0 +1,35 @@
+"""A process of the benchmark of sequences: runs chains of one cell as it is told, a line of JSON for each."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+
+import torch
+
+from benchmarks.sequence_cells import make_cell
+from benchmarks.sequence_methods import METHODS
+from ebbtide.sequence import run
+
+
+def main() -> None:
+    """Answer requests until the input ends."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cell", required=True)
+    parser.add_argument("--method", required=True, choices=METHODS)
+    parser.add_argument("--spill", required=True)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # compute has one core, transfers the other
+    warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+    cell = make_cell(arguments.cell)
+    method = METHODS[arguments.method]
+    run(cell.forward, cell.reverse, 50, cell.start, turn=cell.turn, memory="64MiB")  # compiles
+    for line in sys.stdin:
+        request = json.loads(line)
+        print(json.dumps(method(cell, request["n"], request["count"], arguments.spill)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Lossless compression of states: bytes sorted by significance, then Zstandard."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+LEVEL = 1
+"""Of Zstandard: the next ones take longer than a disk saves."""
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Codec:
+    """Packs and unpacks bytes; from any number of threads.
+
+    Neighbouring numbers of a smooth field share sign, exponent and leading digits: so all first bytes are put together,
+    all second ones, and so on, as Blosc does.
+
+    Args:
+        item_bytes: bytes of a number.
+    """
+
+    def __init__(self, item_bytes: int) -> None:
+        self._item_bytes = item_bytes
+        self._tools = threading.local()  # those of Zstandard may be used by one thread at a time
+
+    def pack(self, raw: memoryview) -> bytes:
+        """``raw``, compressed. Its length must be a multiple of the item's."""
+        plain: Bytes = np.frombuffer(raw, np.uint8)
+        if self._item_bytes > 1:
+            plain = np.ascontiguousarray(plain.reshape(-1, self._item_bytes).T)
+        packed: bytes = self._tool("compressor").compress(plain.data)
+        return packed
+
+    def unpack(self, packed: memoryview, raw: memoryview) -> None:
+        """Fill ``raw`` with what was packed. Raises ``zstandard.ZstdError`` if that is damaged."""
+        plain: Bytes = np.frombuffer(self._tool("decompressor").decompress(packed), np.uint8)
+        target: Bytes = np.frombuffer(raw, np.uint8)
+        np.copyto(target.reshape(-1, self._item_bytes), plain.reshape(self._item_bytes, -1).T)
+
+    def _tool(self, name: str) -> Any:
+        import zstandard  # an optional dependency: see `codec_for`
+
+        if not hasattr(self._tools, name):
+            self._tools.compressor = zstandard.ZstdCompressor(level=LEVEL)
+            self._tools.decompressor = zstandard.ZstdDecompressor()
+        return getattr(self._tools, name)
+
+
+def codec_for(item_bytes: int) -> Codec | None:
+    """A codec for numbers of ``item_bytes``, or None where ``zstandard`` is not installed."""
+    return None if importlib.util.find_spec("zstandard") is None else Codec(item_bytes)
+
+
+def paying_share(codec: Codec, sample: memoryview, out_seconds: float, back_seconds: float) -> float | None:
+    """To which share of its size a state must shrink for ``codec`` to pay; None if ``sample`` does not in either way.
+
+    Args:
+        codec: what would be used.
+        sample: a state's bytes.
+        out_seconds, back_seconds: time of a state to the disk and back as it is.
+    """
+    whole = memoryview(bytearray(len(sample)))
+    seconds = []
+    packed = b""
+    for _ in range(2):  # the first time memory is faulted in
+        start = time.perf_counter()
+        packed = codec.pack(sample)
+        middle = time.perf_counter()
+        codec.unpack(memoryview(packed), whole)
+        seconds.append((middle - start, time.perf_counter() - middle))
+    pack_seconds, unpack_seconds = seconds[-1]
+    share = 1 - max(pack_seconds / max(out_seconds, 1e-9), unpack_seconds / max(back_seconds, 1e-9))
+    return share if len(packed) < share * len(sample) else None

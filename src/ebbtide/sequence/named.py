@@ -1,0 +1,253 @@
+"""A spill file with a name, from which a run that was killed can go on.
+
+NOTE [What is on the disk]
+In the spill directory a named run has a folder of its own with two files: ``states``, which only grows while the chain
+is run forward, and ``journal``. The journal's first line says what run it is; each further one, where a state lies and
+the checksums of its bytes, and is written once these are in ``states``. Every line begins with its own checksum. So
+whenever the process is killed, the lines up to the first that is torn tell of whole states.
+
+Nothing is synced: what a killed process has written is safe. After a crash of the whole machine some of it may be
+missing; then checksums differ, and an earlier state is the last whole one.
+
+States that are in the journal stay until the run ends: one that is killed while steps are reversed goes on from the
+last of them, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ebbtide.errors import SequenceError, SpillError
+from ebbtide.run.tiers.disk import DiskPlace
+from ebbtide.run.tiers.memory import take_memory
+from ebbtide.sequence.codec import Codec
+from ebbtide.sequence.disk import StateDisk, StatePlace
+from ebbtide.sequence.schedules import Advance, Drop, Load, Record, Store
+
+Identity = Mapping[str, Any]
+"""What must be the same for a run to go on: by name, as JSON takes it."""
+
+
+class NamedDisk(StateDisk):
+    """A `StateDisk` whose file is kept until `remove`.
+
+    Args:
+        directory: the spill directory.
+        run: name of the run.
+        identity: of the run.
+        state_bytes: size of a state.
+        codec: see `StateDisk`.
+
+    Attributes:
+        there: by step, ascending, the states of a run that was killed.
+
+    Raises:
+        SequenceError: if the name cannot be one of a folder, the run is under way elsewhere, or it was another one.
+        SpillError: if the directory cannot be used.
+    """
+
+    def __init__(
+        self, directory: str | Path, run: str, identity: Identity, state_bytes: int, codec: Codec | None
+    ) -> None:
+        if not re.fullmatch(r"[\w.-]+", run):
+            raise SequenceError(f"name={run!r} cannot be that of a folder; take letters, digits, '-', '_' and '.'")
+        super().__init__(directory, checksum=True, codec=codec)
+        self.folder = Path(directory) / f"ebbtide-{run}"
+        self.there: dict[int, StatePlace] = {}
+        self._newest = -1
+        self._kept_bytes = 0  # the file up to here is not given back
+        self._is_empty = False
+        self._journal = -1
+        try:
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            self._journal = os.open(self.folder / "journal", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._lock_run(run)
+            self._take_file()
+            self._take_up(run, identity, state_bytes)
+        except OSError as fault:
+            self.close()
+            raise SpillError(f"{self.folder} cannot be used: {fault.strerror}") from fault
+        except BaseException:
+            self.close()
+            raise
+
+    def note(self, step: int, place: StatePlace) -> None:
+        """Write into the journal that a state is there. Only states of the forward sweep, in order.
+
+        Raises:
+            SpillError: if the journal cannot be written.
+        """
+        if step <= self._newest:
+            return
+        entry = {
+            "step": step,
+            "offset_bytes": place.offset_bytes,
+            "size_bytes": place.size_bytes,
+            "checksums": list(place.checksums.items()),
+            "packed": list(place.packed.items()),
+        }
+        self._take_in(step, place)
+        try:
+            os.write(self._journal, _line(entry))
+        except OSError as fault:
+            raise SpillError(f"the journal in {self.folder} cannot be written: {fault.strerror}") from fault
+
+    def _take_in(self, step: int, place: StatePlace) -> None:
+        self._newest = step
+        self._kept_bytes = max(self._kept_bytes, place.offset_bytes + place.size_bytes)
+        self._is_empty = False
+
+    def _release(self, place: DiskPlace) -> None:
+        if place.offset_bytes >= self._kept_bytes:  # what is in the journal stays
+            super()._release(place)
+
+    def remove(self) -> None:
+        """Delete the files: the run has ended."""
+        for name in ("journal", "states"):  # in this order: without a journal there is nothing to go on from
+            with contextlib.suppress(FileNotFoundError):
+                (self.folder / name).unlink()
+        with contextlib.suppress(OSError):  # the user's own files, if there are some
+            self.folder.rmdir()
+
+    def close(self) -> None:
+        """See `SlowTier.close`. A folder in which there is no state goes, too."""
+        if self._journal >= 0:
+            if self._is_empty:
+                self.remove()
+            os.close(self._journal)
+            self._journal = -1
+        super().close()
+
+    def _lock_run(self, run: str) -> None:
+        try:
+            fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SequenceError(f"the run {run!r} is under way in another process; take another name=...") from None
+        if os.fstat(self._journal).st_nlink == 0:
+            raise SequenceError(f"the run {run!r} has just ended in another process; start it again")
+
+    def _take_file(self) -> None:
+        """Put the named file in the place of the unnamed one, which has the same descriptor from then on."""
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        named = os.open(self.folder / "states", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.fcntl(named, fcntl.F_SETFL, flags)  # direct I/O, if it works there
+            os.dup2(named, self._fd, inheritable=False)
+        finally:
+            os.close(named)
+
+    def _take_up(self, run: str, identity: Identity, state_bytes: int) -> None:
+        """Find the states of a run that was killed, or begin the journal."""
+        lines = list(_whole_lines(os.pread(self._journal, os.fstat(self._journal).st_size, 0)))
+        if lines and lines[0][1] != identity:
+            raise SequenceError(_difference(run, self.folder, lines[0][1], identity))
+        places = [(entry["step"], self._place_of(entry), end) for end, entry in lines[1:]]
+        self._places.take(max((place.offset_bytes + place.size_bytes for _, place, _ in places), default=0))
+        while places and not self._is_whole(places[-1][1], state_bytes):
+            places.pop()
+        end = places[-1][2] if places else lines[0][0] if lines else 0
+        os.ftruncate(self._journal, end)
+        os.lseek(self._journal, end, os.SEEK_SET)
+        if not lines:
+            os.write(self._journal, _line(identity))
+        self._is_empty = not places
+        for step, place, _ in places:
+            self.there[step] = place
+            self._take_in(step, place)
+
+    def _place_of(self, entry: Any) -> StatePlace:
+        if entry["packed"] and self.codec is None:
+            raise SequenceError(
+                f"the states in {self.folder} are compressed, and zstandard is not installed; install it, or delete "
+                "that folder to begin anew"
+            )
+        place = StatePlace(entry["offset_bytes"], entry["size_bytes"], 0)
+        place.checksums.update(entry["checksums"])
+        place.packed.update(entry["packed"])
+        return place
+
+    def _is_whole(self, place: StatePlace, state_bytes: int) -> bool:
+        """Whether a state can be read back. If not, its place is given back."""
+        slot = self.recall(place, self._like(state_bytes))
+        try:
+            self.read(slot).wait()
+        except SpillError:
+            self.free(slot)
+            return False
+        return self.park(slot) is not None
+
+    def _like(self, state_bytes: int) -> torch.UntypedStorage:
+        whole = -(-state_bytes // self.congruence_bytes) * self.congruence_bytes
+        return take_memory(whole, 0, self.congruence_bytes)
+
+
+def _line(content: Any) -> bytes:
+    text = json.dumps(content).encode()
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def _whole_lines(journal: bytes) -> Iterator[tuple[int, Any]]:
+    """What each line says, up to the first that is torn, with where the line ends."""
+    end = 0
+    for line in journal.splitlines(keepends=True):
+        checksum, _, text = line.rstrip(b"\n").partition(b" ")
+        if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(text):
+            return
+        end += len(line)
+        yield end, json.loads(text)
+
+
+def _difference(run: str, folder: Path, found: Any, identity: Identity) -> str:
+    names = [name for name in identity if not isinstance(found, dict) or found.get(name) != identity[name]]
+    told = "; ".join(
+        f"its {name} was {found.get(name) if isinstance(found, dict) else found}, now {identity[name]}"
+        for name in names
+    )
+    return (
+        f"the run {run!r} that was interrupted is another one: {told}; give name=... another name, or delete {folder}"
+    )
+
+
+def resumed(records: Iterable[Record], there: Iterable[int], tier: str) -> Iterator[Record]:
+    """``records`` of a chain of which some states are on ``tier`` already: what led to these is left out.
+
+    Args:
+        records: those of the whole chain.
+        there: the steps whose states are there, ascending.
+        tier: where.
+    """
+    left = dict.fromkeys(there)
+    newest = max(left, default=0)
+    position = 0
+    skipping = bool(left)
+    for record in records:
+        if isinstance(record, Store) and record.tier == tier and record.step in left:
+            continue
+        if skipping and isinstance(record, Advance):
+            position = record.stop
+            if position <= newest:
+                continue
+            skipping = False
+            yield Load(newest, tier)
+            yield Advance(newest, position)
+            continue
+        if skipping:
+            skipping = False
+            start = max((step for step in left if step <= position), default=0)
+            if start in left:
+                yield Load(start, tier)
+            if start < position:
+                yield Advance(start, position)
+        if isinstance(record, Drop) and record.tier == tier:
+            left.pop(record.step, None)
+        yield record

@@ -1,0 +1,54 @@
+"""Which place of a tier holds which state, in memory that does not grow with the number of states."""
+
+from __future__ import annotations
+
+import bisect
+
+from ebbtide.sequence.disk import StatePlace
+
+
+class Shelf:
+    """Places by step. Of evenly spaced states in places one after another only the first is kept, and how many.
+
+    A place with checksums or compressed parts is kept as it is, and so is one between those of a row.
+    """
+
+    def __init__(self) -> None:
+        # First step and place, spacing of the steps, how many; ascending. Places are spaced by their own size.
+        self._runs: list[tuple[int, StatePlace, int, int]] = []
+        self._others: dict[int, StatePlace] = {}
+
+    def put(self, step: int, place: StatePlace) -> None:
+        """Note where a state is."""
+        index = bisect.bisect(self._runs, step, key=lambda run: run[0])
+        first, place_0, spacing, count = self._runs[index - 1] if index else (step, place, 0, 0)
+        if place.tail or place.checksums or place.packed or step < first + (count - 1) * spacing:
+            self._others[step] = place
+            return
+        if index:
+            fits = count == 1 or step == first + count * spacing
+            if fits and place.offset_bytes == place_0.offset_bytes + count * place.size_bytes:
+                self._runs[index - 1] = (first, place_0, (step - first) // count, count + 1)
+                return
+        self._runs.insert(index, (step, place, 0, 1))
+
+    def take(self, step: int) -> StatePlace | None:
+        """The place of a state, which is not here any more; None if there is none."""
+        if step in self._others:
+            return self._others.pop(step)
+        index = bisect.bisect(self._runs, step, key=lambda run: run[0]) - 1
+        if index < 0:
+            return None
+        first, place, spacing, count = self._runs[index]
+        number, rest = divmod(step - first, spacing) if spacing else (step - first, 0)
+        if rest or number >= count:
+            return None
+        before = [(first, place, spacing if number > 1 else 0, number)] if number else []
+        left = count - number - 1
+        after = [(step + spacing, _moved(place, number + 1), spacing if left > 1 else 0, left)] if left else []
+        self._runs[index : index + 1] = before + after
+        return _moved(place, number)
+
+
+def _moved(place: StatePlace, places: int) -> StatePlace:
+    return StatePlace(place.offset_bytes + places * place.size_bytes, place.size_bytes, place.head_bytes)

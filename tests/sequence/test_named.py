@@ -1,0 +1,316 @@
+"""Runs that are killed, and go on: by SIGKILL at many points, and with files that are torn on top of it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import json
+import os
+import signal
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from ebbtide.errors import SequenceError, SpillError
+from ebbtide.machine import Link
+from ebbtide.run.tiers import DiskTier
+from ebbtide.sequence import Outcome, SlowMemory, pace, planning, run
+from ebbtide.sequence.named import resumed
+from ebbtide.sequence.schedules import (
+    DISK,
+    MEMORY,
+    Advance,
+    Drop,
+    HRevolve,
+    Level,
+    Multistage,
+    Schedule,
+    Store,
+    StoreAll,
+    interpret,
+)
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+Array = npt.NDArray[np.float64]
+WIDTH = 700
+START = np.linspace(0.1, 0.9, WIDTH)
+N, INTERVAL = 120, 7
+SCHEDULE = Multistage(N, 3, INTERVAL)
+
+
+def forward(u: Array, step: int) -> Array:
+    return np.asarray(np.sin(u + 0.01 * step) + 0.3 * np.roll(u, 1))
+
+
+def reverse(u: Array, adjoint: Array, step: int) -> Array:
+    return np.asarray(np.cos(u + 0.01 * step) * adjoint + 0.3 * np.roll(adjoint, -1))
+
+
+def attempt(directory: Path, **changes: Any) -> Outcome:
+    given: dict[str, Any] = {"forward": forward, "reverse": reverse, "n": N, "state": START, "turn": lambda u: 2 * u}
+    options = {"memory": 4 * START.nbytes, "spill": directory, "name": "wave", "schedule": SCHEDULE}
+    return run(**{**given, **options, **changes})
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(call: Callable[[], object]) -> None:
+    """Run ``call`` in another process, which must be killed by it."""
+    process = os.fork()
+    if process == 0:
+        try:
+            call()
+        finally:
+            os._exit(1)  # it was not
+    _, status = os.waitpid(process, 0)
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+
+
+def killed_at(directory: Path, step: int, **changes: Any) -> None:
+    """Kill a run when it first comes to ``step``."""
+
+    def dying(u: Array, now: int) -> Array:
+        if now == step:
+            die()
+        return forward(u, now)
+
+    killed(lambda: attempt(directory, forward=dying, **changes))
+
+
+def check_whole(directory: Path, **changes: Any) -> Outcome:
+    """Run to the end; the result must be that of a run without interruption, and nothing may be left."""
+    done = attempt(directory, **changes)
+    whole = attempt(directory, name=None, spill=None, schedule=None, memory=(N + 1) * START.nbytes)
+    assert done.adjoint.tobytes() == whole.adjoint.tobytes()
+    assert done.final.tobytes() == whole.final.tobytes()
+    assert list(directory.iterdir()) == []
+    return done
+
+
+@pytest.mark.parametrize("step", [0, 1, 30, 77, N - 1])
+def test_killed_in_the_forward_sweep(step: int, tmp_path: Path) -> None:
+    killed_at(tmp_path, step)
+    done = check_whole(tmp_path, check=True)
+    assert done.resumed_step % INTERVAL == 0
+    assert done.resumed_step <= step
+    assert step < 30 or done.resumed_step >= step - 5 * INTERVAL
+    assert done.forward_steps == SCHEDULE.forward_steps - done.resumed_step
+
+
+def test_killed_again_and_again(tmp_path: Path) -> None:
+    for step in (40, 60, 61, 90):
+        killed_at(tmp_path, step)
+    assert check_whole(tmp_path).resumed_step > 50
+
+
+def test_killed_while_steps_are_reversed(tmp_path: Path) -> None:
+    """The states that are dropped on the way back are still there."""
+
+    def dying(u: Array, adjoint: Array, step: int) -> Array:
+        if step == 30:
+            die()
+        return reverse(u, adjoint, step)
+
+    killed(lambda: attempt(tmp_path, reverse=dying))
+    assert check_whole(tmp_path).resumed_step > 60
+
+
+@pytest.mark.parametrize("write", [0, 3, 8])
+def test_killed_in_a_write(write: int, tmp_path: Path) -> None:
+    """Half of a state is in the file."""
+    real, count = DiskTier._pwrite, 0
+
+    def half(self: DiskTier, fd: int, view: memoryview, offset_bytes: int) -> int:
+        nonlocal count
+        count += 1
+        if count > write:
+            real(self, fd, view[: self.block_bytes], offset_bytes)
+            die()
+        return real(self, fd, view, offset_bytes)
+
+    def call() -> None:
+        DiskTier._pwrite = half  # type: ignore[method-assign]  # in that process alone
+        attempt(tmp_path)
+
+    killed(call)
+    assert check_whole(tmp_path).resumed_step <= max(write - 1, 0) * INTERVAL
+
+
+def lines(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line[9:]) for line in (directory / "ebbtide-wave" / "journal").read_text().splitlines()]
+
+
+def flip(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "tear", ["state cut off", "state flipped", "line cut off", "line flipped", "states gone", "journal empty"]
+)
+def test_torn_files(tear: str, tmp_path: Path) -> None:
+    """The last whole state is taken."""
+    killed_at(tmp_path, 77)
+    folder = tmp_path / "ebbtide-wave"
+    states, journal = folder / "states", folder / "journal"
+    steps = [line["step"] for line in lines(tmp_path)[1:]]
+    last = lines(tmp_path)[-1]["offset_bytes"]
+    expected = steps[-2]
+    if tear == "state cut off":
+        os.truncate(states, last + START.nbytes // 2)
+    elif tear == "state flipped":
+        flip(states, last + START.nbytes - 100)
+    elif tear == "line cut off":
+        os.truncate(journal, journal.stat().st_size - 5)
+    elif tear == "line flipped":
+        flip(journal, journal.stat().st_size - 5)
+    elif tear == "states gone":
+        states.unlink()
+        expected = 0
+    else:
+        os.truncate(journal, 0)
+        expected = 0
+    assert check_whole(tmp_path).resumed_step == expected
+
+
+def test_an_earlier_state_that_is_torn(tmp_path: Path) -> None:
+    """It is found when it comes back, and told; nothing wrong is computed."""
+    killed_at(tmp_path, 77)
+    flip(tmp_path / "ebbtide-wave" / "states", lines(tmp_path)[3]["offset_bytes"] + 1000)
+    with pytest.raises(SpillError, match="other than they were written"):
+        attempt(tmp_path)
+
+
+def test_another_run_of_the_same_name(tmp_path: Path) -> None:
+    killed_at(tmp_path, 77)
+    for changes, complaint in (
+        ({"n": N - 1, "schedule": None}, f"its number of steps was {N}, now {N - 1}"),
+        ({"state": START + 1}, "its state 0 was"),
+        ({"state": START[1:]}, r"its state was \['the state: float64 of shape \(700,\)'\]"),
+    ):
+        with pytest.raises(SequenceError, match=complaint):
+            attempt(tmp_path, **changes)
+    assert check_whole(tmp_path).resumed_step > 50
+
+
+def test_a_run_that_is_under_way(tmp_path: Path) -> None:
+    killed_at(tmp_path, 77)
+    with (tmp_path / "ebbtide-wave" / "journal").open() as journal:
+        fcntl.flock(journal, fcntl.LOCK_EX)
+        with pytest.raises(SequenceError, match="under way in another process"):
+            attempt(tmp_path)
+    assert check_whole(tmp_path).resumed_step > 50
+
+
+@pytest.mark.parametrize("step", [0, 77])
+def test_errors_of_the_user_keep_what_is_there(step: int, tmp_path: Path) -> None:
+    def broken(u: Array, now: int) -> Array:
+        if now == step:
+            raise ZeroDivisionError
+        return forward(u, now)
+
+    with pytest.raises(ZeroDivisionError):
+        attempt(tmp_path, forward=broken)
+    assert len(list(tmp_path.iterdir())) == (step > 0)
+    assert (check_whole(tmp_path).resumed_step > 50) == (step > 0)
+
+
+def test_spill_directory_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One error; once there is room again, the run goes on."""
+    real, count = DiskTier._pwrite, itertools.count()
+
+    def fail(self: DiskTier, fd: int, view: memoryview, offset_bytes: int) -> int:
+        if next(count) >= 8:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(self, fd, view, offset_bytes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskTier, "_pwrite", fail)
+        with pytest.raises(SpillError, match="is full"):
+            attempt(tmp_path)
+    assert check_whole(tmp_path).resumed_step == 7 * INTERVAL
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"name": "a/b"}, "cannot be that of a folder"),
+        ({"name": ""}, "cannot be that of a folder"),
+        ({"spill": None}, "give one directory as spill"),
+        ({"spill": ["/tmp", "/var/tmp"]}, "give one directory as spill"),
+        ({"n": lambda state, step: step < N, "schedule": None}, "a known number of steps"),
+    ],
+)
+def test_bad_input(changes: dict[str, Any], complaint: str, tmp_path: Path) -> None:
+    with pytest.raises(SequenceError, match=complaint):
+        attempt(tmp_path, **changes)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_spill_directory_missing(tmp_path: Path) -> None:
+    with pytest.raises(SpillError, match="does not exist"):
+        attempt(tmp_path / "none")
+
+
+def test_chosen_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The intervals of the run that was killed are kept, whatever is measured now."""
+
+    def measured(write_steps: float) -> None:
+        def slow(*_: Any, **__: Any) -> SlowMemory:
+            rate = START.nbytes / (1e-4 * write_steps)
+            return SlowMemory(DISK, Link("m", DISK, 0, rate, rate), Link(DISK, "m", 0, rate, rate))
+
+        monkeypatch.setattr(planning, "time_transfers", slow)
+        monkeypatch.setattr(planning, "time_step", lambda trial: 1e-4)
+
+    monkeypatch.setattr(pace, "STEADY", 1e9)  # the interval is not chosen again
+    monkeypatch.setattr(pace, "LATE_SHARE", 1e9)
+    measured(9)
+    killed_at(tmp_path, 60, schedule=None)
+    steps = [line["step"] for line in lines(tmp_path)[1:]]
+    measured(25)
+    done = check_whole(tmp_path, schedule=None)
+    assert done.resumed_step == steps[-1] > 20
+    assert done.choice is not None
+    assert isinstance(done.choice.schedule, Multistage)
+    assert done.choice.schedule.interval != steps[1]
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        SCHEDULE,
+        Multistage(N, 4, 5),
+        StoreAll(N, tier=DISK),
+        HRevolve(N, (Level(MEMORY, 3), Level(DISK, None, 2, 2))),
+    ],
+)
+@pytest.mark.parametrize("there", [[], [0], [0, 7, 14], [0, 5, 10, 60], [0, 1, 2, 3], list(range(0, N, 3))])
+def test_what_is_left_out_is_not_needed(schedule: Schedule, there: list[int]) -> None:
+    """The judge follows the shortened records after those that put the states there."""
+    slots = {MEMORY: None, DISK: None}
+    records = list(resumed(schedule.records(), there, DISK))
+    before: list[Any] = []
+    for step, following in itertools.pairwise([*there, None]):
+        before.append(Store(step, DISK))
+        before += [] if following is None else [Advance(step, following)]
+    whole = [*before, *records]
+    dropped = {record.step for record in records if isinstance(record, Drop) and record.tier == DISK}
+    whole += [Drop(step, DISK) for step in there if step not in dropped]
+    assert interpret(whole, N, slots).reversed_steps == N
+
+
+def test_lines_are_as_documented(tmp_path: Path) -> None:
+    killed_at(tmp_path, 30)
+    for line in (tmp_path / "ebbtide-wave" / "journal").read_bytes().splitlines():
+        assert int(line[:8], 16) == zlib.crc32(line[9:])
