@@ -23,9 +23,8 @@ import numpy as np
 from ebbtide.decisions import Plan
 from ebbtide.errors import PolicyError
 from ebbtide.machine import Link, Machine
-from ebbtide.plan.problem import Problem
 from ebbtide.plan.published.chain import Chain, ChainPlan, store_all
-from ebbtide.plan.published.cut import Cut, cut
+from ebbtide.plan.published.cut import Cut, stages_of
 from ebbtide.plan.published.labels import Labels, trail, waiting
 from ebbtide.plan.published.mapping import Mapped, fitted, mapped, slow_links
 from ebbtide.step import Step
@@ -227,7 +226,7 @@ def _chain_and_links(step: Step, machine: Machine) -> tuple[Cut, Link, Link]:
     links = slow_links(machine)
     if links is None:
         raise PolicyError(f"this policy offloads, and machine {machine.name} has no slow tier with links both ways")
-    return cut(Problem.of(step, machine)), *links
+    return stages_of(step, machine), *links
 
 
 def _phases_of(stages: Cut, out_link: Link, in_link: Link) -> tuple[Phase, Phase]:

@@ -9,11 +9,13 @@ import itertools
 import numpy as np
 
 from ebbtide.errors import PolicyError
+from ebbtide.machine import Machine
 from ebbtide.plan.problem import Facts, Ints, Problem
 from ebbtide.plan.profile import SMALLEST_BYTES, movable
 from ebbtide.plan.published.chain import Chain, Stage
+from ebbtide.plan.published.remembered import remembered
 from ebbtide.plan.recipes import asked_first, recipe_of
-from ebbtide.step import EXTERNAL
+from ebbtide.step import EXTERNAL, Step
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,6 +65,12 @@ class Cut:
             first_tick=first,
             longest=len(step.ops),
         )
+
+
+@remembered
+def stages_of(step: Step, machine: Machine) -> Cut:
+    """``step`` on ``machine``, cut as `cut` does."""
+    return cut(Problem.of(step, machine))
 
 
 def cut(problem: Problem) -> Cut:

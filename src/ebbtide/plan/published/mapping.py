@@ -29,6 +29,7 @@ from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Modes, Pr
 from ebbtide.plan.published.chain import ChainPlan, Fate, fates, store_all
 from ebbtide.plan.published.cut import Cut
 from ebbtide.plan.published.judged import judged
+from ebbtide.plan.published.remembered import remembered
 from ebbtide.plan.search import Found, Search
 from ebbtide.plan.select import Room
 from ebbtide.plan.simulate import decisions_of
@@ -65,7 +66,7 @@ class Mapped:
         """As a plan of ``method``. Raises `BudgetError` if it cannot stay within ``limit_bytes``."""
         search, found = self._searched(limit_bytes)
         decisions: list[Decision] = decisions_of(self.problem, search.follower.listed(found.moves), self.recipes)
-        return judged(self.problem.step, self.problem.machine, limit_bytes, decisions, method)
+        return judged(self.problem, limit_bytes, decisions, method)
 
     def _searched(self, limit_bytes: int) -> tuple[Search, Found]:
         search = _search(self.problem, self.candidates, max(limit_bytes, self.peak_bytes))
@@ -166,7 +167,8 @@ def _with(cut: Cut, recipes: dict[int, tuple[int, ...] | None], offloads: set[in
     problem = cut.problem
     columns = [recipes.get(number) for number in range(len(problem.step.absences))]
     tiers = problem.machine.slow_tiers()
-    candidates = Candidates.of(problem, tiers[0].name if tiers else None, columns)
+    tier = tiers[0].name if tiers else None
+    candidates = Candidates.of(problem, tier, columns) if recipes else _candidates_that_move(problem, tier)
     numbers: list[int] = candidates.absence.tolist()
     modes = np.full(len(numbers), KEEP, dtype=np.int8)
     for place, number in enumerate(numbers):
@@ -177,6 +179,12 @@ def _with(cut: Cut, recipes: dict[int, tuple[int, ...] | None], offloads: set[in
     profile: Profile = _search(problem, candidates, 0).selector.profile(modes)
     peak_bytes = int(profile.level.max(initial=problem.resting_bytes))
     return Mapped(problem, candidates, modes, columns, peak_bytes, profile.nested)
+
+
+@remembered
+def _candidates_that_move(problem: Problem, tier: str | None) -> Candidates:
+    """The candidates of a plan that computes nothing again."""
+    return Candidates.of(problem, tier, [None] * len(problem.step.absences))
 
 
 def _search(problem: Problem, candidates: Candidates, limit_bytes: int) -> Search:
