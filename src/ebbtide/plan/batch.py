@@ -2,7 +2,8 @@
 
 A step is observed at two batch sizes. In between, and beyond, every size and duration is taken to grow evenly with the
 batch, which is exact for bytes and nearly so for times; so any batch can be planned for without observing it. The
-answer is then observed and planned for, and taken back if it does not hold.
+answer is then observed and planned for. Whether it holds or not, it is one more known point, and the search goes on
+from it until an observed step holds and the next batch is not expected to.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from ebbtide.plan.problem import plain_peak_bytes
 from ebbtide.plan.solve import solve
 from ebbtide.step import Op, Saved, Step, Value
 from ebbtide.units import format_bytes
+
+ROUNDING = 1e-9
+"""Share of its time by which a plan that does nothing may differ from the sum of its ops' durations."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,27 +101,31 @@ def largest_batch(
         raise RecordError(
             f"the step needs no more memory for more samples ({sizes} were observed): is its batch fixed?"
         )
-    beyond: int | None = None
+    good, beyond = 0, None
+    best: Plan | None = None
     while True:
         plain_batch = _most(lambda batch: plain_peak_bytes(step_at(steps, batch)) <= limit_bytes, 0, None)
-        batch = _most(
-            lambda batch: planned(batch) is not None, min(plain_batch, (beyond or plain_batch + 1) - 1), beyond
-        )
+        start = plain_batch if beyond is None else min(plain_batch, beyond - 1)
+        batch = _most(lambda batch: planned(batch) is not None, max(good, start), beyond)
         if not batch:
             raise _no_batch(step_at(steps, 1), machine, limit_bytes, overhead, seconds)
-        step = steps[batch] if batch in steps else observed(batch)
-        plan = planned(batch)
-        if plan is not None:
+        if batch == good and best is not None:
             plain_step = step_at(steps, plain_batch) if plain_batch else None
-            return LargestBatch(batch, step, plan, plain_batch, plain_step, tuple(steps))
-        beyond = batch
+            return LargestBatch(batch, steps[batch], best, plain_batch, plain_step, tuple(steps))
+        if batch not in steps:
+            observed(batch)
+        plan = planned(batch)
+        if plan is None:
+            beyond = batch
+        else:
+            good, best = batch, plan
 
 
 def step_at(steps: Mapping[int, Step], batch: int) -> Step:
     """The step with a batch of another size, from two or more that were observed, by batch size.
 
-    Sizes and durations are those on the line through the two nearest ones that enclose ``batch``, or through the first
-    or the last two. Sizes are rounded up.
+    Sizes and durations are those on the line through the two nearest ones that enclose ``batch``; outside of all, on
+    that through the smallest and the largest. Sizes are rounded up.
 
     Raises:
         RecordError: if these differ in more than sizes and durations.
@@ -125,8 +133,8 @@ def step_at(steps: Mapping[int, Step], batch: int) -> Step:
     if batch in steps:
         return steps[batch]
     sizes = sorted(steps)
-    pairs = list(itertools.pairwise(sizes))
-    low, high = next((pair for pair in pairs if batch < pair[1]), pairs[-1])
+    enclosing = (pair for pair in itertools.pairwise(sizes) if pair[0] < batch < pair[1])
+    low, high = next(enclosing, (sizes[0], sizes[-1]))
     small, large = steps[low], steps[high]
     _check_same_kind(small, large, low, high)
     rise, run = batch - low, high - low
@@ -191,15 +199,17 @@ def _planned(step: Step, machine: Machine, limit_bytes: int, overhead: float, se
         plan = solve(step, machine, limit_bytes, seconds=seconds)
     except BudgetError:
         return None
-    return plan if plan.seconds <= (1 + overhead) * step.plain_seconds else None
+    return plan if plan.seconds <= (1 + overhead + ROUNDING) * step.plain_seconds else None
 
 
 def _most(holds: Callable[[int], bool], low: int, beyond: int | None) -> int:
     """The largest number for which ``holds``, which is so up to some number: at least ``low``, and below ``beyond``."""
-    if beyond is None:
-        beyond = max(1, 2 * low)
-        while holds(beyond):
-            low, beyond = beyond, 2 * beyond
+    stride = 1
+    while beyond is None:
+        if holds(low + stride):
+            low, stride = low + stride, 2 * stride
+        else:
+            beyond = low + stride
     while beyond - low > 1:
         middle = (low + beyond) // 2
         low, beyond = (middle, beyond) if holds(middle) else (low, middle)

@@ -33,6 +33,7 @@ from ebbtide.plan.published.remembered import remembered
 from ebbtide.plan.search import Found, Search
 from ebbtide.plan.select import Room
 from ebbtide.plan.simulate import decisions_of
+from ebbtide.step import Step
 
 AIMS = 10
 """Chain memories that are tried, each halving what is left between one that fits and one that does not."""
@@ -168,7 +169,9 @@ def _with(cut: Cut, recipes: dict[int, tuple[int, ...] | None], offloads: set[in
     columns = [recipes.get(number) for number in range(len(problem.step.absences))]
     tiers = problem.machine.slow_tiers()
     tier = tiers[0].name if tiers else None
-    candidates = Candidates.of(problem, tier, columns) if recipes else _candidates_that_move(problem, tier)
+    candidates = (
+        Candidates.of(problem, tier, columns) if recipes else _candidates_that_move(problem.step, problem.machine, tier)
+    )
     numbers: list[int] = candidates.absence.tolist()
     modes = np.full(len(numbers), KEEP, dtype=np.int8)
     for place, number in enumerate(numbers):
@@ -182,9 +185,9 @@ def _with(cut: Cut, recipes: dict[int, tuple[int, ...] | None], offloads: set[in
 
 
 @remembered
-def _candidates_that_move(problem: Problem, tier: str | None) -> Candidates:
+def _candidates_that_move(step: Step, machine: Machine, tier: str | None) -> Candidates:
     """The candidates of a plan that computes nothing again."""
-    return Candidates.of(problem, tier, [None] * len(problem.step.absences))
+    return Candidates.of(Problem.of(step, machine), tier, [None] * len(step.absences))
 
 
 def _search(problem: Problem, candidates: Candidates, limit_bytes: int) -> Search:

@@ -40,6 +40,9 @@ from ebbtide.step import Step
 SLOTS = 50
 """Into how many equal parts memory is divided to tell states apart; Rotor's table has its own."""
 
+MOST_STAGES = 64
+"""Of a longer chain neighbours are joined: the time of the program grows with the square of their number."""
+
 METHOD = "pofo"
 
 
@@ -213,7 +216,7 @@ def pofo(step: Step, machine: Machine, limit_bytes: int, *, slots: int = SLOTS) 
         BudgetError: if no such schedule was found that stays within ``limit_bytes``.
         PolicyError: if the step is no chain.
     """
-    stages = stages_of(step, machine)
+    stages = stages_of(step, machine, MOST_STAGES)
     pair = slow_links(machine)
     links = Links(0.0, 0.0) if pair is None else Links(*(link.duplex_bytes_per_second for link in pair))
     rotor = table(stages.chain, rounded_up(stages.chain))

@@ -9,28 +9,28 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
+KEPT = 2
+"""Answers that are kept: two policies may take turns."""
+
 
 def remembered(make: Callable[P, R]) -> Callable[P, R]:
-    """``make``, which keeps its last answer and gives it again for the very same positional arguments.
+    """``make``, which keeps its last answers and gives them again for equal positional arguments.
 
-    For functions without side effects of immutable records. Records are told by identity: comparing two equal steps
-    takes longer than most of what is kept here. Numbers are compared.
+    For functions without side effects, of records that can be compared. Comparing a step to itself takes no time; to
+    look it up by a hash, all of it would have to be read.
     """
-    last: tuple[tuple[Any, ...], Any] | None = None
+    kept: list[tuple[tuple[Any, ...], R]] = []
 
     @functools.wraps(make)
     def remember(*args: P.args, **kwargs: P.kwargs) -> R:
-        nonlocal last
         if kwargs:
             return make(*args, **kwargs)
-        kept = last
-        if kept is None or len(kept[0]) != len(args) or not all(map(_same, kept[0], args)):
-            last = kept = args, make(*args)
-        answer: R = kept[1]
+        for arguments, answer in kept:
+            if arguments == args:
+                return answer
+        answer = make(*args)
+        kept.insert(0, (args, answer))
+        del kept[KEPT:]
         return answer
 
     return remember
-
-
-def _same(first: Any, second: Any) -> bool:
-    return first is second or (isinstance(first, int | float | str) and type(first) is type(second) and first == second)
