@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def conv_norm_relu(in_channels: int, out_channels: int, kernel: int, stride: int = 1, groups: int = 1) -> nn.Sequential:
+def conv_norm_relu(in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> nn.Sequential:
     """A convolution without bias that keeps the size at stride 1, batch norm, and relu in place."""
     return nn.Sequential(
-        nn.Conv2d(in_channels, out_channels, kernel, stride, kernel // 2, groups=groups, bias=False),
+        nn.Conv2d(in_channels, out_channels, kernel, stride, kernel // 2, bias=False),
         nn.BatchNorm2d(out_channels),
         nn.ReLU(inplace=True),
     )
@@ -42,7 +42,8 @@ class PreActivationBlock(nn.Module):
         inner = features
         for layer in self.layers:
             inner = layer(inner)
-        return inner + self.shortcut(features)
+        result: Tensor = inner + self.shortcut(features)
+        return result
 
 
 class PreActivationResNet(nn.Module):
@@ -90,6 +91,21 @@ class DenseLayer(nn.Module):
         return result
 
 
+class DenseBlock(nn.Module):
+    """Layers of which each reads what all before it added."""
+
+    def __init__(self, in_channels: int, growth: int, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(DenseLayer(in_channels + number * growth, growth) for number in range(count))
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Features ``(batch, in_channels + count * growth, height, width)``."""
+        parts = [features]
+        for layer in self.layers:
+            parts.append(layer(parts))
+        return torch.cat(parts, 1)
+
+
 class DenseNet(nn.Module):
     """DenseNet-BC (Huang et al. 2017); ``blocks=(6, 12, 24, 16)`` is DenseNet-121."""
 
@@ -100,8 +116,7 @@ class DenseNet(nn.Module):
         self.blocks = nn.ModuleList()
         self.transitions = nn.ModuleList()
         for place, count in enumerate(blocks):
-            layers = [DenseLayer(channels + number * growth, growth) for number in range(count)]
-            self.blocks.append(nn.ModuleList(layers))
+            self.blocks.append(DenseBlock(channels, growth, count))
             channels += count * growth
             if place + 1 < len(blocks):
                 halve = nn.Conv2d(channels, channels // 2, 1, bias=False)
@@ -115,10 +130,7 @@ class DenseNet(nn.Module):
         """Scores ``(batch, classes)`` of ``images`` ``(batch, 3, height, width)``."""
         features = self.stem(images)
         for block, transition in itertools.zip_longest(self.blocks, self.transitions):
-            parts = [features]
-            for layer in block:
-                parts.append(layer(parts))
-            features = torch.cat(parts, 1)
+            features = block(features)
             features = features if transition is None else transition(features)
         scores: Tensor = self.head(F.relu(self.norm(features), inplace=True).mean((2, 3)))
         return scores
@@ -228,7 +240,8 @@ class InvertedResidual(nn.Module):
 
     @staticmethod
     def _activated(inner: int, outer: int, kernel: int, stride: int = 1, groups: int = 1) -> list[nn.Module]:
-        return [*conv_norm_relu(inner, outer, kernel, stride, groups)[:2], nn.ReLU6(inplace=True)]
+        convolution = nn.Conv2d(inner, outer, kernel, stride, kernel // 2, groups=groups, bias=False)
+        return [convolution, nn.BatchNorm2d(outer), nn.ReLU6(inplace=True)]
 
     def forward(self, features: Tensor) -> Tensor:
         """Features ``(batch, out_channels, height / stride, width / stride)``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from ebbtide.bundle import Bundle
 from ebbtide.cli import app, main
 from ebbtide.errors import RecordError
 from ebbtide.machine import Link, Machine, Tier
+from ebbtide.plan import solve
 from ebbtide.step import Step, read_json, write_json
 from tests.plan.random_steps import network_step
 
@@ -309,7 +311,9 @@ def test_what_has_no_frontier(
     assert ".html, .png, .json" in result.output
 
 
-def test_the_largest_batch(script: Path, tmp_path: Path) -> None:
+def test_the_largest_batch(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = functools.partial(solve, seconds=0.02)
+    monkeypatch.setattr("ebbtide.plan.batch.solve", lambda step, machine, limit, seconds: quick(step, machine, limit))
     plan = tmp_path / "plan.json"
     arguments = ("--machine", "k40c", "--budget", "64MiB", "--overhead", "10%", "--between", "256,512")
     output = run("batch", f"{script}:batched", *arguments, "-o", plan)

@@ -47,12 +47,12 @@ def standings(cases: Sequence[Case]) -> list[Standing]:
         met = [(case, seconds) for case in cases if (seconds := case.policy_seconds[policy]) is not None]
         theirs = [case.overhead(seconds) for case, seconds in met]
         ours = [case.overhead(case.solver_seconds) for case, _ in met]
-        means = [statistics.fmean(shares) if met else None for shares in (theirs, ours)]
         found.append(
             Standing(
                 policy,
                 len(met),
-                *means,
+                statistics.fmean(theirs) if met else None,
+                statistics.fmean(ours) if met else None,
                 max(theirs, default=None),
                 sum(_faster(seconds, case.solver_seconds) for case, seconds in met),
                 statistics.median(case.policy_took_seconds[policy] for case in cases),

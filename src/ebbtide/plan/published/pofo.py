@@ -40,7 +40,7 @@ from ebbtide.step import Step
 SLOTS = 50
 """Into how many equal parts memory is divided to tell states apart; Rotor's table has its own."""
 
-MOST_STAGES = 64
+MOST_STAGES = 48
 """Of a longer chain neighbours are joined: the time of the program grows with the square of their number."""
 
 METHOD = "pofo"

@@ -28,7 +28,7 @@ def remembered(make: Callable[P, R]) -> Callable[P, R]:
         for arguments, answer in kept:
             if arguments == args:
                 return answer
-        answer = make(*args)
+        answer = make(*args, **kwargs)
         kept.insert(0, (args, answer))
         del kept[KEPT:]
         return answer
