@@ -11,7 +11,6 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
@@ -22,8 +21,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.plans.cases import FORWARDS, MACHINE, SHARES, Case, cases_of, source, step_names
 from benchmarks.plans.picture import draw
 from benchmarks.plans.tables import figure_table, figures, policy_table, step_tables
-from ebbtide.machine import Machine
-from ebbtide.step import Step
 
 DEFINITIONS = {
     "machine": f"{MACHINE} for networks of fake tensors, a disk's for recorded steps; its links replaced",
@@ -77,25 +74,15 @@ def _all_cases(names: list[str], seconds: float, processes: int) -> list[Case]:
         jobs: dict[Future[list[Case]], tuple[int, float]] = {}
         for place, name in enumerate(names):
             progress.update(task, description=f"recording {name}")
-            for job in _submitted(pool, name, *source(name), seconds):
-                jobs[job[0]] = place, job[1]
+            step, machine = source(name)
+            for forwards in FORWARDS:
+                jobs[pool.submit(cases_of, name, step, machine, forwards, seconds)] = place, forwards
         found: dict[tuple[int, float], list[Case]] = {}
         for done in as_completed(jobs):
             place, forwards = jobs[done]
             found[place, forwards] = done.result()
             progress.update(task, description=f"{names[place]}, {forwards:g} forwards", advance=len(SHARES))
     return [case for key in sorted(found) for case in found[key]]
-
-
-def _submitted(
-    pool: ProcessPoolExecutor, name: str, step: Step, machine: Machine, seconds: float
-) -> Iterator[tuple[Future[list[Case]], float]]:
-    for forwards in FORWARDS:
-        yield pool.submit(_cases, name, step, machine, forwards, seconds), forwards
-
-
-def _cases(name: str, step: Step, machine: Machine, forwards: float, seconds: float) -> list[Case]:
-    return list(cases_of(name, step, machine, forwards, seconds))
 
 
 if __name__ == "__main__":

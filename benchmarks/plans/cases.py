@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.networks import step_on
@@ -159,10 +158,11 @@ def solved(step: Step, machine: Machine, limit_bytes: int, seconds: float) -> Pl
     return solve(step, machine, limit_bytes, seconds=seconds)
 
 
-def cases_of(name: str, step: Step, machine: Machine, forwards: float, seconds: float) -> Iterator[Case]:
+def cases_of(name: str, step: Step, machine: Machine, forwards: float, seconds: float) -> list[Case]:
     """A step with a link speed, for each budget. A first solve, which may have to compile, is not timed."""
     machine = with_speed(step, machine, forwards)
     least, plain = least_peak_bytes(step, machine), plain_peak_bytes(step)
+    cases = []
     for share in SHARES:
         limit_bytes = least + int(share * (plain - least))
         started = time.process_time()
@@ -170,7 +170,7 @@ def cases_of(name: str, step: Step, machine: Machine, forwards: float, seconds: 
         took = time.process_time() - started
         assert plan.bound_seconds is not None
         policies = {policy: _judged(policy, step, machine, limit_bytes) for policy in POLICIES}
-        yield Case(
+        case = Case(
             step=name,
             ops=len(step.ops),
             absences=len(step.absences),
@@ -191,6 +191,8 @@ def cases_of(name: str, step: Step, machine: Machine, forwards: float, seconds: 
             policy_took_seconds={policy: spent for policy, (_, spent, _) in policies.items()},
             refusals={policy: why for policy, (_, _, why) in policies.items() if why},
         )
+        cases.append(case)
+    return cases
 
 
 def _judged(policy: str, step: Step, machine: Machine, limit_bytes: int) -> tuple[float | None, float, str]:

@@ -14,8 +14,8 @@ from benchmarks.plans.cases import FORWARDS, SHARES, Case
 from ebbtide.plan.published.registry import POLICIES
 from ebbtide.report.frontier import BOUND_COLOUR, COLOURS, SOLVER_COLOUR, TICKS, height
 
-MARKERS = ("o", "s")
-"""Two for each colour: there are more policies than colours."""
+STYLES = (("o", "-"), ("s", ":"))
+"""Marker and line, two for each colour: there are more policies than colours."""
 
 
 def draw(cases: Sequence[Case], path: Path) -> None:
@@ -27,10 +27,10 @@ def draw(cases: Sequence[Case], path: Path) -> None:
     for panel, forwards in zip(panels.flat, FORWARDS, strict=True):
         own = [case for case in cases if case.forwards == forwards]
         for number, policy in enumerate(POLICIES):
-            colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number // len(COLOURS)]
+            colour, (marker, line) = COLOURS[number % len(COLOURS)], STYLES[number // len(COLOURS)]
             points = _medians(own, [case.policy_seconds[policy] for case in own])
             most = max([most, *(overhead for _, overhead in points)])
-            panel.plot(*_columns(points), color=colour, marker=marker, markersize=4, linewidth=1, label=policy)
+            panel.plot(*_columns(points), line, color=colour, marker=marker, markersize=4, linewidth=1.1, label=policy)
         for name, seconds, colour, style in (
             ("bound", [case.bound_seconds for case in own], BOUND_COLOUR, "--"),
             ("solver", [case.solver_seconds for case in own], SOLVER_COLOUR, "-"),
@@ -40,6 +40,7 @@ def draw(cases: Sequence[Case], path: Path) -> None:
         panel.grid(alpha=0.3)
     ticks = [tick for tick in TICKS if tick <= 1.2 * most]
     panels[0, 0].set_yticks([height(tick) for tick in ticks], [f"{100 * tick:g} %" for tick in ticks])
+    panels[0, 0].set_xticks(SHARES, ["least", *(f"{share:.0%}" for share in SHARES[1:])])
     figure.supxlabel("budget: of the way from the least reachable peak to the plain one")
     figure.supylabel("time beyond plain, median over the steps; drawn where at least half of them meet the budget")
     handles, labels = panels[0, 0].get_legend_handles_labels()

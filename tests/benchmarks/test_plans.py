@@ -37,7 +37,7 @@ from tests.plan.random_steps import MIB, network_step
 
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
-    return list(cases_of("network", network_step(6), disk_machine(), 2.0, 0.02))
+    return cases_of("network", network_step(6), disk_machine(), 2.0, 0.02)
 
 
 def test_no_policy_beats_the_solver_and_none_the_bound(cases: list[Case]) -> None:

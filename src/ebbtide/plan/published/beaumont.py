@@ -26,7 +26,7 @@ from ebbtide.machine import Link, Machine
 from ebbtide.plan.published.chain import Chain, ChainPlan, store_all
 from ebbtide.plan.published.cut import Cut, stages_of
 from ebbtide.plan.published.labels import Labels, trail, waiting
-from ebbtide.plan.published.mapping import Mapped, fitted, mapped, slow_links
+from ebbtide.plan.published.mapping import Mapped, fastest, fitted, mapped, slow_links
 from ebbtide.step import Step
 
 SLOTS = 50
@@ -199,9 +199,7 @@ def greedy(step: Step, machine: Machine, limit_bytes: int) -> Plan:
     for count in range(len(stages.chain.stages)):
         plan = offload_plan(stages.chain, both, frozenset(range(1, count + 1)), limit_bytes)
         found.append(mapped(stages, plan))
-    fitting = [choice for choice in found if choice.peak_bytes <= limit_bytes]
-    fastest = min(fitting, key=lambda choice: choice.scheduled(limit_bytes).course.seconds, default=None)
-    chosen = fastest or min(found, key=lambda choice: choice.peak_bytes)
+    chosen = fastest(found, limit_bytes) or min(found, key=lambda choice: choice.peak_bytes)
     return chosen.plan(limit_bytes, "beaumont greedy")
 
 
