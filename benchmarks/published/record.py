@@ -84,8 +84,13 @@ def words_for(number: float | None, unit: Unit) -> str:
             return f"{number:.0f}"
 
 
-def least_limit(step: Step, machine: Machine, planner: Planner, most_seconds: float) -> int:
-    """About the least budget for which ``planner`` has a plan that takes no more than ``most_seconds``. Bisection."""
+def least_limit(
+    step: Step, machine: Machine, planner: Planner, most_seconds: float, guess_bytes: int | None = None
+) -> int:
+    """About the least budget for which ``planner`` has a plan that takes no more than ``most_seconds``. Bisection.
+
+    With a guess, such as another planner's answer, no more than that if it can be met.
+    """
 
     def within(limit_bytes: int) -> bool:
         try:
@@ -96,6 +101,8 @@ def least_limit(step: Step, machine: Machine, planner: Planner, most_seconds: fl
     low, high = least_peak_bytes(step, machine), plain_peak_bytes(step)
     if within(low):
         return low
+    if guess_bytes is not None and low < guess_bytes < high:
+        low, high = (low, guess_bytes) if within(guess_bytes) else (guess_bytes, high)
     smallest = max(1, int(PRECISION * (high - low)))
     while high - low > smallest:
         middle = (low + high) // 2
