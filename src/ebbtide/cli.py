@@ -12,24 +12,20 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from ebbtide.bundle import Bundle, load_step
-from ebbtide.decisions import Keep, Plan
+from ebbtide.decisions import Keep
 from ebbtide.errors import EbbtideError
 from ebbtide.machine import Machine
 from ebbtide.machines import load_machine, machine_names
 from ebbtide.named_steps import STEP_FUNCTION, observe_fake, observe_fake_batch, runner
 from ebbtide.step import Step
 from ebbtide.units import format_bytes, format_seconds, parse_bytes, parse_fraction
-
-if TYPE_CHECKING:
-    from ebbtide.plan.batch import LargestBatch
 
 _WIDTH = 100
 """Columns of a table that does not go to a terminal."""
@@ -99,6 +95,7 @@ def calibrate(
 
     The answer is remembered for this machine and directory, and used by every budget from then on.
     """
+    from ebbtide.report.sentences import links_table
     from ebbtide.run.calibrate import calibrate as measure
 
     columns = (TextColumn("{task.description:24}"), BarColumn())
@@ -108,7 +105,7 @@ def calibrate(
             _spill_or_default(spill),
             progress=lambda done, what: progress.update(task, completed=done, description=what),
         )
-    _output().print(_links_table(machine))
+    _output().print(links_table(machine))
     if output is not None:
         machine.save(output)
 
@@ -178,6 +175,7 @@ def plan(
     """
     from ebbtide.plan import solve
     from ebbtide.plan.frontier import check_trains
+    from ebbtide.report.sentences import verdict
     from ebbtide.report.summary import summarise
 
     if (step_path is None) == (model is None):
@@ -192,7 +190,7 @@ def plan(
     if output is not None:
         Bundle(step, machine, made).save(output)
     if machine.compute is not None:
-        _output().print(*_verdict(machine, made), sep="\n", end="\n\n", highlight=False)
+        _output().print(*verdict(machine, made), sep="\n", end="\n\n", highlight=False)
     _output().print(summarise(step, machine, made))
     if output is not None:
         _output().print(f"written to {output}", highlight=False)
@@ -223,6 +221,7 @@ def batch(
     where one_step(batch_size) in train.py runs one forward and backward pass.
     """
     from ebbtide.plan.batch import largest_batch
+    from ebbtide.report.sentences import batch_lines
 
     machine = load_machine(machine_name)
     limit_bytes = _limit_bytes(budget, None, machine)
@@ -237,7 +236,7 @@ def batch(
         )
     if output is not None:
         Bundle(found.step, machine, found.plan).save(output)
-    _output().print(*_batch_lines(machine, found), sep="\n", highlight=False)
+    _output().print(*batch_lines(machine, found), sep="\n", highlight=False)
     if output is not None:
         _output().print(f"written to {output}", highlight=False)
 
@@ -348,42 +347,6 @@ def _limit_bytes(budget: str | None, step: Step | None, machine: Machine) -> int
     return int(fraction * simulate(step, machine, [Keep()] * len(step.absences)).peak_bytes)
 
 
-def _verdict(machine: Machine, plan: Plan) -> tuple[str, ...]:
-    """Whether a step fits a machine that was described, plain and planned, and how fast it is."""
-    capacity = machine.tier(machine.fast).capacity_bytes
-    memory = "" if capacity is None else f", {format_bytes(capacity)} of memory"
-    fits = "fits" if plan.plain_peak_bytes <= plan.limit_bytes else "does not fit"
-    limit = format_bytes(plan.limit_bytes)
-    lines = [
-        f"{machine.name}{memory}; times are estimates",
-        f"plain: {fits} {limit}: peak {format_bytes(plan.plain_peak_bytes)}, {format_seconds(plan.plain_seconds)}",
-    ]
-    if plan.binds:
-        slower = plan.seconds / plan.plain_seconds - 1
-        peak, seconds = format_bytes(plan.peak_bytes), format_seconds(plan.seconds)
-        lines.append(f"planned: fits {limit}: peak {peak}, {seconds}, {slower:.1%} more than plain")
-    return tuple(lines)
-
-
-def _batch_lines(machine: Machine, found: LargestBatch) -> tuple[str, ...]:
-    """The largest batch, its plan, and the largest without one."""
-    plan, plain = found.plan, found.plain_step
-    lines = [
-        f"{machine.name}, within {format_bytes(plan.limit_bytes)}; times are estimates",
-        f"plain: {_rate(found.plain_batch, plain.plain_seconds)}"
-        if plain is not None
-        else "plain: not one sample fits",
-        f"planned: {_rate(found.batch, plan.seconds)}, {found.overhead:.1%} more than plain would take",
-        f"peak {format_bytes(plan.peak_bytes)}; plain it would be {format_bytes(plan.plain_peak_bytes)}",
-        f"observed with {', '.join(map(str, found.observed))} samples",
-    ]
-    return tuple(lines)
-
-
-def _rate(batch: int, seconds: float) -> str:
-    return f"batch {batch}, {format_seconds(seconds)} a step, {batch / seconds:.4g} samples a second"
-
-
 def _share(text: str, option: str) -> float:
     try:
         share = 0.0 if text.strip() in ("0", "0%") else parse_fraction(text)
@@ -402,22 +365,6 @@ def _pair(text: str, option: str) -> tuple[int, int]:
     if not 0 < first < second:
         raise typer.BadParameter(f'cannot read {text!r}; write two sizes, the smaller first: "8,16"', param_hint=option)
     return first, second
-
-
-def _links_table(machine: Machine) -> Table:
-    table = Table(title=machine.name, title_justify="left")
-    table.add_column("transfer")
-    for heading in ("latency", "one way", "both ways", "slows compute"):
-        table.add_column(heading, justify="right")
-    for link in machine.links:
-        table.add_row(
-            f"{link.source} to {link.target}",
-            format_seconds(link.latency_seconds),
-            f"{format_bytes(link.bandwidth_bytes_per_second)}/s",
-            f"{format_bytes(link.duplex_bytes_per_second)}/s",
-            f"{link.compute_slowdown:.0%}",
-        )
-    return table
 
 
 def _spill_or_default(spill: Path | None) -> Path:
