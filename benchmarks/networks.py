@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.models import Bert, DenseNet, GoogLeNet, Llama, MobileNetV2, PreActivationResNet, UNet
 from ebbtide.demo.models import GPT, VGG19, LSTMLanguageModel, ResNet, ViT
 from ebbtide.machine import Machine
 from ebbtide.observe.fake import record_fake
@@ -58,20 +59,39 @@ def resnet(*blocks: int, batch: int) -> Build:
     return images(lambda: ResNet(blocks=blocks), batch=batch)
 
 
+def segmentation(make: Callable[[], nn.Module], *, batch: int, side: int) -> Build:
+    """A step of a network that tells the class of each pixel."""
+
+    def build() -> Callable[[], None]:
+        model = make().train()
+        inputs, targets = torch.randn(batch, 3, side, side), torch.zeros(batch, side, side, dtype=torch.long)
+        return lambda: F.cross_entropy(model(inputs), targets).backward()
+
+    return build
+
+
+def gpt2_small() -> nn.Module:
+    """GPT-2 small."""
+    return GPT(VOCABULARY, width=768, layers=12, heads=12, context=CONTEXT)
+
+
 NETWORKS: Mapping[str, Build] = {
     "vgg19": images(lambda: VGG19(batch_norm=False, head_features=4096), batch=64),
     "resnet50": resnet(3, 4, 6, 3, batch=64),
     "resnet101": resnet(3, 4, 23, 3, batch=32),
-    "gpt2": text(
-        lambda: GPT(VOCABULARY, width=768, layers=12, heads=12, context=CONTEXT),
-        batch=8,
-        length=CONTEXT,
-        vocabulary=VOCABULARY,
-    ),
+    "resnet152": resnet(3, 8, 36, 3, batch=32),
+    "resnet1001": images(lambda: PreActivationResNet(111), batch=128, side=32),
+    "densenet121": images(DenseNet, batch=64),
+    "unet": segmentation(UNet, batch=8, side=256),
+    "googlenet": images(GoogLeNet, batch=128),
+    "mobilenetv2": images(MobileNetV2, batch=128),
+    "gpt2": text(gpt2_small, batch=8, length=CONTEXT, vocabulary=VOCABULARY),
+    "bert": text(Bert, batch=32, length=512, vocabulary=30522),
     "vit": images(lambda: ViT(image=224, width=768, layers=12, heads=12), batch=64),
+    "llama1b": text(Llama, batch=4, length=2048, vocabulary=128256),
     "lstm": text(lambda: LSTMLanguageModel(width=1024, layers=8), batch=64, length=256, vocabulary=256),
 }
-"""By name. GPT-2 and the vision transformer have the sizes of GPT-2 small and ViT-B/16."""
+"""By name. GPT-2, BERT and the vision transformer have the sizes of GPT-2 small, BERT base and ViT-B/16."""
 
 
 @functools.cache

@@ -5,7 +5,11 @@ Nothing of that size is needed to plan it: on any laptop, in seconds,
     ebbtide plan --machine a100-80gb --model examples/gpt2_xl.py
     ebbtide plan --machine h200 --model examples/gpt2_xl.py
 
-says whether it fits, and what it takes to make it fit. Run as a script it does the first of these from Python:
+says whether it fits, and what it takes to make it fit;
+
+    ebbtide batch examples/gpt2_xl.py --machine h200 --overhead 5%
+
+how many samples do at most, if they may take 5 % longer. Run as a script it does the first of these from Python:
 
     python examples/gpt2_xl.py
 """
@@ -26,11 +30,11 @@ BATCH, CONTEXT, VOCABULARY = 32, 1024, 50257
 
 
 @functools.cache
-def build() -> Callable[[], None]:
+def build(batch_size: int = BATCH) -> Callable[[], None]:
     """Make the model and one batch; returns the step."""
     model = GPT(VOCABULARY, width=1600, layers=48, heads=25, context=CONTEXT).to("cuda", torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    tokens = torch.randint(VOCABULARY, (BATCH, CONTEXT + 1), device="cuda")
+    tokens = torch.randint(VOCABULARY, (batch_size, CONTEXT + 1), device="cuda")
 
     def step() -> None:
         optimizer.zero_grad()
@@ -40,9 +44,9 @@ def build() -> Callable[[], None]:
     return step
 
 
-def one_step() -> None:
+def one_step(batch_size: int = BATCH) -> None:
     """One training step, for the command line."""
-    build()()
+    build(batch_size)()
 
 
 def main() -> None:

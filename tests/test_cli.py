@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -13,7 +14,9 @@ from ebbtide.bundle import Bundle
 from ebbtide.cli import app, main
 from ebbtide.errors import RecordError
 from ebbtide.machine import Link, Machine, Tier
+from ebbtide.plan import solve
 from ebbtide.step import Step, read_json, write_json
+from tests.plan.random_steps import network_step
 
 SCRIPT = """
 import torch
@@ -26,6 +29,16 @@ def one_step():
 
 def broken():
     raise RuntimeError("out of luck")
+
+def batched(size):
+    model.zero_grad()
+    model(torch.ones(size, 128)).square().mean().backward()
+
+def forward_only():
+    model(torch.ones(512, 128))
+
+def idle():
+    pass
 
 def peeking():
     if model(torch.ones(1, 128)).sum() > 0:
@@ -71,10 +84,12 @@ def machine(tmp_path: Path) -> Path:
 
 def test_subcommands_are_these() -> None:
     names = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
-    assert names == {"demo", "calibrate", "observe", "plan", "report", "frontier"}
+    assert names == {"demo", "calibrate", "observe", "plan", "report", "frontier", "batch"}
 
 
-@pytest.mark.parametrize("command", [[], ["demo"], ["calibrate"], ["observe"], ["plan"], ["report"], ["frontier"]])
+@pytest.mark.parametrize(
+    "command", [[], ["demo"], ["calibrate"], ["observe"], ["plan"], ["report"], ["frontier"], ["batch"]]
+)
 def test_help_says_something(command: list[str]) -> None:
     assert "Usage" in run(*command, "--help")
 
@@ -294,6 +309,108 @@ def test_what_has_no_frontier(
     result = CliRunner().invoke(app, ["frontier", str(machine), "-o", str(tmp_path / "page.pdf")])
     assert result.exit_code == 2
     assert ".html, .png, .json" in result.output
+
+
+def test_the_largest_batch(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = functools.partial(solve, seconds=0.02)
+    monkeypatch.setattr("ebbtide.plan.batch.solve", lambda step, machine, limit, seconds: quick(step, machine, limit))
+    plan = tmp_path / "plan.json"
+    arguments = ("--machine", "k40c", "--budget", "64MiB", "--overhead", "10%", "--between", "256,512")
+    output = run("batch", f"{script}:batched", *arguments, "-o", plan)
+    bundle = Bundle.load(plan)
+    batch = bundle.step.saved[0].shape[0]
+    assert batch > 512
+    assert f"planned: batch {batch}, " in output
+    assert f"observed with 256, 512, {batch} samples" in output
+    assert bundle.plan.peak_bytes <= bundle.plan.limit_bytes == 64 * 2**20
+    assert bundle.plan.seconds <= 1.1 * bundle.plan.plain_seconds
+
+
+@pytest.mark.parametrize(
+    ("option", "item"), [("--overhead", "five"), ("--between", "8"), ("--between", "16,8"), ("--budget", "50%")]
+)
+def test_options_of_batch(option: str, item: str, script: Path) -> None:
+    result = CliRunner().invoke(app, ["batch", str(script), "--machine", "k40c", option, item])
+    assert result.exit_code == 2
+    assert option in result.output
+
+
+def test_a_function_that_takes_no_batch(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = failure(monkeypatch, capsys, "batch", script, "--machine", "k40c")
+    assert "takes 0 positional arguments but 1 was given" in said
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("function", "expected"), [("forward_only", "has no backward pass"), ("idle", "has no ops")])
+@pytest.mark.parametrize("command", ["plan", "frontier"])
+def test_steps_that_do_not_train(
+    command: str,
+    function: str,
+    expected: str,
+    script: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    step = tmp_path / "step.json"
+    run("observe", f"{script}:{function}", "-o", step)
+    more = ("--budget", "1GiB") if command == "plan" else ("-o", tmp_path / "page.html")
+    said = failure(monkeypatch, capsys, command, step, "--machine", "h200", *more)
+    assert expected in said
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["plan", "frontier"])
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("cut short", "not JSON, or cut short"),
+        ("damaged", "damaged, or cut short"),
+        ("negative", "has duration -1.0; it must be >= 0"),
+        ("nan", "has duration nan; it must be >= 0"),
+        ("bandwidth", "has bandwidth 0.0; it must be > 0"),
+    ],
+)
+def test_bad_files_are_one_line(
+    command: str,
+    what: str,
+    expected: str,
+    machine: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    step = tmp_path / ("step.json.gz" if what == "damaged" else "step.json")
+    network_step(3).save(step)
+    if what == "cut short":
+        step.write_text(step.read_text()[:500])
+    elif what == "damaged":
+        step.write_bytes(step.read_bytes()[:200] + b"\0" * 20 + step.read_bytes()[220:])
+    elif what == "bandwidth":
+        document = json.loads(machine.read_text())
+        document["links"][0]["bandwidth_bytes_per_second"] = 0.0
+        machine.write_text(json.dumps(document))
+    else:
+        document = json.loads(step.read_text())
+        document["ops"]["rows"][0][4] = float(what) if what == "nan" else -1.0
+        step.write_text(json.dumps(document))
+    more = ("--budget", "1GiB") if command == "plan" else ("-o", tmp_path / "page.html")
+    said = failure(monkeypatch, capsys, command, step, "--machine", machine, *more)
+    assert expected in said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_budget_below_the_largest_op_is_one_line(
+    machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = tmp_path / "step.json"
+    network_step(5).save(step)
+    said = failure(monkeypatch, capsys, "plan", step, "--budget", "64KiB", "--machine", machine)
+    assert "the least reachable peak is" in said
+    assert "at op " in said
+    assert len(said.splitlines()) == 1
 
 
 def test_calibrate_prints_both_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

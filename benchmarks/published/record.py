@@ -14,7 +14,7 @@ from ebbtide.plan import least_peak_bytes, plain_peak_bytes
 from ebbtide.plan.frontier import Planner
 from ebbtide.step import Step
 
-PRECISION = 0.01
+PRECISION = 0.005
 """Share of what lies between the least and the plain peak within which a least budget is looked for."""
 
 Unit = Literal["share", "bytes", "layers", "factor", "count"]
@@ -75,7 +75,7 @@ def words_for(number: float | None, unit: Unit) -> str:
         return "-"
     match unit:
         case "share":
-            return f"{number:+.1%}"
+            return f"{round(number, 3) + 0.0:+.1%}"  # no -0.0%
         case "bytes":
             return f"{number / 2**20:,.0f} MiB"
         case "factor":
@@ -84,15 +84,27 @@ def words_for(number: float | None, unit: Unit) -> str:
             return f"{number:.0f}"
 
 
-def least_limit(step: Step, machine: Machine, planner: Planner, most_seconds: float) -> int:
-    """About the least budget for which ``planner`` has a plan that takes no more than ``most_seconds``. Bisection."""
+def least_limit(
+    step: Step, machine: Machine, planner: Planner, most_seconds: float, guess_bytes: int | None = None
+) -> int:
+    """About the least budget for which ``planner`` has a plan that takes no more than ``most_seconds``. Bisection.
+
+    With a guess, such as another planner's answer, no more than that if it can be met.
+    """
+
+    def within(limit_bytes: int) -> bool:
+        try:
+            return planner(step, machine, limit_bytes).seconds <= most_seconds
+        except BudgetError:
+            return False
+
     low, high = least_peak_bytes(step, machine), plain_peak_bytes(step)
+    if within(low):
+        return low
+    if guess_bytes is not None and low < guess_bytes < high:
+        low, high = (low, guess_bytes) if within(guess_bytes) else (guess_bytes, high)
     smallest = max(1, int(PRECISION * (high - low)))
     while high - low > smallest:
         middle = (low + high) // 2
-        try:
-            within = planner(step, machine, middle).seconds <= most_seconds
-        except BudgetError:
-            within = False
-        low, high = (low, middle) if within else (middle, high)
+        low, high = (low, middle) if within(middle) else (middle, high)
     return high

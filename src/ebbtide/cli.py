@@ -1,4 +1,4 @@
-"""The ``ebbtide`` command: demo, calibrate, observe, plan, report, frontier.
+"""The ``ebbtide`` command: demo, calibrate, observe, plan, report, frontier, batch.
 
 Each subcommand is thin: it reads files, calls the package, prints, and imports what only it needs. Results go to
 standard output, progress and errors to standard error.
@@ -7,7 +7,6 @@ standard output, progress and errors to standard error.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import sys
 import tempfile
@@ -18,20 +17,18 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from ebbtide.bundle import Bundle, load_step
-from ebbtide.decisions import Keep, Plan
+from ebbtide.decisions import Keep
 from ebbtide.errors import EbbtideError
 from ebbtide.machine import Machine
 from ebbtide.machines import load_machine, machine_names
+from ebbtide.named_steps import STEP_FUNCTION, observe_fake, observe_fake_batch, runner
 from ebbtide.step import Step
 from ebbtide.units import format_bytes, format_seconds, parse_bytes, parse_fraction
 
 _WIDTH = 100
 """Columns of a table that does not go to a terminal."""
-_STEP_FUNCTION = "one_step"
-"""Function of a file that runs a step, if the user names no other."""
 _DEVICE_SHARE = 0.9
 """Default budget, as a share of the device's memory. The rest is for its context, for workspaces of kernels, which are
 not known before they run, and for holes that the allocator leaves."""
@@ -57,7 +54,7 @@ MachineName = Annotated[
     ),
 ]
 Batch = Annotated[int | None, typer.Option(min=1, help="Images or passages in a step of a demo model.")]
-_WHAT_HELP = f"A demo model, or a function of yours in a file (default: {_STEP_FUNCTION})."
+_WHAT_HELP = f"A demo model, or a function of yours in a file (default: {STEP_FUNCTION})."
 _WHAT_FORM = "MODEL|FILE[:FUNCTION]"
 
 
@@ -98,6 +95,7 @@ def calibrate(
 
     The answer is remembered for this machine and directory, and used by every budget from then on.
     """
+    from ebbtide.report.sentences import links_table
     from ebbtide.run.calibrate import calibrate as measure
 
     columns = (TextColumn("{task.description:24}"), BarColumn())
@@ -107,7 +105,7 @@ def calibrate(
             _spill_or_default(spill),
             progress=lambda done, what: progress.update(task, completed=done, description=what),
         )
-    _output().print(_links_table(machine))
+    _output().print(links_table(machine))
     if output is not None:
         machine.save(output)
 
@@ -134,9 +132,9 @@ def observe(
         raise typer.BadParameter("--fake and --machine go together: the machine says how long ops take")
     with _errors().status("observing"):
         if machine_name is not None:
-            step = _observe_fake(what, batch, load_machine(machine_name))
+            step = observe_fake(what, batch, load_machine(machine_name))
         else:
-            step = _observe_twice(*_load_step(what, batch))
+            step = _observe_twice(*runner(what, batch))
     step.save(output)
     moved = sum(step.values[absence.value].size_bytes for absence in step.absences)
     _output().print(
@@ -176,6 +174,8 @@ def plan(
     machine, plain or planned, and how fast it would be.
     """
     from ebbtide.plan import solve
+    from ebbtide.plan.frontier import check_trains
+    from ebbtide.report.sentences import verdict
     from ebbtide.report.summary import summarise
 
     if (step_path is None) == (model is None):
@@ -184,13 +184,59 @@ def plan(
         raise typer.BadParameter("--model needs --machine, which says how long ops take")
     with _errors().status("planning"):
         machine = _machine(machine_name, spill)
-        step = _observe_fake(model, batch, machine) if model is not None else Step.load(step_path or "")
+        step = observe_fake(model, batch, machine) if model is not None else Step.load(step_path or "")
+        check_trains(step, str(model or step_path))
         made = solve(step, machine, _limit_bytes(budget, step, machine))
     if output is not None:
         Bundle(step, machine, made).save(output)
     if machine.compute is not None:
-        _output().print(*_verdict(machine, made), sep="\n", end="\n\n", highlight=False)
+        _output().print(*verdict(machine, made), sep="\n", end="\n\n", highlight=False)
     _output().print(summarise(step, machine, made))
+    if output is not None:
+        _output().print(f"written to {output}", highlight=False)
+
+
+@app.command()
+def batch(
+    what: Annotated[
+        str, typer.Argument(metavar=_WHAT_FORM, help=f"{_WHAT_HELP} It is called with the size of the batch.")
+    ],
+    machine_name: Annotated[
+        str, typer.Option("--machine", metavar="NAME|FILE", help=f"One of {', '.join(machine_names())}, or a file.")
+    ],
+    overhead: Annotated[str, typer.Option(help="Most time beyond a plain step's with the same batch.")] = "5%",
+    budget: Annotated[
+        str | None,
+        typer.Option(help=f'Most bytes to hold: "60GiB". Default: {_DEVICE_SHARE:.0%} of the device memory.'),
+    ] = None,
+    between: Annotated[str, typer.Option(metavar="N,M", help="Two sizes of the batch to observe first.")] = "8,16",
+    output: Annotated[
+        Path | None, typer.Option("-o", metavar="FILE", help="Where to write the plan; .gz compresses it.")
+    ] = None,
+) -> None:
+    """Find the largest batch that a machine can train within a budget and a share of extra time, without the machine.
+
+    The step is observed as with `ebbtide observe --fake` at two sizes of the batch; others are told from these. The
+    answer is observed too, and taken back if it does not hold: `ebbtide batch train.py --machine h100 --overhead 5%`,
+    where one_step(batch_size) in train.py runs one forward and backward pass.
+    """
+    from ebbtide.plan.batch import largest_batch
+    from ebbtide.report.sentences import batch_lines
+
+    machine = load_machine(machine_name)
+    limit_bytes = _limit_bytes(budget, None, machine)
+    with _errors().status("observing") as status:
+        found = largest_batch(
+            lambda size: observe_fake_batch(what, size, machine),
+            machine,
+            limit_bytes,
+            overhead=_share(overhead, "--overhead"),
+            between=_pair(between, "--between"),
+            progress=status.update,
+        )
+    if output is not None:
+        Bundle(found.step, machine, found.plan).save(output)
+    _output().print(*batch_lines(machine, found), sep="\n", highlight=False)
     if output is not None:
         _output().print(f"written to {output}", highlight=False)
 
@@ -263,27 +309,6 @@ def frontier(
         _output().print(f"written to {path}", highlight=False)
 
 
-def _load_step(what: str, batch_size: int | None) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """What runs a step, and what prepares it, of a demo model or of the user's function."""
-    if ":" in what or what.endswith(".py"):
-        return _load_function(what if ":" in what else f"{what}:{_STEP_FUNCTION}"), _nothing
-    from ebbtide.demo.workloads import make_workload
-
-    workload = make_workload(what, batch_size=batch_size)
-    batch = workload.batch(0)
-    return lambda: workload.step(batch), workload.model.zero_grad
-
-
-def _observe_fake(what: str, batch_size: int | None, machine: Machine) -> Step:
-    from ebbtide.observe.fake import observe_fake
-
-    def build() -> Callable[[], Any]:
-        run, prepare = _load_step(what, batch_size)
-        return lambda: (prepare(), run())
-
-    return observe_fake(build, machine)
-
-
 def _observe_twice(run: Callable[[], Any], prepare: Callable[[], Any]) -> Step:
     """Observe with the memory inside ops, which slows them down, then without; keep the smaller durations."""
     from ebbtide.run.kinds import Kind
@@ -296,38 +321,6 @@ def _observe_twice(run: Callable[[], Any], prepare: Callable[[], Any]) -> Step:
     return kind.step
 
 
-def _nothing() -> None:
-    """A user's function prepares its step itself."""
-
-
-def _load_function(what: str) -> Callable[[], Any]:
-    path, _, name = what.rpartition(":")
-    specification = importlib.util.spec_from_file_location("_observed_script", path)
-    if not Path(path).is_file() or specification is None or specification.loader is None:
-        raise EbbtideError(f"{path}: there is no such Python file")
-    module = importlib.util.module_from_spec(specification)
-    sys.path.insert(0, str(Path(path).resolve().parent))  # as Python does for a script, for the imports beside it
-    try:
-        specification.loader.exec_module(module)
-    except EbbtideError:
-        raise
-    except Exception as fault:
-        raise EbbtideError(f"{path}: cannot be imported: {type(fault).__name__}: {fault}") from fault
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise EbbtideError(f"{path}: has no function {name!r}")
-
-    def run() -> None:
-        try:
-            function()
-        except EbbtideError:
-            raise
-        except Exception as fault:
-            raise EbbtideError(f"{what}: {type(fault).__name__}: {fault}") from fault
-
-    return run
-
-
 def _machine(name: str | None, spill: Path | None) -> Machine:
     if name is not None:
         return load_machine(name)
@@ -336,7 +329,8 @@ def _machine(name: str | None, spill: Path | None) -> Machine:
     return machine_for(_spill_or_default(spill))
 
 
-def _limit_bytes(budget: str | None, step: Step, machine: Machine) -> int:
+def _limit_bytes(budget: str | None, step: Step | None, machine: Machine) -> int:
+    """The bytes meant by ``budget``; percentages are of the plain peak of ``step``, if there is one."""
     from ebbtide.plan import simulate
 
     if budget is None:
@@ -345,45 +339,32 @@ def _limit_bytes(budget: str | None, step: Step, machine: Machine) -> int:
             raise typer.BadParameter("needed: the machine does not say how much memory it has", param_hint="--budget")
         return int(_DEVICE_SHARE * capacity)
     try:
-        fraction = parse_fraction(budget)
-        if fraction is None:
+        fraction = None if step is None else parse_fraction(budget)
+        if step is None or fraction is None:
             return parse_bytes(budget)
     except ValueError as fault:
         raise typer.BadParameter(str(fault), param_hint="--budget") from fault
     return int(fraction * simulate(step, machine, [Keep()] * len(step.absences)).peak_bytes)
 
 
-def _verdict(machine: Machine, plan: Plan) -> tuple[str, ...]:
-    """Whether a step fits a machine that was described, plain and planned, and how fast it is."""
-    capacity = machine.tier(machine.fast).capacity_bytes
-    memory = "" if capacity is None else f", {format_bytes(capacity)} of memory"
-    fits = "fits" if plan.plain_peak_bytes <= plan.limit_bytes else "does not fit"
-    limit = format_bytes(plan.limit_bytes)
-    lines = [
-        f"{machine.name}{memory}; times are estimates",
-        f"plain: {fits} {limit}: peak {format_bytes(plan.plain_peak_bytes)}, {format_seconds(plan.plain_seconds)}",
-    ]
-    if plan.binds:
-        slower = plan.seconds / plan.plain_seconds - 1
-        peak, seconds = format_bytes(plan.peak_bytes), format_seconds(plan.seconds)
-        lines.append(f"planned: fits {limit}: peak {peak}, {seconds}, {slower:.1%} more than plain")
-    return tuple(lines)
+def _share(text: str, option: str) -> float:
+    try:
+        share = 0.0 if text.strip() in ("0", "0%") else parse_fraction(text)
+    except ValueError as fault:
+        raise typer.BadParameter(str(fault), param_hint=option) from fault
+    if share is None:
+        raise typer.BadParameter(f'cannot read {text!r} as a share; write "5%"', param_hint=option)
+    return share
 
 
-def _links_table(machine: Machine) -> Table:
-    table = Table(title=machine.name, title_justify="left")
-    table.add_column("transfer")
-    for heading in ("latency", "one way", "both ways", "slows compute"):
-        table.add_column(heading, justify="right")
-    for link in machine.links:
-        table.add_row(
-            f"{link.source} to {link.target}",
-            format_seconds(link.latency_seconds),
-            f"{format_bytes(link.bandwidth_bytes_per_second)}/s",
-            f"{format_bytes(link.duplex_bytes_per_second)}/s",
-            f"{link.compute_slowdown:.0%}",
-        )
-    return table
+def _pair(text: str, option: str) -> tuple[int, int]:
+    try:
+        first, second = (int(part) for part in text.split(","))
+    except ValueError:
+        first, second = 0, 0
+    if not 0 < first < second:
+        raise typer.BadParameter(f'cannot read {text!r}; write two sizes, the smaller first: "8,16"', param_hint=option)
+    return first, second
 
 
 def _spill_or_default(spill: Path | None) -> Path:

@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from pathlib import Path
+
 import pytest
 
-from benchmarks.plans import Case, cases_of, disk_machine, policy_table, sources, standings, step_table, verdict
+from benchmarks.networks import NETWORKS as BUILDS
+from benchmarks.plans.cases import (
+    FORWARDS,
+    NETWORKS,
+    RECORDED,
+    SHARES,
+    Case,
+    cases_of,
+    disk_machine,
+    forward_seconds,
+    saved_bytes,
+    source,
+    step_names,
+    with_speed,
+)
+from benchmarks.plans.picture import draw
+from benchmarks.plans.tables import figure_table, figures, policy_table, standings, step_tables
 from benchmarks.published.alexnet import BATCH, alexnet, made_bytes
 from benchmarks.published.recomputing import alexnet_rows
 from benchmarks.published.record import Row, least_limit, table_of, words_for
@@ -17,32 +37,60 @@ from tests.plan.random_steps import MIB, network_step
 
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
-    return list(cases_of(network_step(6), disk_machine(), "network", "disk", 0.02))
+    return cases_of("network", network_step(6), disk_machine(), 2.0, 0.02)
 
 
 def test_no_policy_beats_the_solver_and_none_the_bound(cases: list[Case]) -> None:
-    assert len(cases) == 4
-    assert [case.limit_bytes for case in cases] == sorted((case.limit_bytes for case in cases), reverse=True)
+    assert [case.share for case in cases] == list(SHARES)
+    assert cases[0].limit_bytes == cases[0].least_peak_bytes
     for case in cases:
+        assert case.solver_peak_bytes <= case.limit_bytes < case.plain_peak_bytes
         assert case.bound_seconds <= case.solver_seconds
-        for seconds in case.policy_seconds.values():
+        for policy, seconds in case.policy_seconds.items():
             assert seconds is None or seconds >= case.bound_seconds
+            assert (seconds is None) == (policy in case.refusals)
     found = standings(cases)
     assert {standing.policy for standing in found} == set(POLICIES)
     assert sum(standing.faster for standing in found) == 0
 
 
-def test_tables(cases: list[Case]) -> None:
-    assert step_table(cases).row_count == 1
+def test_a_link_speed_is_what_it_says() -> None:
+    step = network_step(6)
+    for forwards in FORWARDS:
+        machine = with_speed(step, disk_machine(), forwards)
+        for link in machine.links:
+            moved = saved_bytes(step) / link.bandwidth_bytes_per_second
+            assert moved == pytest.approx(forwards * forward_seconds(step))
+        assert [link.latency_seconds for link in machine.links] == [1e-4, 1e-4]
+
+
+def test_steps() -> None:
+    assert len(NETWORKS) == 13
+    assert set(NETWORKS) <= set(BUILDS)
+    assert len(step_names()) == len(NETWORKS) + len(RECORDED)
+    step, machine = source("mobilenetv2")
+    check_step(step)
+    assert machine.compute is not None
+    assert sum(op.name == "aten.convolution.default" for op in step.ops) == 52
+    assert source("gpt2, recorded")[1].compute is None
+
+
+def test_tables_and_picture(cases: list[Case], tmp_path: Path) -> None:
+    assert [table.row_count for table in step_tables(cases)] == [0, 0, 1, 0]
     assert policy_table(cases).row_count == len(POLICIES)
-    assert "over 4 cases" in verdict(cases)
-    assert len({(step, machine) for step, machine, _ in sources()}) == 13
+    found = figures(cases)
+    assert found["cases"] == len(SHARES)
+    assert found["cases in which a policy is faster than the solver"] == 0
+    assert figure_table(cases).row_count == len(found)
+    draw(cases, tmp_path / "plans.png")
+    assert (tmp_path / "plans.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_policy_that_beats_the_solver_is_counted(cases: list[Case]) -> None:
-    slower = Case(**{**{name: getattr(cases[0], name) for name in Case.__dataclass_fields__}, "solver_seconds": 1e9})
-    met = [name for name, seconds in cases[0].policy_seconds.items() if seconds is not None]
+    slower = dataclasses.replace(cases[-1], solver_seconds=1e9)
+    met = [name for name, seconds in slower.policy_seconds.items() if seconds is not None]
     assert sum(standing.faster for standing in standings([slower])) == len(met) > 0
+    assert figures([slower])["cases in which a policy is faster than the solver"] == 1
 
 
 def test_alexnet_rows() -> None:
@@ -72,7 +120,7 @@ def test_alexnet_is_a_step(as_autograd: bool) -> None:
 def test_least_limit() -> None:
     step, machine = network_step(6), disk_machine()
     most = 1.05 * step.plain_seconds
-    least = least_limit(step, machine, solve, most)
+    least = least_limit(step, machine, functools.partial(solve, seconds=0.02), most)
     assert least_peak_bytes(step, machine) <= least < plain_peak_bytes(step)
     assert solve(step, machine, least).seconds <= most
     assert least_limit(step, machine, POLICIES["every-block"], 0.0) == plain_peak_bytes(step)

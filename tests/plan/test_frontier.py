@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from ebbtide.errors import RecordError
@@ -69,14 +71,25 @@ def test_the_least_peak_can_be_planned_for() -> None:
 
 def test_a_step_with_nothing_to_move_has_one_budget() -> None:
     tape = Tape()
-    tape.op([tape.external(1024)], [1024])
+    tape.op([tape.external(1024)], [1024], phase="backward")
     found = frontier(tape.step(), MACHINE, points=5)
     assert found.least_peak_bytes == found.plain_peak_bytes
     assert len(found.solver.points) == len(found.bound.points) == 1
 
 
 def test_what_has_no_frontier() -> None:
-    with pytest.raises(RecordError, match="takes no time"):
+    with pytest.raises(RecordError, match="the step has no ops"):
         frontier(Step((), (), (), (), ()), MACHINE)
+    tape = Tape()
+    tape.op([tape.external(8)], [8])
+    with pytest.raises(RecordError, match="has no backward pass"):
+        frontier(tape.step(), MACHINE)
+    tape.op([tape.external(8)], [8], phase="backward")
+    timeless = tape.step()
+    timeless = dataclasses.replace(
+        timeless, ops=tuple(dataclasses.replace(op, duration_seconds=0.0) for op in timeless.ops)
+    )
+    with pytest.raises(RecordError, match="takes no time"):
+        frontier(timeless, MACHINE)
     with pytest.raises(ValueError, match="two points at least, not 1"):
         frontier(chain_step(4), MACHINE, points=1)

@@ -101,13 +101,12 @@ def frontier(
         progress: told the share that is done, 0 to 1, and what is being planned.
 
     Raises:
-        RecordError: if the step takes no time, so that there is no overhead.
+        RecordError: as `check_trains`.
         ValueError: if there are fewer than two points.
     """
     if points < 2:
         raise ValueError(f"a frontier has two points at least, not {points}")
-    if not step.plain_seconds > 0:
-        raise RecordError("the step takes no time, so nothing can be said of overheads; observe a step that computes")
+    check_trains(step)
     chosen = dict(policies or {})
     total, done = 1 + points * (1 + len(chosen)), 0
 
@@ -138,6 +137,22 @@ def frontier(
         bound=Curve("bound", tuple(_bounds(plans))),
         policies=tuple(curves),
     )
+
+
+def check_trains(step: Step, name: str = "the step") -> None:
+    """Check that what is observed is a training step that takes time, so that there is something to plan and compare.
+
+    Raises:
+        RecordError: if it has no ops, no backward pass, or takes no time.
+    """
+    if not step.ops:
+        raise RecordError(f"{name} has no ops: observe one that runs a forward and a backward pass")
+    if all(op.phase == "forward" for op in step.ops):
+        raise RecordError(
+            f"{name} has no backward pass, so that nothing waits in memory for one: observe one that calls backward()"
+        )
+    if not step.plain_seconds > 0:
+        raise RecordError(f"{name} takes no time, so nothing can be said of overheads: observe one that computes")
 
 
 def least_peak_bytes(step: Step, machine: Machine) -> int:

@@ -145,7 +145,7 @@ def frontier_table(found: Frontier) -> Table:
     """Overheads by budget and planner, for a terminal."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
     for number, head in enumerate(["budget", *(curve.name for curve in _shown(found))]):
-        table.add_column(head, justify="right" if number else "left")
+        table.add_column(head, justify="right" if number else "left", overflow="fold")
     for row in _rows(found):
         table.add_row(*row)
     return table

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from ebbtide.errors import PolicyError
@@ -48,6 +50,17 @@ def test_blocks_are_stages() -> None:
     assert [stage.saved_bytes // KIB for stage in chain.stages[:3]] == [64, 160, 160]
     assert sum(stage.backward_seconds for stage in chain.stages) == pytest.approx(7 * 4.0 + 1e-3)
     assert all(stage.fixed_bytes == 0 for stage in chain.stages)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 12, 50])
+def test_neighbours_are_joined(most: int) -> None:
+    whole = cut_of(chain_step(12))
+    joined = cut(Problem.of(chain_step(12), lone_machine()), most)
+    assert len(joined.chain.stages) == min(most, len(whole.chain.stages))
+    assert set(joined.first_ticks) <= set(whole.first_ticks)
+    assert joined.chain.plain_seconds == pytest.approx(whole.chain.plain_seconds)
+    lengths = [end - start for start, end in itertools.pairwise(joined.first_ticks)]
+    assert max(lengths, default=1) <= 2 * min(lengths, default=1) + 4
 
 
 def test_a_long_skip_joins_the_stages_it_spans() -> None:

@@ -11,6 +11,7 @@ import pytest
 from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.plan import lower_bound, plain_peak_bytes, simulate
 from ebbtide.plan.published.registry import POLICIES, policies_named
+from ebbtide.plan.published.remembered import remembered
 from tests.plan.published.chain_steps import chain_step
 from tests.plan.random_steps import disk_machine
 
@@ -58,3 +59,36 @@ def test_policies_cost_nothing_until_they_are_asked_for() -> None:
     code = "import sys, ebbtide, ebbtide.cli, ebbtide.plan; print([n for n in sys.modules if '.plan.published.' in n])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_answers_are_kept_for_equal_arguments() -> None:
+    calls: list[tuple[int, str]] = []
+
+    @remembered
+    def make(number: int, text: str = "x") -> list[int]:
+        calls.append((number, text))
+        return [number]
+
+    assert make(1) is make(1)
+    assert make(2) is make(2)
+    assert make(1) == [1]
+    assert calls == [(1, "x"), (2, "x")]
+    assert make(3) == [3]
+    assert make(4) == [4]
+    assert make(1) == [1]
+    assert make(1, text="y") == [1]
+    assert calls[2:] == [(3, "x"), (4, "x"), (1, "x"), (1, "y")]
+
+
+def test_a_policy_gives_the_same_plan_again() -> None:
+    """What is kept from one budget to the next changes no plan."""
+    machine = disk_machine()
+    steps = [chain_step(12), chain_step(9)]
+    for name in ("rotor", "pofo", "capuchin", "autoswap-swdoa", "beaumont-greedy"):
+        found: list[object] = []
+        for step in (*steps, *steps[::-1]):
+            try:
+                found.append(POLICIES[name](step, machine, int(0.85 * plain_peak_bytes(step))))
+            except BudgetError as error:
+                found.append(error.reachable_bytes)
+        assert found == found[::-1]

@@ -23,11 +23,10 @@ import numpy as np
 from ebbtide.decisions import Plan
 from ebbtide.errors import PolicyError
 from ebbtide.machine import Link, Machine
-from ebbtide.plan.problem import Problem
 from ebbtide.plan.published.chain import Chain, ChainPlan, store_all
-from ebbtide.plan.published.cut import Cut, cut
+from ebbtide.plan.published.cut import Cut, stages_of
 from ebbtide.plan.published.labels import Labels, trail, waiting
-from ebbtide.plan.published.mapping import Mapped, fitted, mapped, slow_links
+from ebbtide.plan.published.mapping import Mapped, fastest, fitted, mapped, slow_links
 from ebbtide.step import Step
 
 SLOTS = 50
@@ -200,9 +199,7 @@ def greedy(step: Step, machine: Machine, limit_bytes: int) -> Plan:
     for count in range(len(stages.chain.stages)):
         plan = offload_plan(stages.chain, both, frozenset(range(1, count + 1)), limit_bytes)
         found.append(mapped(stages, plan))
-    fitting = [choice for choice in found if choice.peak_bytes <= limit_bytes]
-    fastest = min(fitting, key=lambda choice: choice.scheduled(limit_bytes).course.seconds, default=None)
-    chosen = fastest or min(found, key=lambda choice: choice.peak_bytes)
+    chosen = fastest(found, limit_bytes) or min(found, key=lambda choice: choice.peak_bytes)
     return chosen.plan(limit_bytes, "beaumont greedy")
 
 
@@ -227,7 +224,7 @@ def _chain_and_links(step: Step, machine: Machine) -> tuple[Cut, Link, Link]:
     links = slow_links(machine)
     if links is None:
         raise PolicyError(f"this policy offloads, and machine {machine.name} has no slow tier with links both ways")
-    return cut(Problem.of(step, machine)), *links
+    return stages_of(step, machine), *links
 
 
 def _phases_of(stages: Cut, out_link: Link, in_link: Link) -> tuple[Phase, Phase]:

@@ -12,9 +12,8 @@ import math
 from ebbtide.decisions import Plan
 from ebbtide.errors import PolicyError
 from ebbtide.machine import Machine
-from ebbtide.plan.problem import Problem
 from ebbtide.plan.published.chain import Action, Chain, ChainPlan
-from ebbtide.plan.published.cut import cut
+from ebbtide.plan.published.cut import stages_of
 from ebbtide.plan.published.mapping import mapped
 from ebbtide.step import Step
 
@@ -26,7 +25,7 @@ def every_block(step: Step, machine: Machine, limit_bytes: int) -> Plan:
         BudgetError: if that does not stay within ``limit_bytes``.
         PolicyError: if the step is no chain.
     """
-    stages = cut(Problem.of(step, machine))
+    stages = stages_of(step, machine)
     return mapped(stages, block_plan(stages.chain)).plan(limit_bytes, "recompute every block")
 
 
@@ -41,7 +40,7 @@ def square_root(step: Step, machine: Machine, limit_bytes: int, *, segments: int
         BudgetError: if that does not stay within ``limit_bytes``.
         PolicyError: if the step is no chain, or has fewer stages than segments.
     """
-    stages = cut(Problem.of(step, machine))
+    stages = stages_of(step, machine)
     return mapped(stages, segment_plan(stages.chain, segments)).plan(limit_bytes, "checkpoint segments")
 
 

@@ -9,11 +9,13 @@ import itertools
 import numpy as np
 
 from ebbtide.errors import PolicyError
+from ebbtide.machine import Machine
 from ebbtide.plan.problem import Facts, Ints, Problem
 from ebbtide.plan.profile import SMALLEST_BYTES, movable
 from ebbtide.plan.published.chain import Chain, Stage
+from ebbtide.plan.published.remembered import remembered
 from ebbtide.plan.recipes import asked_first, recipe_of
-from ebbtide.step import EXTERNAL
+from ebbtide.step import EXTERNAL, Step
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,7 +67,13 @@ class Cut:
         )
 
 
-def cut(problem: Problem) -> Cut:
+@remembered
+def stages_of(step: Step, machine: Machine, most_stages: int | None = None) -> Cut:
+    """``step`` on ``machine``, cut as `cut` does."""
+    return cut(Problem.of(step, machine), most_stages)
+
+
+def cut(problem: Problem, most_stages: int | None = None) -> Cut:
     """Cut the step of ``problem`` behind every value through which all of its forward pass goes.
 
     Such a value is the only one that ops before a tick made and ops from it on read. External values do not count, nor
@@ -74,6 +82,10 @@ def cut(problem: Problem) -> Cut:
     What cannot be computed again (results of random ops, values that autograd asks for twice) counts as ``fixed``.
     Overheads are such that the chain without a plan holds what the step does: the gradients of parameters that pile up
     are part of them.
+
+    Args:
+        problem: the step and the machine.
+        most_stages: neighbouring stages are joined until there are no more than these; None for as many as there are.
 
     Raises:
         PolicyError: if the step has no backward pass, more than one, or fewer than two stages.
@@ -94,6 +106,8 @@ def cut(problem: Problem) -> Cut:
             "this policy plans for a chain of stages, and the step is none: there is no saved value through which all"
             " of its forward pass goes"
         )
+    if most_stages is not None and len(starts) >= most_stages:
+        starts = [starts[number * (len(starts) + 1) // most_stages - 1] for number in range(1, most_stages)]
     first_ticks = (0, *(tick for tick, _ in starts))
     boundaries = (None, *(value for _, value in starts))
     bare = Cut(problem, Chain((Stage(0.0, 0.0, 0, 0),)), first_ticks, boundaries, (), (), (), frozenset())

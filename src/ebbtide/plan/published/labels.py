@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ebbtide.compiled import compiled
 from ebbtide.plan.problem import Floats, Ints
 
 Mask = npt.NDArray[np.bool_]
@@ -80,14 +82,32 @@ class Labels:
 
     def thinned(self, cell_bytes: float) -> Labels:
         """The cheapest state of each cell of a grid."""
-        cells = [np.ceil(column / cell_bytes).astype(np.int64) for column in (self.kept, self.out, self.back)]
-        order = np.lexsort((self.seconds, *cells))
-        changed = np.zeros(len(order), dtype=np.bool_)
-        changed[:1] = True
-        for cell in cells:
-            changed[1:] |= cell[order][1:] != cell[order][:-1]
-        rows = order[changed]
+        cell = np.zeros(len(self.seconds), dtype=np.int64)
+        for column in (self.back, self.out, self.kept):
+            number = np.ceil(column / cell_bytes).astype(np.int64)
+            cell = cell * (int(number.max(initial=0)) + 1) + number
+        rows = compiled(cheapest_rows)(cell, self.seconds)
+        rows = rows[np.argsort(cell[rows])]
         return Labels(*(getattr(self, field.name)[rows] for field in dataclasses.fields(self)))
+
+
+def cheapest_rows(cell: Any, seconds: Any) -> Any:
+    """Of each cell the row of least ``seconds``, the first of equal ones. A hash table with linear probing."""
+    size = 16
+    while size < 2 * len(cell):
+        size *= 2
+    table, rows, count = np.full(size, -1, np.int64), np.empty(len(cell), np.int64), 0
+    for row in range(len(cell)):
+        place = ((cell[row] * 0x9E3779B97F4A7C1 & 0x7FFFFFFFFFFFFFFF) >> 20) & (size - 1)
+        while table[place] >= 0 and cell[rows[table[place]]] != cell[row]:
+            place = (place + 1) & (size - 1)
+        if table[place] < 0:
+            table[place] = count
+            rows[count] = row
+            count += 1
+        elif seconds[row] < seconds[rows[table[place]]]:
+            rows[table[place]] = row
+    return rows[:count]
 
 
 def trail(fronts: Mapping[int, Labels], node: int, row: int) -> list[tuple[int, int, bool]]:

@@ -18,6 +18,7 @@ NOTE [What a chain schedule becomes]
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -29,9 +30,11 @@ from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Modes, Pr
 from ebbtide.plan.published.chain import ChainPlan, Fate, fates, store_all
 from ebbtide.plan.published.cut import Cut
 from ebbtide.plan.published.judged import judged
-from ebbtide.plan.search import Found, Search
+from ebbtide.plan.published.remembered import remembered
+from ebbtide.plan.search import Search
 from ebbtide.plan.select import Room
 from ebbtide.plan.simulate import decisions_of
+from ebbtide.step import Step
 
 AIMS = 10
 """Chain memories that are tried, each halving what is left between one that fits and one that does not."""
@@ -57,21 +60,13 @@ class Mapped:
     peak_bytes: int
     nested: bool
 
-    def scheduled(self, limit_bytes: int) -> Found:
-        """With transfers timed so that ``limit_bytes`` are not passed, or, if need be, the least peak."""
-        return self._searched(limit_bytes)[1]
-
     def plan(self, limit_bytes: int, method: str) -> Plan:
         """As a plan of ``method``. Raises `BudgetError` if it cannot stay within ``limit_bytes``."""
-        search, found = self._searched(limit_bytes)
-        decisions: list[Decision] = decisions_of(self.problem, search.follower.listed(found.moves), self.recipes)
-        return judged(self.problem.step, self.problem.machine, limit_bytes, decisions, method)
-
-    def _searched(self, limit_bytes: int) -> tuple[Search, Found]:
         search = _search(self.problem, self.candidates, max(limit_bytes, self.peak_bytes))
         found = search.offer(self.modes, search.selector.profile(self.modes))
         assert found is not None, "modes can be scheduled within their own least peak"
-        return search, found
+        decisions: list[Decision] = decisions_of(self.problem, search.follower.listed(found.moves), self.recipes)
+        return judged(self.problem, limit_bytes, decisions, method)
 
 
 def slow_links(machine: Machine) -> tuple[Link, Link] | None:
@@ -87,6 +82,20 @@ def mapped(cut: Cut, plan: ChainPlan) -> Mapped:
     ends = fates(plan.actions)
     found = _with(cut, _recipes(cut, ends), _offloads(cut, ends, plan.offloaded))
     return _with(cut, _flat_recipes(cut, ends), _offloads(cut, ends, plan.offloaded)) if found.nested else found
+
+
+def fastest(choices: Sequence[Mapped], limit_bytes: int) -> Mapped | None:
+    """The fastest of ``choices``, all of the same candidates, of those that stay within ``limit_bytes``."""
+    fitting = [choice for choice in choices if choice.peak_bytes <= limit_bytes]
+    if not fitting:
+        return None
+    search = _search(fitting[0].problem, fitting[0].candidates, limit_bytes)
+    seconds = []
+    for choice in fitting:
+        assert choice.candidates is fitting[0].candidates, "one search is of one set of candidates"
+        found = search.offer(choice.modes, search.selector.profile(choice.modes))
+        seconds.append(math.inf if found is None else found.course.seconds)
+    return fitting[seconds.index(min(seconds))]
 
 
 def fitted(
@@ -166,7 +175,10 @@ def _with(cut: Cut, recipes: dict[int, tuple[int, ...] | None], offloads: set[in
     problem = cut.problem
     columns = [recipes.get(number) for number in range(len(problem.step.absences))]
     tiers = problem.machine.slow_tiers()
-    candidates = Candidates.of(problem, tiers[0].name if tiers else None, columns)
+    tier = tiers[0].name if tiers else None
+    candidates = (
+        Candidates.of(problem, tier, columns) if recipes else _candidates_that_move(problem.step, problem.machine, tier)
+    )
     numbers: list[int] = candidates.absence.tolist()
     modes = np.full(len(numbers), KEEP, dtype=np.int8)
     for place, number in enumerate(numbers):
@@ -177,6 +189,12 @@ def _with(cut: Cut, recipes: dict[int, tuple[int, ...] | None], offloads: set[in
     profile: Profile = _search(problem, candidates, 0).selector.profile(modes)
     peak_bytes = int(profile.level.max(initial=problem.resting_bytes))
     return Mapped(problem, candidates, modes, columns, peak_bytes, profile.nested)
+
+
+@remembered
+def _candidates_that_move(step: Step, machine: Machine, tier: str | None) -> Candidates:
+    """The candidates of a plan that computes nothing again."""
+    return Candidates.of(Problem.of(step, machine), tier, [None] * len(step.absences))
 
 
 def _search(problem: Problem, candidates: Candidates, limit_bytes: int) -> Search:

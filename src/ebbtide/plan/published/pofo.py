@@ -29,9 +29,9 @@ import numpy as np
 
 from ebbtide.decisions import Plan
 from ebbtide.machine import Machine
-from ebbtide.plan.problem import Floats, Problem
+from ebbtide.plan.problem import Floats
 from ebbtide.plan.published.chain import Action, ChainPlan
-from ebbtide.plan.published.cut import cut
+from ebbtide.plan.published.cut import stages_of
 from ebbtide.plan.published.labels import Labels, trail, waiting
 from ebbtide.plan.published.mapping import fitted, slow_links
 from ebbtide.plan.published.rotor import Table, rounded_up, table
@@ -39,6 +39,9 @@ from ebbtide.step import Step
 
 SLOTS = 50
 """Into how many equal parts memory is divided to tell states apart; Rotor's table has its own."""
+
+MOST_STAGES = 48
+"""Of a longer chain neighbours are joined: the time of the program grows with the square of their number."""
 
 METHOD = "pofo"
 
@@ -213,7 +216,7 @@ def pofo(step: Step, machine: Machine, limit_bytes: int, *, slots: int = SLOTS) 
         BudgetError: if no such schedule was found that stays within ``limit_bytes``.
         PolicyError: if the step is no chain.
     """
-    stages = cut(Problem.of(step, machine))
+    stages = stages_of(step, machine, MOST_STAGES)
     pair = slow_links(machine)
     links = Links(0.0, 0.0) if pair is None else Links(*(link.duplex_bytes_per_second for link in pair))
     rotor = table(stages.chain, rounded_up(stages.chain))

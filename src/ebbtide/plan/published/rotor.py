@@ -31,10 +31,11 @@ import numpy.typing as npt
 
 from ebbtide.decisions import Plan
 from ebbtide.machine import Machine
-from ebbtide.plan.problem import Floats, Ints, Problem
+from ebbtide.plan.problem import Floats, Ints
 from ebbtide.plan.published.chain import Action, Chain, ChainPlan
-from ebbtide.plan.published.cut import cut
+from ebbtide.plan.published.cut import stages_of
 from ebbtide.plan.published.mapping import fitted
+from ebbtide.plan.published.remembered import remembered
 from ebbtide.step import Step
 
 SLOTS = 500
@@ -110,6 +111,7 @@ class Table:
         return capped
 
 
+@remembered
 def table(chain: Chain, memory_bytes: float, slots: int = SLOTS) -> Table:
     """Solve ``chain`` for every memory up to ``memory_bytes``. Time O(stages^3 slots), memory O(stages^2 slots)."""
     slot_bytes = max(memory_bytes, 1) / slots
@@ -177,6 +179,6 @@ def rotor(step: Step, machine: Machine, limit_bytes: int, *, slots: int = SLOTS)
         BudgetError: if no such schedule was found that stays within ``limit_bytes``.
         PolicyError: if the step is no chain.
     """
-    stages = cut(Problem.of(step, machine))
+    stages = stages_of(step, machine)
     whole = rounded_up(stages.chain, slots)
     return fitted(stages, limit_bytes, whole, table(stages.chain, whole, slots).plan, METHOD)

@@ -21,6 +21,7 @@ from ebbtide.plan.follow import Move, Trip
 from ebbtide.plan.problem import Floats, Ints, Problem
 from ebbtide.plan.profile import Candidates, Profile
 from ebbtide.plan.published.judged import judged
+from ebbtide.plan.published.remembered import remembered
 from ebbtide.plan.recipes import find_recipes
 from ebbtide.plan.simulate import decisions_of
 from ebbtide.step import Step
@@ -54,9 +55,7 @@ class Ground:
             raise PolicyError(
                 f"{method} offloads, but machine {machine.name} has no slow tier; plan with recomputation"
             )
-        problem, tier = Problem.of(step, machine), tiers[0].name if tiers else None
-        recipes = find_recipes(step)
-        return cls(problem, tier, recipes, Candidates.of(problem, tier, recipes))
+        return _ground(step, machine)
 
     def with_recipes(self, recipes: list[tuple[int, ...] | None]) -> Ground:
         """The same with other recipes."""
@@ -79,7 +78,15 @@ class Ground:
         for place, move in moves.items():
             complete[int(self.candidates.absence[place])] = move
         decisions = decisions_of(self.problem, complete, self.recipes)
-        return judged(self.problem.step, self.problem.machine, limit_bytes, decisions, method)
+        return judged(self.problem, limit_bytes, decisions, method)
+
+
+@remembered
+def _ground(step: Step, machine: Machine) -> Ground:
+    tiers = machine.slow_tiers()
+    problem, tier = Problem.of(step, machine), tiers[0].name if tiers else None
+    recipes = find_recipes(step)
+    return Ground(problem, tier, recipes, Candidates.of(problem, tier, recipes))
 
 
 def clock_with(clock: Floats, extra_seconds: Floats) -> Floats:

@@ -1,0 +1,91 @@
+"""What runs a training step, by the name that the command line gives it: a demo model, or a function in a file."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ebbtide.errors import EbbtideError
+from ebbtide.machine import Machine
+from ebbtide.step import Step
+
+STEP_FUNCTION = "one_step"
+"""Function of a file that runs a step, if the user names no other."""
+
+
+def runner(what: str, batch_size: int | None = None) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """What runs a step, and what prepares it: of a demo model with a batch of some size, or of the user's function.
+
+    Raises:
+        EbbtideError: if there is no such model, file or function, or the file cannot be imported; by the first of what
+            is returned, if the function fails.
+    """
+    if is_file(what):
+        return _function(what), _nothing
+    from ebbtide.demo.workloads import make_workload
+
+    workload = make_workload(what, batch_size=batch_size)
+    batch = workload.batch(0)
+    return lambda: workload.step(batch), workload.model.zero_grad
+
+
+def observe_fake(what: str, batch_size: int | None, machine: Machine) -> Step:
+    """The step called ``what`` as ``machine`` would run it. Raises as `runner` and the function in `observe.fake`."""
+    return _observed_fake(lambda: runner(what, batch_size), machine)
+
+
+def observe_fake_batch(what: str, batch_size: int, machine: Machine) -> Step:
+    """As `observe_fake`, with a batch of some size: the user's function is called with it."""
+    if is_file(what):
+        return _observed_fake(lambda: (_function(what, batch_size), _nothing), machine)
+    return observe_fake(what, batch_size, machine)
+
+
+def is_file(what: str) -> bool:
+    """Whether ``what`` names a file, not a demo model."""
+    return ":" in what or what.endswith(".py")
+
+
+def _observed_fake(load: Callable[[], tuple[Callable[[], Any], Callable[[], Any]]], machine: Machine) -> Step:
+    from ebbtide.observe import fake
+
+    def build() -> Callable[[], Any]:
+        run, prepare = load()
+        return lambda: (prepare(), run())
+
+    return fake.observe_fake(build, machine)
+
+
+def _nothing() -> None:
+    """A user's function prepares its step itself."""
+
+
+def _function(what: str, *arguments: int) -> Callable[[], Any]:
+    path, _, name = (what if ":" in what else f"{what}:{STEP_FUNCTION}").rpartition(":")
+    specification = importlib.util.spec_from_file_location("_observed_script", path)
+    if not Path(path).is_file() or specification is None or specification.loader is None:
+        raise EbbtideError(f"{path}: there is no such Python file")
+    module = importlib.util.module_from_spec(specification)
+    sys.path.insert(0, str(Path(path).resolve().parent))  # as Python does for a script, for the imports beside it
+    try:
+        specification.loader.exec_module(module)
+    except EbbtideError:
+        raise
+    except Exception as fault:
+        raise EbbtideError(f"{path}: cannot be imported: {type(fault).__name__}: {fault}") from fault
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise EbbtideError(f"{path}: has no function {name!r}")
+
+    def run() -> None:
+        try:
+            function(*arguments)
+        except EbbtideError:
+            raise
+        except Exception as fault:
+            raise EbbtideError(f"{what}: {type(fault).__name__}: {fault}") from fault
+
+    return run

@@ -1,0 +1,63 @@
+"""What the command line says of machines and plans in a few lines."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from ebbtide.decisions import Plan
+from ebbtide.machine import Machine
+from ebbtide.plan.batch import LargestBatch
+from ebbtide.units import format_bytes, format_seconds
+
+
+def verdict(machine: Machine, plan: Plan) -> tuple[str, ...]:
+    """Whether a step fits a machine that was described, plain and planned, and how fast it is."""
+    capacity = machine.tier(machine.fast).capacity_bytes
+    memory = "" if capacity is None else f", {format_bytes(capacity)} of memory"
+    fits = "fits" if plan.plain_peak_bytes <= plan.limit_bytes else "does not fit"
+    limit = format_bytes(plan.limit_bytes)
+    lines = [
+        f"{machine.name}{memory}; times are estimates",
+        f"plain: {fits} {limit}: peak {format_bytes(plan.plain_peak_bytes)}, {format_seconds(plan.plain_seconds)}",
+    ]
+    if plan.binds:
+        slower = plan.seconds / plan.plain_seconds - 1
+        peak, seconds = format_bytes(plan.peak_bytes), format_seconds(plan.seconds)
+        lines.append(f"planned: fits {limit}: peak {peak}, {seconds}, {slower:.1%} more than plain")
+    return tuple(lines)
+
+
+def batch_lines(machine: Machine, found: LargestBatch) -> tuple[str, ...]:
+    """The largest batch, its plan, and the largest without one."""
+    plan, plain = found.plan, found.plain_step
+    lines = [
+        f"{machine.name}, within {format_bytes(plan.limit_bytes)}; times are estimates",
+        f"plain: {_rate(found.plain_batch, plain.plain_seconds)}"
+        if plain is not None
+        else "plain: not one sample fits",
+        f"planned: {_rate(found.batch, plan.seconds)}, {found.overhead:.1%} more than plain would take",
+        f"peak {format_bytes(plan.peak_bytes)}; plain it would be {format_bytes(plan.plain_peak_bytes)}",
+        f"observed with {', '.join(map(str, found.observed))} samples",
+    ]
+    return tuple(lines)
+
+
+def _rate(batch: int, seconds: float) -> str:
+    return f"batch {batch}, {format_seconds(seconds)} a step, {batch / seconds:.4g} samples a second"
+
+
+def links_table(machine: Machine) -> Table:
+    """How fast a machine's links are."""
+    table = Table(title=machine.name, title_justify="left")
+    table.add_column("transfer")
+    for heading in ("latency", "one way", "both ways", "slows compute"):
+        table.add_column(heading, justify="right")
+    for link in machine.links:
+        table.add_row(
+            f"{link.source} to {link.target}",
+            format_seconds(link.latency_seconds),
+            f"{format_bytes(link.bandwidth_bytes_per_second)}/s",
+            f"{format_bytes(link.duplex_bytes_per_second)}/s",
+            f"{link.compute_slowdown:.0%}",
+        )
+    return table
