@@ -24,6 +24,7 @@ class Caution:
         physical_share: what the system may see above rest, workspaces of ops included, as a multiple of the budget
             above rest, wherever the step allows it. The promise is 1.10; the rest is for what nobody plans: the
             allocator's own slack, transfer buffers.
+        near_share: how near the lower bound a plan is good enough for the search to stop.
     """
 
     out_share: float = 0.05
@@ -31,6 +32,7 @@ class Caution:
     in_share: float = 0.2
     in_seconds: float = 2e-3
     physical_share: float = 1.06
+    near_share: float = 1e-4
 
     @property
     def late(self) -> Floats:
@@ -53,5 +55,5 @@ NO_CEILING = int(np.iinfo(np.int64).max // 4)
 
 CAUTION = Caution()
 """What the runtime's plans leave free."""
-NO_CAUTION = Caution(0.0, 0.0, 0.0, 0.0, math.inf)
+NO_CAUTION = Caution(0.0, 0.0, 0.0, 0.0, math.inf, 1e-6)
 """Predictions are exact and only the budget counts: the rules of the lower bound and of the published policies."""

@@ -8,7 +8,7 @@ from collections.abc import Set
 import numpy as np
 
 from ebbtide.decisions import Decision, Keep, Plan
-from ebbtide.errors import BudgetError, PolicyError
+from ebbtide.errors import BudgetError, PlanError, PolicyError
 from ebbtide.machine import Machine
 from ebbtide.plan.bound import bound_of
 from ebbtide.plan.caution import CAUTION, Caution
@@ -23,8 +23,6 @@ from ebbtide.plan.simulate import decisions_of, moves_of
 from ebbtide.step import Step
 from ebbtide.units import format_bytes
 
-NEAR = 1e-6
-"""How near the lower bound a plan is good enough for the search to stop."""
 STARTS = (
     "autoswap-wdoa",
     "autoswap-doa",
@@ -94,9 +92,10 @@ def solve(
         search.start()
     bound_seconds = bound_of(problem, search.room.cap, banned=banned).seconds
     assert search.best is not None
-    if search.best.course.seconds > (1 + NEAR) * bound_seconds:
+    enough_seconds = (1 + caution.near_share) * bound_seconds
+    if search.best.course.seconds > enough_seconds:
         _try_published(search, machine, seconds * 1e6)
-        search.improve(seconds * 1e6, (1 + NEAR) * bound_seconds)
+        search.improve(seconds * 1e6, enough_seconds)
     assert search.best is not None
     decisions = decisions_of(problem, search.follower.listed(search.best.moves), recipes)
     return _plan(problem, decisions, limit_bytes, bound_seconds)
@@ -110,7 +109,7 @@ def _try_published(search: Search, machine: Machine, work: float) -> None:
     problem, room = search.problem, search.room
     cost = POLICY_COST * problem.step.moments
     for name in STARTS[: int(STARTS_SHARE * work / cost)]:
-        with contextlib.suppress(BudgetError, PolicyError):
+        with contextlib.suppress(BudgetError, PlanError, PolicyError):
             plan = POLICIES[name](problem.step, machine, room.limit_bytes)
             search.consider(moves_of(problem, plan.decisions), cost)
 
