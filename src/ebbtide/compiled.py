@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import marshal
+import types
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +14,34 @@ from typing import Any
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, on numbers and arrays alone, compiled by numba and kept on disk beside it or in the user's cache.
 
-    numba is imported here and not sooner: it takes half a second, which only those who plan should pay.
+    Functions of ours that it calls are compiled with it. numba is imported here and not sooner: it takes half a second,
+    which only those who plan should pay.
     """
     import numba
 
+    whole = _with_its_calls(function)
     try:
-        return numba.njit(cache=True)(function)
+        return numba.njit(cache=True)(whole)
     except RuntimeError:
         # No directory can be written to: then it is compiled once in each process.
-        return numba.njit(function)  # type: ignore[no-any-return]
+        return numba.njit(whole)  # type: ignore[no-any-return]
+
+
+def _with_its_calls(function: Any) -> Any:
+    """``function`` with compiled functions in place of those that it calls.
+
+    Its name then tells the code of these apart: whether what was kept is old, numba sees from the function's own file.
+    """
+    known = function.__globals__
+    calls = {name: known[name] for name in function.__code__.co_names if _is_ours(known.get(name))}
+    if not calls:
+        return function
+    twins: dict[str, Any] = {name: compiled(called) for name, called in calls.items()}
+    codes = [twin.py_func.__qualname__.encode() + marshal.dumps(twin.py_func.__code__) for twin in twins.values()]
+    whole = types.FunctionType(function.__code__, {**known, **twins}, function.__name__, function.__defaults__)
+    whole.__qualname__ = f"{function.__qualname__}_{zlib.crc32(b''.join(codes)):08x}"
+    return whole
+
+
+def _is_ours(item: Any) -> bool:
+    return isinstance(item, types.FunctionType) and item.__module__.partition(".")[0] == __name__.partition(".")[0]

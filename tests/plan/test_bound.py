@@ -13,7 +13,7 @@ import pytest
 from ebbtide.decisions import Decision, Keep, Offload, Plan, Recompute
 from ebbtide.errors import BudgetError
 from ebbtide.machine import Link, Machine, Tier
-from ebbtide.plan import find_recipes, lower_bound, plain_peak_bytes, solve
+from ebbtide.plan import NO_CAUTION, find_recipes, least_peak_bytes, lower_bound, plain_peak_bytes, solve
 from ebbtide.plan.follow import Move, follow
 from ebbtide.plan.linear import Program, solve_program
 from ebbtide.plan.problem import Problem
@@ -206,3 +206,13 @@ def test_a_program_stopped_early_still_gives_a_bound() -> None:
     assert solve_program(whole, 1.0).value == pytest.approx(1.5)
     for multiplier in (-1.0, 0.0, 0.2, 0.5, 0.7, 5.0):
         assert whole.certify(np.array([multiplier])) <= 1.5
+
+
+def test_near_plans_within_the_least_peak() -> None:
+    """Where hardly any memory is left, the bound sees which values have to be away, and that they move whole."""
+    (path,) = [path for path in FIXTURES if path.name == "lstm.json.gz"]
+    step, machine = Step.load(path), disk_machine(2.5e9, 1.6e9, slowdown=0.05)
+    limit_bytes = least_peak_bytes(step, machine)
+    plan = solve(step, machine, limit_bytes, seconds=0.5, caution=NO_CAUTION)
+    assert plan.bound_seconds is not None
+    assert 1.1 * plan.plain_seconds < plan.bound_seconds <= plan.seconds <= 1.05 * plan.bound_seconds

@@ -12,10 +12,12 @@ import pytest
 
 from ebbtide.compiled import compiled
 from ebbtide.plan import find_recipes
+from ebbtide.plan.course import run_course
 from ebbtide.plan.follow import Follower, Moves, Trip, follow
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.replay import Replay, check_recipe
 from ebbtide.plan.simulate import moves_of
+from ebbtide.plan.walk import walk
 from tests.plan.random_steps import random_step
 from tests.plan.reference import Walk
 from tests.plan.test_simulate import MACHINE, random_decisions
@@ -78,3 +80,11 @@ def test_nowhere_to_keep_what_was_compiled_is_no_error(monkeypatch: pytest.Monke
         return 2 * number
 
     assert compiled(twice)(21) == 42
+
+
+def test_functions_that_are_called_are_compiled_too_and_named_after() -> None:
+    """A change in what is called must not find the caller that was kept before it."""
+    walked, ran = compiled(walk).py_func, compiled(run_course).py_func  # type: ignore[attr-defined]
+    assert walked.__qualname__.startswith("walk_")
+    assert ran.__qualname__ == "run_course"
+    assert walked.__globals__["_judged"].py_func.__globals__["run_course"] is compiled(run_course)

@@ -15,7 +15,7 @@ import numpy as np
 from ebbtide.machine import Machine
 from ebbtide.plan.bound_program import formulate
 from ebbtide.plan.linear import solve_program
-from ebbtide.plan.problem import Floats, Problem
+from ebbtide.plan.problem import Floats, Ints, Problem
 from ebbtide.step import Step
 
 MOST_GROUPS = 500
@@ -66,11 +66,11 @@ def lower_bound(
 
 
 def bound_of(
-    problem: Problem, limit_bytes: int, *, banned: Set[int] = frozenset(), most_groups: int = MOST_GROUPS
+    problem: Problem, limit_bytes: int | Ints, *, banned: Set[int] = frozenset(), most_groups: int = MOST_GROUPS
 ) -> Bound:
-    """`lower_bound` of a step and a machine that are indexed already."""
+    """`lower_bound` of a step and a machine that are indexed already; the limit may differ from moment to moment."""
     plain_seconds, moments = min(problem.step.plain_seconds, float(problem.clock[-1])), problem.step.moments
-    if int(problem.plain.max(initial=problem.resting_bytes)) <= limit_bytes:
+    if problem.resting_bytes <= np.min(limit_bytes) and bool((problem.plain <= limit_bytes).all()):
         return Bound(plain_seconds, np.zeros(moments))
     if not moments or not problem.step.absences:
         return Bound(math.inf, np.zeros(moments))

@@ -29,6 +29,14 @@ seconds and ``w + h`` its delay, ``h`` being what recomputation and slowed compu
 8. No value counts for more bytes than the limit is exceeded by anywhere: where such a value is away, nothing else has
    to be, so the rows of memory stay true, and a value's transfers take their full time.
 9. Values so small that all of them together are `NEGLIGIBLE` count as absent for free whenever they could be.
+10. Values leave and come back whole. Those of at least `LARGE` of the largest are counted: at a moment at which, with
+   all others absent that can be, bytes are still missing, as many of them are absent as it takes of the largest. ``n``
+   of them count as away from release to load; a link's seconds for them are worked on after they were taken, whole.
+11. A value has to be absent at a moment in which too much would be held with it, were all others absent that can be.
+   So it is moved, is released by the last event before the first such moment, and is taken or computed again from the
+   first event after the last one on. No recipe that runs in between reads it. A link's work on it is done between its
+   first possible event and its last one, together with that on others whose work has to be done between these. As it
+   is moved in one way, whole, compute is delayed between these events as that way demands.
 
 NOTE [Groups of blocks]
 Long steps have their blocks merged into groups. What is written per block above then says less, and stays true: sums of
@@ -49,14 +57,20 @@ from collections.abc import Set
 import numpy as np
 
 from ebbtide.machine import Link
+from ebbtide.plan.absent import Absences, Needed, absences_of, needed_absences
 from ebbtide.plan.blocks import AFTER, CLOSING, WITHIN, Blocks, memory_rows
 from ebbtide.plan.linear import Assembled, Program
 from ebbtide.plan.necessary import recompute_seconds
 from ebbtide.plan.problem import Floats, Ints, Problem
-from ebbtide.plan.profile import Mask, first_slots
+from ebbtide.plan.profile import Mask
 
-NEGLIGIBLE = 1e-3
-"""Share of the bytes above rest that values may have together to be left out of the program."""
+LARGE = 0.5
+"""Values of at least this share of the largest are counted in rule 10."""
+NARROW = 64
+"""Groups between two events at most for a link's work between them to be looked at on its own: rule 11."""
+MATTERS = 0.03
+"""And of at least this share of what the limit is exceeded by: smaller ones fit in almost anywhere, and there are many.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,73 +93,25 @@ class Formulation:
     merged: bool
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Absences:
-    """Absences in the program, as columns: moments, bytes, first slots, seconds of recomputation, place in the step."""
-
-    number: Ints
-    size: Floats
-    opens: Ints
-    closes: Ints
-    out: Ints
-    release: Ints
-    movable: Mask
-    replay: Floats
-
-    def some(self, chosen: Mask | Ints) -> _Absences:
-        """Part of them."""
-        return _Absences(*(getattr(self, field.name)[chosen] for field in dataclasses.fields(self)))
-
-
-def formulate(problem: Problem, limit_bytes: int, banned: Set[int], most_groups: int) -> Formulation:
-    """The program of NOTE [Relaxation] for delay within ``limit_bytes``."""
-    absences, plain = _absences(problem, banned)
-    builder = _Builder(problem, absences, plain - limit_bytes, most_groups)
+def formulate(problem: Problem, limit_bytes: int | Ints, banned: Set[int], most_groups: int) -> Formulation:
+    """The program of NOTE [Relaxation] for delay within ``limit_bytes``, one for all moments or one for each."""
+    absences, plain = absences_of(problem, banned)
+    needed = needed_absences(problem, absences, plain - limit_bytes)
+    replay = np.array(recompute_seconds(problem.facts, banned, needed.gone(absences)))[absences.number]
+    absences = dataclasses.replace(absences, replay=replay)
+    builder = _Builder(problem, absences, needed, plain - limit_bytes, most_groups)
     for out, back in problem.routes.values():
         builder.add_tier(out, back)
     builder.add_recomputation()
     builder.add_storages()
+    builder.add_needed()
     return builder.finish()
-
-
-def _absences(problem: Problem, banned: Set[int]) -> tuple[_Absences, Floats]:
-    """What the program decides about, and plain memory less the values of rule 9."""
-    step, facts = problem.step, problem.facts
-    numbers = np.array(
-        [n for n, absence in enumerate(step.absences) if step.values[absence.value].storage not in facts.external],
-        dtype=np.int64,
-    )
-    chosen = [step.absences[number] for number in numbers]
-    out, release, movable = first_slots(problem, numbers)
-    replay = np.array(recompute_seconds(facts, banned))[numbers] if len(numbers) else np.zeros(0)
-    every = _Absences(
-        numbers,
-        np.array([step.values[absence.value].size_bytes for absence in chosen], dtype=np.float64),
-        np.array([absence.opens for absence in chosen], dtype=np.int64),
-        np.array([absence.closes for absence in chosen], dtype=np.int64),
-        out,
-        release,
-        movable & bool(problem.routes),
-        replay,
-    )
-    every = every.some(every.movable | np.isfinite(every.replay))
-    order = np.argsort(every.size, kind="stable")
-    moved_bytes = np.cumsum(every.size[order])
-    above_rest = float(problem.plain.max(initial=0) - problem.resting_bytes)
-    small = order[moved_bytes <= NEGLIGIBLE * above_rest]
-    plain = problem.plain.astype(np.float64)
-    change = np.zeros(step.moments + 1)
-    np.subtract.at(change, every.opens[small], every.size[small])
-    np.add.at(change, every.closes[small], every.size[small])
-    left = np.ones(len(order), dtype=np.bool_)
-    left[small] = False
-    return every.some(left), plain + np.cumsum(change)[:-1]
 
 
 class _Builder:
     """Puts the program together. Seconds and bytes are in its own units, in which a step has about 100 of each."""
 
-    def __init__(self, problem: Problem, absences: _Absences, excess: Floats, most_groups: int) -> None:
+    def __init__(self, problem: Problem, absences: Absences, needed: Needed, excess: Floats, most_groups: int) -> None:
         self.problem, self.absences = problem, absences
         self.blocks = Blocks(problem, most_groups)
         self.unit_seconds = max(problem.step.plain_seconds, 1e-9) / 100
@@ -158,7 +124,7 @@ class _Builder:
         can_replay = np.isfinite(absences.replay)
         self.replay = absences.replay[can_replay] / self.unit_seconds
         self.replayed = np.flatnonzero(can_replay)
-        longest = 2 * sum(float(seconds.sum()) for seconds in every)
+        self.stall_limit = longest = 2 * sum(float(seconds.sum()) for seconds in every)
         self.extra = float(self.replay.sum()) + sum(float(seconds.sum()) for seconds in slowed)
 
         self.program = Program()
@@ -171,6 +137,24 @@ class _Builder:
         self.program.put(self.ahead_rows, self.work, -1.0)
         self.moments, self.kinds = memory_rows(excess, self.blocks, absences.closes)
         self.memory = self.program.rows(excess[self.moments] / self.unit_bytes, np.inf, len(self.moments))
+        least_bytes = max(LARGE * absences.size.max(initial=0.0), MATTERS * float(excess.max()))
+        self.large = absences.size >= least_bytes
+        self.needed = needed
+        self.counted, numbers = self._whole(excess)
+        self.counts = self.program.rows(numbers, np.inf, len(numbers))
+
+    def _whole(self, excess: Floats) -> tuple[Ints, Floats]:
+        """Moments at which large values have to be absent, and how many: rule 10."""
+        place, found = self.absences, []
+        for moment in self.moments[self.kinds == AFTER].tolist():
+            here = (place.opens <= moment) & (moment < place.closes)
+            missing = excess[moment] - place.size[here & ~self.large].sum()
+            largest = np.cumsum(np.sort(place.size[here & self.large])[::-1])
+            number = int(np.searchsorted(largest, missing * (1 - 1e-12))) + 1
+            if missing > 0 and number <= len(largest):
+                found.append((moment, number))
+        columns = np.array(found, dtype=np.int64).reshape(-1, 2)
+        return columns[:, 0], columns[:, 1].astype(np.float64)
 
     def _link_seconds(self, link: Link, chosen: Mask) -> Floats:
         """Time of a transfer of each chosen absence."""
@@ -212,22 +196,29 @@ class _Builder:
             self.columns_of[number].append(column)
         out_seconds = self._link_seconds(out_link, self.absences.movable)
         in_seconds = self._link_seconds(in_link, self.absences.movable)
-        released = self._add_out(place, trips, size, out_seconds)
-        arrived, early = self._add_in(place, trips, size, in_seconds)
+        released = self._add_out(place, trips, size, out_seconds, chosen)
+        arrived, early = self._add_in(place, trips, size, in_seconds, chosen)
         away, rows = self._pool(total)
         self.program.put(rows, released, -1.0)
         self.program.put(rows, arrived, 1.0)
         self._add_slowdown(place, trips, out_link.compute_slowdown * out_seconds, in_link.compute_slowdown * in_seconds)
         self._add_away(place, trips, size, released, early, away)
+        large = self.large[chosen]
+        if large.any() and len(self.counted):
+            self._add_counts(place.some(large), trips[large], size[large], in_seconds[large], released)
 
-    def _add_out(self, place: _Absences, trips: Ints, size: Floats, seconds: Floats) -> Ints:
-        """Copies out and releases: rules 2 and 3. Returns what is released."""
+    def _add_out(self, place: Absences, trips: Ints, size: Floats, seconds: Floats, chosen: Ints) -> Ints:
+        """Copies out and releases: rules 2, 3 and 11. Returns what is released."""
         program, group = self.program, self.blocks.group
         total_seconds, rate = float(seconds.sum()), float((size / seconds).max())
         sent = self._flow(total_seconds)
         _, rows = self._pool(total_seconds, empty_end=True)
         program.put(rows[group[place.out]], trips, -seconds)
         program.put(rows, sent, 1.0)
+        needed = self.needed.absent[chosen]
+        if needed.any():
+            self._done_by(sent, trips[needed], seconds[needed], self.needed.leaves_by[chosen[needed]])
+        self._between(trips, seconds, place.out, self.needed.leaves_by[chosen], needed)
         released = program.columns(self.blocks.count, np.where(self.blocks.waits, size.sum(), 0.0))
         copied, rows = self._pool(rate * total_seconds)
         program.put(rows, sent, -rate)
@@ -242,21 +233,16 @@ class _Builder:
         program.put(rows, released, -1.0)
         return released
 
-    def _add_in(self, place: _Absences, trips: Ints, size: Floats, seconds: Floats) -> tuple[Ints, Ints]:
-        """Loads: rules 2 and 5. Returns what arrives, and what has arrived before it is needed."""
+    def _add_in(self, place: Absences, trips: Ints, size: Floats, seconds: Floats, chosen: Ints) -> tuple[Ints, Ints]:
+        """Loads: rules 2, 5 and 11. Returns what arrives, and what has arrived before it is needed."""
         program, due = self.program, self.blocks.group[place.closes]
         rates = size / seconds
-        fetched = self._flow(float(seconds.sum()))
-        prepared, rows = self._pool(float(seconds.sum()))
-        program.put(rows, fetched, -1.0)
-        program.put(rows[due], trips, seconds)
-        groups = np.unique(due)
-        until = self.blocks.plain_until(place.closes)[groups] / self.unit_seconds
-        rows = program.rows(-until, np.inf, len(groups))
-        later = groups > 0
-        program.put(rows[later], prepared[groups[later] - 1], 1.0)
-        self._delay(rows, groups, 1.0)
-        program.put(rows[np.searchsorted(groups, due)], trips, -seconds)
+        fetched = self._fetched(place, trips, seconds)
+        _, rows = self._pool(float(seconds.sum()))
+        begin = np.maximum(place.release, self.needed.back_from[chosen])
+        program.put(rows[self.blocks.group[begin]], trips, -seconds)
+        program.put(rows, fetched, 1.0)
+        self._between(trips, seconds, begin, place.closes, self.needed.absent[chosen])
         arrived = program.columns(self.blocks.count, float(size.sum()))
         for rate, lower, upper in ((float(rates.max()), -np.inf, 0.0), (float(rates.min()), 0.0, np.inf)):
             rows = program.rows(lower, upper, self.blocks.count)
@@ -267,14 +253,70 @@ class _Builder:
         program.put(rows[due], trips, size)
         return arrived, early
 
-    def _add_slowdown(self, place: _Absences, trips: Ints, out_cost: Floats, in_cost: Floats) -> None:
+    def _fetched(self, place: Absences, trips: Ints, seconds: Floats) -> Ints:
+        """Seconds of loads in each group, done when the values are needed: rules 2 and 5."""
+        fetched = self._flow(float(seconds.sum()))
+        self._done_by(fetched, trips, seconds, place.closes)
+        return fetched
+
+    def _done_by(self, flow: Ints, trips: Ints, seconds: Floats, moments: Ints) -> None:
+        """Of a link's work ``flow``, the ``seconds`` of ``trips`` are done in the events at ``moments``."""
+        program, due = self.program, self.blocks.group[moments]
+        prepared, rows = self._pool(float(self.stall_limit))
+        program.put(rows, flow, -1.0)
+        program.put(rows[due], trips, seconds)
+        groups = np.unique(due)
+        until = self.blocks.plain_until(moments)[groups] / self.unit_seconds
+        rows = program.rows(-until, np.inf, len(groups))
+        later = groups > 0
+        program.put(rows[later], prepared[groups[later] - 1], 1.0)
+        self._delay(rows, groups, 1.0)
+        program.put(rows[np.searchsorted(groups, due)], trips, -seconds)
+
+    def _between(self, trips: Ints, seconds: Floats, begin: Ints, end: Ints, needed: Mask) -> None:
+        """A link's work on trips that begin and end between those of a needed one is done there: rule 11."""
+        clock, group = self.problem.clock / self.unit_seconds, self.blocks.group
+        for number in np.flatnonzero(needed).tolist():
+            first, last = int(group[begin[number]]), int(group[end[number]])
+            inside = np.flatnonzero((begin >= begin[number]) & (end <= end[number]))
+            plain = float(clock[end[number]] - clock[begin[number]])
+            if last - first < NARROW and float(seconds[inside].sum()) > plain:
+                row = self.program.rows(-plain, np.inf, 1)
+                groups = np.arange(first, last + 1)
+                self._delay(np.repeat(row, len(groups)), groups, 1.0)
+                self.program.put(np.repeat(row, len(inside)), trips[inside], -seconds[inside])
+
+    def _add_counts(self, place: Absences, trips: Ints, size: Floats, seconds: Floats, released: Ints) -> None:
+        """Large values of one tier, each away whole or not at all: rule 10."""
+        program, group, count = self.program, self.blocks.group, float(len(trips))
+        left = program.columns(self.blocks.count, np.where(self.blocks.waits, count, 0.0))
+        _, rows = self._pool(count)
+        program.put(rows[group[place.release]], trips, -1.0)
+        program.put(rows, left, 1.0)
+        _, rows = self._pool(float(self.size.sum()))
+        program.put(rows, released, -1.0)
+        program.put(rows, left, float(size.min()))
+        taken = program.columns(self.blocks.count, np.where(self.blocks.waits, count, 0.0))
+        _, rows = self._pool(count)
+        program.put(rows, taken, -1.0)
+        program.put(rows[group[place.closes]], trips, 1.0)
+        away, rows = self._pool(count)
+        program.put(rows, left, -1.0)
+        program.put(rows, taken, 1.0)
+        program.put(self.counts, away[group[self.counted]], 1.0)
+        fetched = self._fetched(place, trips, seconds)
+        _, rows = self._pool(float(seconds.max()) * count)
+        program.put(rows, taken, -float(seconds.max()))
+        program.put(rows, fetched, 1.0)
+
+    def _add_slowdown(self, place: Absences, trips: Ints, out_cost: Floats, in_cost: Floats) -> None:
         """What transfers cost compute, after their first slots and before they close: rule 6."""
         group = self.blocks.group
         self.program.put(self.ready_rows[group[place.out]], trips, -out_cost)
         self.program.put(self.ready_rows[group[place.release]], trips, -in_cost)
         self.program.put(self.ahead_rows[group[place.closes]], trips, out_cost + in_cost)
 
-    def _add_away(self, place: _Absences, trips: Ints, size: Floats, released: Ints, early: Ints, away: Ints) -> None:
+    def _add_away(self, place: Absences, trips: Ints, size: Floats, released: Ints, early: Ints, away: Ints) -> None:
         """What one tier takes off the rows of memory: rule 7."""
         program, groups = self.program, self.blocks.group[self.moments]
         after, within = self.kinds == AFTER, self.kinds == WITHIN
@@ -299,8 +341,7 @@ class _Builder:
         replays = self.program.columns(len(self.replayed), 1.0)
         for number, column in zip(self.replayed.tolist(), replays.tolist(), strict=True):
             self.columns_of[number].append(column)
-        needs = np.unique([absence.closes for absence in self.problem.step.absences])
-        earliest = needs[np.searchsorted(needs, place.opens)] if len(place.opens) else place.opens
+        earliest = self.needed.again_from[self.replayed]
         self.program.put(self.ready_rows[self.blocks.group[earliest]], replays, -self.replay)
         self.program.put(self.ahead_rows[self.blocks.group[place.closes]], replays, self.replay)
         moments, which = np.unique(self.moments, return_inverse=True)
@@ -314,6 +355,9 @@ class _Builder:
         seen &= end < len(moments)
         self.program.put(rows[end[seen]], replays[seen], size[seen])
         self.program.put(self.memory, absent[which], 1.0)
+        for moment, row in zip(self.counted.tolist(), self.counts.tolist(), strict=True):
+            here = self.large[self.replayed] & (place.opens <= moment) & (moment < place.closes)
+            self.program.put(np.full(int(here.sum()), row), replays[here], 1.0)
 
     def add_storages(self) -> None:
         """One thing at a time happens to a storage: rule 1."""
@@ -334,6 +378,33 @@ class _Builder:
                 count += 1
         numbers = self.program.rows(-np.inf, 1.0, count)
         self.program.put(numbers[np.array(rows, dtype=np.int64)], np.array(columns, dtype=np.int64), 1.0)
+
+    def add_needed(self) -> None:
+        """Values that have to be absent at some moment: rule 11."""
+        place, needed, clock = self.absences, self.needed, self.problem.clock / self.unit_seconds
+        ways = [
+            (self._link_seconds(out, place.movable), self._link_seconds(back, place.movable))
+            for out, back in self.problem.routes.values()
+        ]
+        rank = np.cumsum(place.movable) - 1
+        for number in np.flatnonzero(needed.absent).tolist():
+            columns = np.array(self.columns_of[number], dtype=np.int64)
+            self.program.put(np.repeat(self.program.rows(1.0, np.inf, 1), len(columns)), columns, 1.0)
+            tiers = [(out[rank[number]], back[rank[number]]) for out, back in ways] if place.movable[number] else []
+            out_seconds, in_seconds = np.array(tiers, dtype=np.float64).reshape(-1, 2).T
+            opens, leaves_by = int(place.out[number]), int(needed.leaves_by[number])
+            back_from, closes = int(needed.back_from[number]), int(place.closes[number])
+            self._delayed(opens, leaves_by, columns[: len(tiers)], out_seconds - (clock[leaves_by] - clock[opens]))
+            delays = [*(in_seconds - (clock[closes] - clock[back_from])), place.replay[number] / self.unit_seconds]
+            self._delayed(back_from, closes, columns, np.array(delays[: len(columns)]))
+
+    def _delayed(self, begin: int, end: int, columns: Ints, seconds: Floats) -> None:
+        """Between two events compute is delayed by ``seconds`` for the one of ``columns`` that is chosen."""
+        groups = np.arange(self.blocks.group[begin], self.blocks.group[end] + 1)
+        if len(groups) <= NARROW and (seconds > 0).any():
+            row = self.program.rows(0.0, np.inf, 1)
+            self._delay(np.repeat(row, len(groups)), groups, 1.0)
+            self.program.put(np.repeat(row, len(columns)), columns, -np.maximum(seconds, 0.0))
 
     def finish(self) -> Formulation:
         """The program."""

@@ -2,33 +2,60 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 GONE, NEED, RELEASE, OUT, LOAD = range(5)
 """Phases of a moment, in order: see NOTE [What happens in a moment] in `follow`."""
 PRESENT, AWAY, COMING = range(3)
-DONE, STALE, NESTED = range(3)
-"""How a course ends: well, at a recipe that reads what is gone, or at recipes that wait for each other too deeply."""
+DONE, STALE, NESTED, EXCESS = range(4)
+"""How a course ends: well, at a recipe that reads what is gone, at recipes that wait for each other too deeply, or
+where it takes more memory or time than it may."""
 
 DEEPEST_NESTING = 100
 """Recipes that wait for each other at most, each for a value that the next one makes."""
 
 
-def write_script(opens: Any, closes: Any, tier: Any, replay: Any, out: Any, release: Any, load: Any) -> Any:
+class Scene(NamedTuple):
+    """What is the same for all plans of a problem, as arrays.
+
+    Attributes:
+        clock, plain, workspace: per moment, as in `Problem`.
+        opens, closes, size_bytes, storage: per absence; storages are numbered from 0 to ``storages - 1``.
+        storages: how many there are.
+        links: per tier latency, bandwidth and slowdown of the link out, then of the link in.
+        late: how much longer transfers take, as a share and in seconds: a row for those out, one for those back.
+        first_leaf, leaves: per recipe where its leaves begin, with one entry more than recipes; leaves as storages.
+        replay_seconds: per recipe.
+        replay_bytes: per recipe the most bytes, the same with workspaces, and the moment until which it is valid.
+    """
+
+    clock: Any
+    plain: Any
+    workspace: Any
+    opens: Any
+    closes: Any
+    size_bytes: Any
+    storage: Any
+    storages: int
+    links: Any
+    late: Any
+    first_leaf: Any
+    leaves: Any
+    replay_seconds: Any
+    replay_bytes: Any
+
+
+def write_script(scene: Any, tier: Any, replay: Any, out: Any, release: Any, load: Any) -> Any:
     """What is to be done, in order, as rows of moment, phase, absence; columns are as in `Moves`.
 
     Within a phase of a moment, loads are ordered by moment of need, everything by number of absence.
     """
-    count = len(closes)
-    rows = np.empty((4 * count, 3), np.int64)
-    keys = np.empty(4 * count, np.int64)
-    span = count + 1
-    for number in range(count):
-        span = max(span, closes[number] + 1)
-    size = 0
-    for number in range(count):
+    opens, closes, moments = scene.opens, scene.closes, len(scene.plain)
+    rows, size = np.empty((4 * len(closes), 3), np.int64), 0
+    ends = np.zeros(moments + 2, np.int64)
+    for number in range(len(closes)):
         if tier[number] < 0 and replay[number] < 0:
             continue
         rows[size, 0], rows[size, 1], rows[size, 2] = closes[number], NEED, number
@@ -45,48 +72,47 @@ def write_script(opens: Any, closes: Any, tier: Any, replay: Any, out: Any, rele
             rows[size, 0], rows[size, 1], rows[size, 2] = load[number], LOAD, number
             size += 1
     for row in range(size):
+        ends[rows[row, 0] + 1] += 1
+    for moment in range(moments):
+        ends[moment + 1] += ends[moment]
+    # Rows were written by ascending absence; each goes behind those of its moment that come no later than it.
+    script, first = np.empty((size, 3), np.int64), ends.copy()
+    for row in range(size):
         moment, phase, number = rows[row, 0], rows[row, 1], rows[row, 2]
-        rank = closes[number] if phase == LOAD else number
-        keys[row] = (moment * 5 + phase) * span + rank
-    # The sort is stable, and rows were written by ascending absence.
-    return rows[:size][np.argsort(keys[:size], kind="mergesort")]
+        place = ends[moment]
+        ends[moment] += 1
+        while place > first[moment]:
+            before, other = script[place - 1, 1], script[place - 1, 2]
+            later = before > phase or (before == phase == LOAD and closes[other] > closes[number])
+            if not later:
+                break
+            script[place, 0], script[place, 1], script[place, 2] = moment, before, other
+            place -= 1
+        script[place, 0], script[place, 1], script[place, 2] = moment, phase, number
+    return script
 
 
-def run_course(
-    clock: Any,
-    plain: Any,
-    workspace: Any,
-    size_bytes: Any,
-    storage: Any,
-    storages: int,
-    links: Any,
-    script: Any,
-    tier: Any,
-    replay: Any,
-    first_leaf: Any,
-    leaves: Any,
-    replay_seconds: Any,
-    replay_bytes: Any,
-) -> Any:
+def run_course(scene: Any, script: Any, tier: Any, replay: Any, limit_bytes: int, ceiling: Any, longest: float) -> Any:
     """Carry out ``script`` by NOTE [What happens in a moment] in `follow`.
 
     It is one long function because a recipe and what it waits for share all of the state; recursion is a stack in it.
 
     Args:
-        clock, plain, workspace: per moment, as in `Problem`.
-        size_bytes, storage: per absence; storages are numbered from 0 to ``storages - 1``.
-        links: per tier latency, bandwidth and slowdown of the link out, then of the link in.
+        scene: what does not depend on the plan.
         script: from `write_script`.
         tier, replay: per absence the tier or recipe it goes by, or -1.
-        first_leaf, leaves: per recipe where its leaves begin, with one entry more than recipes; leaves as storages.
-        replay_seconds: per recipe.
-        replay_bytes: per recipe the most bytes, the same with workspaces, and the moment until which it is valid.
+        limit_bytes, ceiling: most bytes in all moments; most with workspaces in each.
+        longest: most seconds.
 
     Returns:
         memory, physical and start per moment, the last start being the end; rows of transfers (absence, 0 out or 1 in,
         and in a second array issued, start, end), of stalls (moment, 0 release or 1 load, absence; seconds), of
-        recomputations (absence, moment; start); how it ended, with the absence and moment of a fault.
+        recomputations (absence, moment; start); how it ended, with the absence and moment of a fault. A course that
+        takes more than it may ends in the first moment in which it is seen.
     """
+    clock, plain, workspace, links, late = scene.clock, scene.plain, scene.workspace, scene.links, scene.late
+    size_bytes, storage, first_leaf, leaves = scene.size_bytes, scene.storage, scene.first_leaf, scene.leaves
+    replay_seconds, replay_bytes, storages = scene.replay_seconds, scene.replay_bytes, scene.storages
     moments, absences = len(plain), len(size_bytes)
     memory, physical = np.empty(moments, np.int64), np.empty(moments, np.int64)
     starts = np.empty(moments + 1, np.float64)
@@ -140,7 +166,7 @@ def run_course(
                         start = max(now, free[here, way])
                         if way == 1:
                             start = max(start, written[number])
-                        end = start + seconds
+                        end = start + (1.0 + late[way, 0]) * seconds + late[way, 1]
                         free[here, way] = end
                         delay += links[here, 3 * way + 2] * seconds
                         transfers[sent, 0], transfers[sent, 1] = number, way
@@ -190,6 +216,11 @@ def run_course(
                 depth -= 1
         memory[moment] = plain[moment] + high
         physical[moment] = plain[moment] + max(high + workspace[moment], physical_high)
+        excess = memory[moment] > limit_bytes or physical[moment] > ceiling[moment]
+        if ending == DONE and (excess or clock[moments] + delay > longest):
+            ending, fault[1] = EXCESS, moment
+        if ending != DONE:
+            break
     starts[moments] = clock[moments] + delay
     return (
         (memory, physical, starts),

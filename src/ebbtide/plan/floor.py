@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ebbtide.plan.problem import Problem
@@ -13,16 +15,18 @@ ATTEMPTS = ((True, 0.5), (False, 0.5), (True, 0.25), (False, 0.75))
 """Ways to choose that are tried for each peak: by worst moment or wherever memory is short; where to cut chains."""
 PRECISION = 1e-3
 """Share of the moved bytes within which the least peak is looked for."""
+LOWERING_SECONDS = 0.05
+"""About how long small changes are tried in the end."""
 
 
-def least_peak(problem: Problem, candidates: Candidates, tier: str | None) -> Found:
+def least_peak(problem: Problem, candidates: Candidates, tiers: Sequence[str]) -> Found:
     """The plan of least peak found: everything moved that can be, then ever lower peaks aimed at, halving the distance
     to what would be left if every value were gone throughout its absence. It does not depend on any budget."""
-    searcher = _searcher(problem, candidates, tier, 0)
+    searcher = _searcher(problem, candidates, tiers, 0)
     best: Found | None = None
-    for modes in _everything(candidates):
+    for modes in _everything(searcher.candidates):
         lowest = int(searcher.selector.profile(modes).level.max())
-        found = _reach(problem, candidates, tier, lowest, modes)
+        found = _reach(problem, candidates, tiers, lowest, modes)
         if found is not None and (best is None or _peak(found) < _peak(best)):
             best = found
     assert best is not None, "a step that keeps everything stays within its own peak"
@@ -30,12 +34,35 @@ def least_peak(problem: Problem, candidates: Candidates, tier: str | None) -> Fo
     step_bytes = max(1, int(PRECISION * (int(problem.plain.max()) - low)))
     while _peak(best) - low > step_bytes:
         aim = (low + _peak(best)) // 2
-        found = _aim(problem, candidates, tier, aim)
+        found = _aim(problem, candidates, tiers, aim)
         if found is None:
             low = aim
         else:
             best = found
-    return best
+    modes = _lowered(searcher, best.modes)
+    found = _reach(problem, candidates, tiers, int(searcher.selector.profile(modes).level.max()), modes)
+    return best if found is None or _peak(best) <= _peak(found) else found
+
+
+def _lowered(searcher: Search, start: Modes) -> Modes:
+    """Modes of a lower peak than those of ``start``, if changes of one or two of what could be absent at the worst
+    moment find some: what the halving missed, as it takes greedy choices alone."""
+    candidates, selector, random = searcher.candidates, searcher.selector, np.random.default_rng(0)
+    ways = np.stack((np.ones(len(start), dtype=np.bool_), candidates.can_offload, selector.can_recompute))
+    found = selector.profile(start)
+    modes, high = start, int(found.level.max())
+    for _ in range(int(LOWERING_SECONDS * 1e6 / searcher.costs()[1])):
+        moment = int(np.argmax(found.level))
+        near = np.flatnonzero((candidates.opens <= moment) & (moment <= candidates.closes))
+        if not near.size:
+            break
+        trial = modes.copy()
+        for place in random.choice(near, size=min(near.size, int(random.integers(1, 3))), replace=False).tolist():
+            trial[place] = random.choice(np.flatnonzero(ways[:, place]))
+        tried = selector.profile(trial)
+        if not tried.nested and int(tried.level.max()) <= high:
+            modes, high, found = trial, int(tried.level.max()), tried
+    return modes
 
 
 def _peak(found: Found) -> int:
@@ -57,21 +84,21 @@ def _bound(problem: Problem, candidates: Candidates) -> int:
     return int((problem.plain + np.cumsum(change)[:-1]).max())
 
 
-def _searcher(problem: Problem, candidates: Candidates, tier: str | None, peak_bytes: int) -> Search:
-    unlimited = np.full(problem.step.moments, np.iinfo(np.int64).max // 4, dtype=np.int64)
-    room = Room(np.full(problem.step.moments, peak_bytes, dtype=np.int64), unlimited)
-    return Search(problem, candidates, tier, room, peak_bytes, unlimited, 0)
+def _searcher(problem: Problem, candidates: Candidates, tiers: Sequence[str], peak_bytes: int) -> Search:
+    return Search(problem, candidates, tiers, Room.of(problem, peak_bytes))
 
 
-def _reach(problem: Problem, candidates: Candidates, tier: str | None, peak_bytes: int, modes: Modes) -> Found | None:
-    search = _searcher(problem, candidates, tier, peak_bytes)
+def _reach(
+    problem: Problem, candidates: Candidates, tiers: Sequence[str], peak_bytes: int, modes: Modes
+) -> Found | None:
+    search = _searcher(problem, candidates, tiers, peak_bytes)
     return search.offer(modes, search.selector.profile(modes))
 
 
-def _aim(problem: Problem, candidates: Candidates, tier: str | None, peak_bytes: int) -> Found | None:
+def _aim(problem: Problem, candidates: Candidates, tiers: Sequence[str], peak_bytes: int) -> Found | None:
     nothing = np.zeros(len(candidates.absence), dtype=np.bool_)
     for peak_only, pivot in ATTEMPTS:
-        search = _searcher(problem, candidates, tier, peak_bytes)
+        search = _searcher(problem, candidates, tiers, peak_bytes)
         modes = np.zeros(len(candidates.absence), dtype=np.int8)
         found = search.choose(modes, search.prices(), nothing, peak_only, pivot)
         if found is not None:

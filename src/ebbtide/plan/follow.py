@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -25,7 +26,8 @@ import numpy as np
 from ebbtide.compiled import compiled
 from ebbtide.errors import PlanError
 from ebbtide.machine import Link
-from ebbtide.plan.course import DEEPEST_NESTING, DONE, STALE, run_course, write_script
+from ebbtide.plan.caution import EXPECTED, NO_CAUTION, NO_CEILING, Caution
+from ebbtide.plan.course import DEEPEST_NESTING, DONE, STALE, Scene, run_course, write_script
 from ebbtide.plan.problem import Floats, Ints, Problem
 from ebbtide.plan.replay import Replay
 
@@ -134,6 +136,10 @@ class Moves:
         nothing = np.full(count, -1, dtype=np.int64)
         return cls(*(nothing.copy() for _ in dataclasses.fields(cls)))
 
+    def rows(self) -> Ints:
+        """The columns, as the rows of one array."""
+        return np.stack([getattr(self, field.name) for field in dataclasses.fields(self)])
+
 
 class Follower:
     """Carries out plans of one problem with recipes known beforehand: what does not change is put in arrays once.
@@ -141,65 +147,55 @@ class Follower:
     Args:
         problem: the problem.
         replays: recipes that the moves may name, by their place; None is never named.
+        caution: what transfers are taken to be longer for, by the share `EXPECTED` of it.
     """
 
-    def __init__(self, problem: Problem, replays: Sequence[Replay | None]) -> None:
+    def __init__(self, problem: Problem, replays: Sequence[Replay | None], caution: Caution = NO_CAUTION) -> None:
         step = problem.step
         values = [step.values[absence.value] for absence in step.absences]
         storages = {storage: place for place, storage in enumerate(dict.fromkeys(value.storage for value in values))}
         named = [replay or Replay((), 0.0, 0, 0, 0) for replay in replays]
         leaves = [[storages[leaf] for leaf in replay.leaves if leaf in storages] for replay in named]
-        self.problem, self.replays = problem, replays
+        self.replays = replays
         self.tiers = {tier: place for place, tier in enumerate(problem.routes)}
-        self.opens = _column(absence.opens for absence in step.absences)
-        self.closes = _column(absence.closes for absence in step.absences)
-        self.size_bytes = _column(value.size_bytes for value in values)
-        self.storage = _column(storages[value.storage] for value in values)
-        self.storages = len(storages)
-        self.links = np.array(
-            [[part for link in route for part in _rates(link)] for route in problem.routes.values()],
-            dtype=np.float64,
-        ).reshape(-1, 6)
-        self.first_leaf = _column(np.cumsum([0, *map(len, leaves)]))
-        self.leaves = _column(leaf for found in leaves for leaf in found)
-        self.replay_seconds = np.array([replay.seconds for replay in named], dtype=np.float64)
-        self.replay_bytes = np.array(
-            [(replay.peak_bytes, replay.physical_peak_bytes, replay.valid_until) for replay in named], dtype=np.int64
-        ).reshape(-1, 3)
+        self.unlimited = np.full(step.moments, NO_CEILING, dtype=np.int64)
+        links = [[part for link in route for part in _rates(link)] for route in problem.routes.values()]
+        replay_bytes = [(replay.peak_bytes, replay.physical_peak_bytes, replay.valid_until) for replay in named]
+        self.scene = Scene(
+            clock=problem.clock,
+            plain=problem.plain,
+            workspace=problem.workspace,
+            opens=_column(absence.opens for absence in step.absences),
+            closes=_column(absence.closes for absence in step.absences),
+            size_bytes=_column(value.size_bytes for value in values),
+            storage=_column(storages[value.storage] for value in values),
+            storages=len(storages),
+            links=np.array(links, dtype=np.float64).reshape(-1, 6),
+            late=caution.late * EXPECTED,
+            first_leaf=_column(np.cumsum([0, *map(len, leaves)])),
+            leaves=_column(leaf for found in leaves for leaf in found),
+            replay_seconds=np.array([replay.seconds for replay in named], dtype=np.float64),
+            replay_bytes=np.array(replay_bytes, dtype=np.int64).reshape(-1, 3),
+        )
 
     def follow(self, moves: Moves) -> Course:
         """Carry out ``moves``. Raises `PlanError` as `follow` does."""
-        problem = self.problem
-        script = compiled(write_script)(
-            self.opens, self.closes, moves.tier, moves.replay, moves.out, moves.release, moves.load
-        )
+        scene = self.scene
+        script = compiled(write_script)(scene, moves.tier, moves.replay, moves.out, moves.release, moves.load)
         levels, sent, waited, replayed, (ending, number, moment) = compiled(run_course)(
-            problem.clock,
-            problem.plain,
-            problem.workspace,
-            self.size_bytes,
-            self.storage,
-            self.storages,
-            self.links,
-            script,
-            moves.tier,
-            moves.replay,
-            self.first_leaf,
-            self.leaves,
-            self.replay_seconds,
-            self.replay_bytes,
+            scene, script, moves.tier, moves.replay, NO_CEILING, self.unlimited, math.inf
         )
         if ending == STALE:
-            until = self.replay_bytes[moves.replay[number], 2]
+            until = scene.replay_bytes[moves.replay[number], 2]
             raise PlanError(
                 f"absence {number}: at moment {moment} its recipe reads what was freed or written at moment {until}"
             )
         if ending != DONE:
             raise PlanError(f"absence {number}: more than {DEEPEST_NESTING} recipes wait for each other")
         memory, physical, starts = levels
-        seconds = self.replay_seconds[moves.replay] if len(self.replay_seconds) else np.zeros(len(moves.replay))
+        seconds = scene.replay_seconds[moves.replay] if len(scene.replay_seconds) else np.zeros(len(moves.replay))
         return Course(
-            memory, physical, starts[:-1], float(starts[-1]), self.size_bytes, seconds, sent, waited, replayed
+            memory, physical, starts[:-1], float(starts[-1]), scene.size_bytes, seconds, sent, waited, replayed
         )
 
     def listed(self, moves: Moves) -> list[Move]:

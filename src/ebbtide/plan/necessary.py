@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
 import math
-from collections.abc import Set
+from collections.abc import Mapping, Set
+from types import MappingProxyType
+
+import numpy as np
 
 from ebbtide.plan.problem import Facts
 from ebbtide.plan.replay import is_leaf, is_replayable, operands
@@ -14,33 +16,63 @@ FARTHEST = 64
 bound; a step in which nothing can be read again would otherwise take quadratic time."""
 
 
-def recompute_seconds(facts: Facts, banned: Set[int]) -> list[float]:
+Gone = Mapping[int, tuple[int, int]]
+"""By absence: the event at which its value has to be released at the latest, and the first at which it may be back."""
+
+
+def recompute_seconds(facts: Facts, banned: Set[int], gone: Gone = MappingProxyType({})) -> list[float]:
     """For each absence the least time in which its value can be computed again; infinite if it cannot.
 
     A recipe ends with the value's maker (see `check_recipe`). What an op of it reads, the recipe makes itself unless
-    it may be a leaf when it runs; it runs at an event that closes an absence, not before its own opens. So an operand
-    that can be no leaf then adds its maker, and so on: those ops are part of every recipe. Each recomputed absence
-    runs its own recipe, in `follow` as in the runtime: what two recipes have in common is run twice and counts twice.
+    it may be a leaf when it runs (see `recompute_moments`). So an operand that can be no leaf then adds its maker, and
+    so on: those ops are part of every recipe. Each recomputed absence runs its own recipe, in `follow` as in the
+    runtime: what two recipes have in common is run twice and counts twice. Values that have to be away for as long as
+    the recipe may run can be no leaves of it.
 
     Args:
         facts: the indexed step.
         banned: absences whose values no recipe may make.
+        gone: values that have to be away for some time.
     """
     step = facts.step
+    away: dict[int, list[tuple[int, int]]] = {}
+    for number, span in gone.items():
+        away.setdefault(step.absences[number].value, []).append(span)
     never = {step.absences[number].value for number in banned}
-    needs = sorted({absence.closes for absence in step.absences})
-    earliest = [needs[bisect.bisect_left(needs, absence.opens)] for absence in step.absences]
-    known: dict[tuple[int, int], float] = {}
+    known: dict[tuple[int, int, int], float] = {}
     found = []
-    for absence, moment in zip(step.absences, earliest, strict=True):
-        key = (absence.value, moment)
+    for absence, moment in zip(step.absences, recompute_moments(facts, gone), strict=True):
+        key = (absence.value, moment, absence.closes)
         if key not in known:
-            known[key] = _seconds(facts, absence.value, moment, never)
+            known[key] = _seconds(facts, *key, never, away)
         found.append(known[key])
     return found
 
 
-def _seconds(facts: Facts, target: int, moment: int, never: Set[int]) -> float:
+def recompute_moments(facts: Facts, gone: Gone = MappingProxyType({})) -> list[int]:
+    """For each absence the first event at which its value can be computed again.
+
+    That is where its absence closes, or before, where another one does whose recipe may read it: one of a value that is
+    made later, by an op that can run again.
+    """
+    step = facts.step
+    order = sorted(range(len(step.absences)), key=lambda number: step.absences[number].closes)
+    closes = np.array([step.absences[number].closes for number in order], dtype=np.int64)
+    makers = [step.values[step.absences[number].value].maker for number in order]
+    readers = np.array([maker if maker >= 0 and is_replayable(step.ops[maker]) else -1 for maker in makers], np.int64)
+    found = []
+    for number, absence in enumerate(step.absences):
+        begin = max(absence.opens, gone[number][1]) if number in gone else absence.opens
+        first, last = np.searchsorted(closes, (begin, absence.closes))
+        reads = readers[first:last] > step.values[absence.value].maker
+        found.append(int(closes[first + np.argmax(reads)]) if reads.any() else absence.closes)
+    return found
+
+
+def _seconds(
+    facts: Facts, target: int, moment: int, last: int, never: Set[int], away: Mapping[int, list[tuple[int, int]]]
+) -> float:
+    """The same for one value, made again between the events ``moment`` and ``last``."""
     values = facts.step.values
     if values[target].storage in facts.external:
         return math.inf
@@ -48,7 +80,9 @@ def _seconds(facts: Facts, target: int, moment: int, never: Set[int]) -> float:
     seen, wanted = {target}, [target]
     while wanted and len(ticks) < FARTHEST:
         number = wanted.pop()
-        readable = moment < min(facts.superseded[number], facts.dies[number])
+        readable = moment < min(facts.superseded[number], facts.dies[number]) and not any(
+            released < moment and last < back for released, back in away.get(number, ())
+        )
         if number != target and readable and is_leaf(facts, number, target):
             continue
         maker = values[number].maker

@@ -19,7 +19,7 @@ from ebbtide.plan.needs import KEEP, OFFLOAD, RECOMPUTE, bring_back
 from ebbtide.plan.problem import Facts, Floats, Ints, Problem
 from ebbtide.plan.replay import Replay, check_recipe
 
-__all__ = ["KEEP", "OFFLOAD", "RECOMPUTE", "Candidates", "Mask", "Modes", "Profile", "first_slots", "profile"]
+__all__ = ["KEEP", "OFFLOAD", "RECOMPUTE", "Candidates", "Mask", "Modes", "Profile", "Trips", "first_slots", "profile"]
 
 Modes = npt.NDArray[np.int8]
 Mask = npt.NDArray[np.bool_]
@@ -38,7 +38,6 @@ class Candidates:
         out: slot at which its copy out is queued.
         release: first slot at which it can be released.
         out_seconds, in_seconds: time of its transfers.
-        out_compute_seconds, in_compute_seconds: what they cost compute.
         can_offload: whether a slow tier may take it.
         replays: its checked recipe, or None.
         first_leaf, leaves: where the candidates begin that its recipe may have to bring back first, with one entry more
@@ -56,8 +55,6 @@ class Candidates:
     release: Ints
     out_seconds: Floats
     in_seconds: Floats
-    out_compute_seconds: Floats
-    in_compute_seconds: Floats
     can_offload: Mask
     replays: list[Replay | None]
     first_leaf: Ints
@@ -82,7 +79,6 @@ class Candidates:
             replays.append(None if recipe is None else check_recipe(facts, absence.value, recipe))
         leaves = _leaf_candidates(problem, numbers, replays)
         out_link, in_link = problem.routes[tier] if tier is not None else (None, None)
-        out_seconds, in_seconds = _transfer_seconds(out_link, sizes), _transfer_seconds(in_link, sizes)
         return cls(
             absence=np.array(numbers, dtype=np.int64),
             size_bytes=sizes,
@@ -90,10 +86,8 @@ class Candidates:
             closes=closes,
             out=outs,
             release=releases,
-            out_seconds=out_seconds,
-            in_seconds=in_seconds,
-            out_compute_seconds=out_seconds * (out_link.compute_slowdown if out_link is not None else 0.0),
-            in_compute_seconds=in_seconds * (in_link.compute_slowdown if in_link is not None else 0.0),
+            out_seconds=_transfer_seconds(out_link, sizes),
+            in_seconds=_transfer_seconds(in_link, sizes),
             can_offload=_offloadable(problem, tier, sizes, in_time),
             replays=replays,
             first_leaf=np.cumsum([0, *map(len, leaves)], dtype=np.int64),
@@ -104,6 +98,41 @@ class Candidates:
                 dtype=np.int64,
             ).reshape(-1, 2),
             order=np.argsort(closes, kind="stable"),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trips:
+    """What a trip of each candidate to each of some slow tiers takes: rows are tiers, columns candidates.
+
+    Attributes:
+        tiers: places of the tiers in `Problem.routes`.
+        out_seconds, in_seconds: time of the transfers.
+        compute_seconds: what they cost compute.
+        possible: whether the tier may take the candidate.
+    """
+
+    tiers: Ints
+    out_seconds: Floats
+    in_seconds: Floats
+    compute_seconds: Floats
+    possible: Mask
+
+    @classmethod
+    def of(cls, problem: Problem, candidates: Candidates, tiers: Sequence[str]) -> Trips:
+        """The trips of ``candidates`` to ``tiers``."""
+        sizes, shape = candidates.size_bytes, (len(tiers), len(candidates.size_bytes))
+        _, _, in_time = first_slots(problem, candidates.absence)
+        routes, places = [problem.routes[tier] for tier in tiers], list(problem.routes)
+        out_seconds = np.array([_transfer_seconds(out, sizes) for out, _ in routes]).reshape(shape)
+        in_seconds = np.array([_transfer_seconds(back, sizes) for _, back in routes]).reshape(shape)
+        slowdowns = np.array([(out.compute_slowdown, back.compute_slowdown) for out, back in routes]).reshape(-1, 2)
+        return cls(
+            tiers=np.array([places.index(tier) for tier in tiers], dtype=np.int64),
+            out_seconds=out_seconds,
+            in_seconds=in_seconds,
+            compute_seconds=slowdowns[:, :1] * out_seconds + slowdowns[:, 1:] * in_seconds,
+            possible=np.array([_offloadable(problem, tier, sizes, in_time) for tier in tiers], np.bool_).reshape(shape),
         )
 
 

@@ -1,6 +1,7 @@
 """When each offloaded candidate is copied out, released and loaded: as lazily as the limit and the links allow.
 
-Copies out are queued as soon as they may be. A release comes when its copy is predicted to be done, or earlier, with
+Copies out are queued as soon as they may be, or, *put off*, right before their value may be released: then those whose
+bytes are free first are copied first. A release comes when its copy is predicted to be done, or earlier, with
 a stall, where memory needs it; a load comes as late as it can to be there in time, or later where there is no room.
 """
 
@@ -11,16 +12,10 @@ from typing import Any
 import numpy as np
 
 from ebbtide.compiled import compiled
+from ebbtide.plan.caution import Caution
 from ebbtide.plan.follow import Moves
 from ebbtide.plan.problem import Floats, Ints, Problem
-from ebbtide.plan.profile import OFFLOAD, RECOMPUTE, Candidates, Modes, Profile
-
-RELEASE_MARGIN = 0.05
-LOAD_MARGIN = 0.2
-"""Shares of a transfer's time that plans leave free around it, because measured times vary."""
-RELEASE_MARGIN_SECONDS = 1e-3
-LOAD_MARGIN_SECONDS = 2e-3
-"""The same for what does not depend on size: threads waking up, the clock of a busy machine."""
+from ebbtide.plan.profile import OFFLOAD, RECOMPUTE, Candidates, Modes, Profile, Trips
 
 
 class Scheduler:
@@ -29,65 +24,74 @@ class Scheduler:
     Args:
         problem: the problem.
         candidates: its candidates.
-        tier: the slow tier, or None.
+        trips: what their trips take.
         cap: bytes allowed per moment.
+        caution: time to leave free around transfers.
     """
 
-    def __init__(self, problem: Problem, candidates: Candidates, tier: str | None, cap: Ints) -> None:
-        self.candidates, self.cap = candidates, cap
-        self.tier = -1 if tier is None else list(problem.routes).index(tier)
+    def __init__(self, problem: Problem, candidates: Candidates, trips: Trips, cap: Ints, caution: Caution) -> None:
+        self.candidates, self.trips, self.cap, self.late = candidates, trips, cap, caution.late
         self.absences = len(problem.step.absences)
-        self.slots = np.array(problem.facts.slots, dtype=np.int64)
+        self.slots = slots = np.array(problem.facts.slots, dtype=np.int64)
+        # Where nothing can be released there is no slot before it either; such a candidate is never offloaded.
+        before = slots[np.maximum(np.searchsorted(slots, candidates.release) - 1, 0)] if len(slots) else candidates.out
+        self.latest_out = np.maximum(candidates.out, before)
 
-    def moves(self, modes: Modes, profile: Profile, starts: Floats) -> Moves | None:
+    def moves(
+        self, modes: Modes, rows: Ints, profile: Profile, starts: Floats, *, put_off: bool = False
+    ) -> Moves | None:
         """A move for each absence of the step, or None if the modes cannot stay within the cap.
 
         Args:
             modes: one for each candidate; a recomputed one's recipe is named by the candidate's place.
+            rows: the tier of each candidate that is offloaded, as a row of `Trips`.
             profile: memory under these modes.
             starts: expected start of each moment, seconds.
+            put_off: whether copies out are put off.
         """
         if profile.nested:
             return None
-        candidates = self.candidates
+        candidates, trips = self.candidates, self.trips
         offloaded = np.flatnonzero(modes == OFFLOAD)
-        queue = offloaded[np.argsort(candidates.out[offloaded], kind="stable")]
-        level = profile.level.copy()
+        out = self.latest_out if put_off else candidates.out
+        queue = offloaded[np.argsort(out[offloaded], kind="stable")]
+        level, links = profile.level.copy(), rows[queue]
         release = compiled(place_releases)(
-            self.slots, starts[self.slots], profile.busy, level, self.cap, queue, candidates.size_bytes,
-            profile.begin, profile.end, candidates.out_seconds, starts[candidates.out[queue]],
+            self.slots, starts[self.slots], profile.busy, level, self.cap, queue, links, candidates.size_bytes,
+            profile.begin, profile.end, trips.out_seconds[links, queue], starts[out[queue]], self.late[0],
         )  # fmt: skip
         if release is None:
             return None
         load = compiled(place_loads)(
-            self.slots, starts[self.slots], level, self.cap, queue, release, candidates.size_bytes,
-            profile.end, candidates.closes, candidates.in_seconds, starts[profile.end[queue]],
+            self.slots, starts[self.slots], level, self.cap, queue, links, release, candidates.size_bytes,
+            profile.end, candidates.closes, trips.in_seconds[links, queue], starts[profile.end[queue]], self.late[1],
         )  # fmt: skip
         moves = Moves.none(self.absences)
         recomputed, numbers = np.flatnonzero(modes == RECOMPUTE), candidates.absence[queue]
         moves.replay[candidates.absence[recomputed]] = recomputed
-        moves.tier[numbers] = self.tier
-        moves.out[numbers], moves.release[numbers], moves.load[numbers] = candidates.out[queue], release, load
+        moves.tier[numbers] = trips.tiers[links]
+        moves.out[numbers], moves.release[numbers], moves.load[numbers] = out[queue], release, load
         return moves
 
 
 def place_releases(
-    slots: Any, slot_seconds: Any, busy: Any, level: Any, cap: Any, queue: Any, size_bytes: Any,
-    begin: Any, end: Any, out_seconds: Any, queued_seconds: Any,
+    slots: Any, slot_seconds: Any, busy: Any, level: Any, cap: Any, queue: Any, links: Any, size_bytes: Any,
+    begin: Any, end: Any, out_seconds: Any, queued_seconds: Any, late: Any,
 ) -> Any:  # fmt: skip
     """Slot of each release in ``queue``, when copied or as early as memory needs; None if memory needs more.
 
+    ``links``, ``out_seconds`` and ``queued_seconds`` are per place in the queue; ``late`` is a row of `Caution.late`.
     ``level`` is changed to the bytes held then. A release relieves its own moment, unless something is brought back in
     it (``busy``).
     """
     count = len(queue)
     release = np.empty(count, np.int64)
-    free_seconds = 0.0
+    free_seconds = np.zeros(links.max() + 1 if count else 0)
     for rank in range(count):
-        place = queue[rank]
-        seconds = out_seconds[place]
-        free_seconds = max(free_seconds, queued_seconds[rank]) + seconds
-        copied = free_seconds + RELEASE_MARGIN * seconds + RELEASE_MARGIN_SECONDS
+        place, link = queue[rank], links[rank]
+        seconds = out_seconds[rank]
+        free_seconds[link] = max(free_seconds[link], queued_seconds[rank]) + seconds
+        copied = free_seconds[link] + late[0] * seconds + late[1]
         first = begin[place]
         last = slots[np.searchsorted(slots, end[place]) - 1]
         position = min(np.searchsorted(slot_seconds, copied), len(slots) - 1)
@@ -104,13 +108,13 @@ def place_releases(
         for rank in range(count):
             place = queue[rank]
             first, slot = begin[place], release[rank]
-            late = slot + busy[slot]
-            if slot > first and first + busy[first] <= moment < late:
+            until = slot + busy[slot]
+            if slot > first and first + busy[first] <= moment < until:
                 position = np.searchsorted(slots, moment, side="right") - 1
                 if slots[position] + busy[slots[position]] > moment:
                     position -= 1
                 slot = max(first, slots[position]) if position >= 0 else first
-                level[slot + busy[slot] : late] -= size_bytes[place]
+                level[slot + busy[slot] : until] -= size_bytes[place]
                 release[rank] = slot
                 relieved = True
                 break
@@ -120,8 +124,8 @@ def place_releases(
 
 
 def place_loads(
-    slots: Any, slot_seconds: Any, level: Any, cap: Any, queue: Any, release: Any, size_bytes: Any,
-    end: Any, closes: Any, in_seconds: Any, due_seconds: Any,
+    slots: Any, slot_seconds: Any, level: Any, cap: Any, queue: Any, links: Any, release: Any, size_bytes: Any,
+    end: Any, closes: Any, in_seconds: Any, due_seconds: Any, late: Any,
 ) -> Any:  # fmt: skip
     """Slot of each load in ``queue``: in time if there is room, else the first with room, else on demand."""
     count = len(queue)
@@ -131,12 +135,13 @@ def place_loads(
         keys[rank] = end[queue[rank]] * (len(end) + 1) + queue[rank]
     order = np.argsort(keys)
     wanted = np.empty(count)
-    free_until = np.inf
+    free_until = np.full(links.max() + 1 if count else 0, np.inf)
     for turn in range(count - 1, -1, -1):
         rank = order[turn]
-        free_until = min(free_until, due_seconds[rank])
-        free_until -= (1 + LOAD_MARGIN) * in_seconds[queue[rank]] + LOAD_MARGIN_SECONDS
-        wanted[rank] = free_until
+        link = links[rank]
+        taken = (1 + late[0]) * in_seconds[rank] + late[1]
+        free_until[link] = min(free_until[link], due_seconds[rank]) - taken
+        wanted[rank] = free_until[link]
     for rank in order:
         place = queue[rank]
         position = np.searchsorted(slot_seconds, wanted[rank], side="right") - 1

@@ -8,14 +8,19 @@ not timed, so that the same step gives the same plan on every machine.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
-from ebbtide.plan.follow import Course, Follower, Moves, Transfer
+from ebbtide.compiled import compiled
+from ebbtide.plan.caution import NO_CAUTION, Caution
+from ebbtide.plan.follow import Course, Follower, Move, Moves, Transfer
 from ebbtide.plan.problem import Floats, Ints, Problem
-from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Mask, Modes, Profile
+from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Mask, Modes, Profile, Trips
+from ebbtide.plan.replay import Replay
 from ebbtide.plan.schedule import Scheduler
 from ebbtide.plan.select import Prices, Room, Selector
+from ebbtide.plan.walk import Choices, walk
 
 PRICE_ROUNDS = 12
 PRICE_MEMORY = 0.6
@@ -23,12 +28,16 @@ PRICE_MEMORY = 0.6
 TIE_SECONDS = 1e-6
 """Added to every price, so that among what costs nothing the largest values are taken first."""
 
+STAGES = ((0.4, False), (0.25, True), (0.15, False), (0.2, True))
+"""Shares of the work, in turn, and whether it goes into small changes."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Found:
-    """A complete plan in the making."""
+    """A complete plan in the making; ``rows`` are the tiers of what is offloaded, as in `Scheduler.moves`."""
 
     modes: Modes
+    rows: Ints
     moves: Moves
     course: Course
 
@@ -39,79 +48,96 @@ class Search:
     Args:
         problem: the problem.
         candidates: its candidates.
-        tier: the slow tier, or None.
+        tiers: slow tiers that may be used, by name.
         room: what memory may be used.
-        limit_bytes: the budget.
-        ceiling: physical bytes allowed per moment.
         seed: seed of the random choices.
+        caution: time to leave free around transfers; plans are compared with some of it added to them.
     """
 
     def __init__(
         self,
         problem: Problem,
         candidates: Candidates,
-        tier: str | None,
+        tiers: Sequence[str],
         room: Room,
-        limit_bytes: int,
-        ceiling: Ints,
-        seed: int,
+        seed: int = 0,
+        caution: Caution = NO_CAUTION,
     ) -> None:
-        self.problem, self.candidates = problem, candidates
-        self.limit_bytes, self.ceiling = limit_bytes, ceiling
+        self.problem, self.trips = problem, Trips.of(problem, candidates, tiers)
+        can_offload = np.logical_or.reduce(self.trips.possible, axis=0, dtype=np.bool_)
+        self.candidates = candidates = dataclasses.replace(candidates, can_offload=can_offload)
+        self.room = room
         self.selector = Selector(problem, candidates, room)
-        self.scheduler = Scheduler(problem, candidates, tier, room.cap)
-        self.follower = Follower(problem, candidates.replays)
+        self.scheduler = Scheduler(problem, candidates, self.trips, room.cap, caution)
+        self.follower = Follower(problem, candidates.replays, caution)
         self.random = np.random.default_rng(seed)
+        self.choices = _choices(problem, candidates, self.trips)
         self.best: Found | None = None
         self.count = len(candidates.absence)
-        self.out_price, self.in_price = np.zeros(self.count), np.zeros(self.count)
-        self.follows = 0
+        self.out_price, self.in_price = np.zeros((len(tiers), self.count)), np.zeros((len(tiers), self.count))
+        self.follows, self.walked = 0, 0.0
 
-    def offer(self, modes: Modes, profile: Profile) -> Found | None:
-        """Schedule and judge ``modes``; keeps them if they are the fastest so far. None if they do not fit."""
+    def offer(self, modes: Modes, profile: Profile, rows: Ints | None = None) -> Found | None:
+        """Schedule and judge ``modes``; keeps them if they are the fastest so far. None if they do not fit.
+
+        Without ``rows`` what is offloaded goes to the first tier that may take it.
+        """
+        if rows is None:
+            rows = self.prices().rows
         starts = self.problem.clock[:-1].copy()
         starts[1:] += np.cumsum(profile.extra_seconds)[:-1]
-        found = self._judge(modes, profile, starts)
+        found = self._schedule(modes, rows, profile, starts)
         if found is not None and (self.best is None or found.course.seconds < 1.03 * self.best.course.seconds):
             # Scheduled again with what waiting and slowed compute really did to the clock.
-            again = self._judge(modes, profile, found.course.starts)
-            if again is not None and again.course.seconds < found.course.seconds:
-                found = again
+            waits = bool((found.course.waited[0][:, 1] == 0).any())
+            for put_off in (False, True) if waits else (False,):
+                again = self._schedule(modes, rows, profile, found.course.starts, put_off)
+                if again is not None and again.course.seconds < found.course.seconds:
+                    found = again
         if found is not None and (self.best is None or found.course.seconds < self.best.course.seconds):
             self.best = found
         return found
 
-    def _judge(self, modes: Modes, profile: Profile, starts: Floats) -> Found | None:
-        moves = self.scheduler.moves(modes, profile, starts)
-        if moves is None:
-            return None
+    def _schedule(
+        self, modes: Modes, rows: Ints, profile: Profile, starts: Floats, put_off: bool = False
+    ) -> Found | None:
+        moves = self.scheduler.moves(modes, rows, profile, starts, put_off=put_off)
+        course = None if moves is None else self._judge(moves)
+        return None if moves is None or course is None else Found(modes.copy(), rows.copy(), moves, course)
+
+    def _judge(self, moves: Moves) -> Course | None:
+        """What ``moves`` take, or None if they do not fit."""
         self.follows += 1
         course = self.follower.follow(moves)
-        if int(course.memory.max()) > self.limit_bytes or bool((course.physical > self.ceiling).any()):
-            return None
-        return Found(modes.copy(), moves, course)
+        room = self.room
+        fits = int(course.memory.max()) <= room.limit_bytes and not bool((course.physical > room.ceiling).any())
+        return course if fits else None
 
     def prices(self, noise: float = 0.0) -> Prices:
         """What moving costs as far as known, each price spread by a random factor of size ``noise``."""
-        candidates = self.candidates
-        offload = (
-            candidates.out_compute_seconds
-            + candidates.in_compute_seconds
-            + self.out_price * candidates.out_seconds
-            + self.in_price * candidates.in_seconds
-        )
-        prices = [offload + TIE_SECONDS, candidates.replay_seconds + TIE_SECONDS]
+        candidates, trips = self.candidates, self.trips
+        learnt = self.out_price * trips.out_seconds + self.in_price * trips.in_seconds
+        offload = trips.compute_seconds + learnt + TIE_SECONDS
+        recompute = candidates.replay_seconds + TIE_SECONDS
         if noise:
-            prices = [price * np.exp(noise * self.random.standard_normal(self.count)) for price in prices]
-        return Prices(prices[0], prices[1])
+            offload = offload * np.exp(noise * self.random.standard_normal(offload.shape))
+            recompute = recompute * np.exp(noise * self.random.standard_normal(self.count))
+        if not len(trips.tiers):
+            return Prices(np.full(self.count, np.inf), recompute, np.zeros(self.count, dtype=np.int64))
+        offload = np.where(trips.possible, offload, np.inf)
+        rows = np.argmin(offload, axis=0)
+        return Prices(offload[rows, np.arange(self.count)], recompute, rows)
 
-    def choose(self, modes: Modes, prices: Prices, stay: Mask, peak_only: bool, pivot: float) -> Found | None:
-        """Complete ``modes`` and judge them."""
+    def choose(
+        self, modes: Modes, prices: Prices, stay: Mask, peak_only: bool, pivot: float, rows: Ints | None = None
+    ) -> Found | None:
+        """Complete ``modes`` and judge them; ``rows`` are the tiers of what they offload."""
+        rows = prices.rows if rows is None else np.where(modes == OFFLOAD, rows, prices.rows)
         profile = self.selector.fill(modes, prices, stay, peak_only, pivot)
         if profile is None:
             return None
         self.selector.prune(modes, profile, prices)
-        return self.offer(modes, self.selector.profile(modes))
+        return self.offer(modes, self.selector.profile(modes), rows)
 
     def start(self) -> None:
         """Greedy choices from nothing, with prices that follow the stalls of the one before."""
@@ -123,47 +149,109 @@ class Search:
                 pivot = float(self.random.uniform(0.2, 0.8))
                 self.choose(np.zeros(self.count, dtype=np.int8), self.prices(0.3), nothing, turn % 2 == 0, pivot)
             else:
-                self._learn(found.course)
+                self._learn(found)
 
-    def _learn(self, course: Course) -> None:
+    def _learn(self, found: Found) -> None:
         """Raise the price of transfers that compute waited for, and of those right before them on the same link."""
-        out_waited, in_waited = np.zeros(len(self.problem.step.absences)), np.zeros(len(self.problem.step.absences))
-        outs = [transfer for transfer in course.transfers if transfer.direction == "out"]
-        loads = [transfer for transfer in course.transfers if transfer.direction == "in"]
-        out_place = {transfer.absence: place for place, transfer in enumerate(outs)}
-        in_place = {transfer.absence: place for place, transfer in enumerate(loads)}
-        for stall in course.stalls:
-            if stall.reason == "load":
-                first = _blame(loads, in_place[stall.absence], in_waited)
-                copy = out_place[first.absence]
-                if outs[copy].end_seconds >= first.start_seconds:
-                    _blame(outs, copy, out_waited)
-            else:
-                _blame(outs, out_place[stall.absence], out_waited)
-        number = self.candidates.absence
-        self.out_price = PRICE_MEMORY * self.out_price + (1 - PRICE_MEMORY) * out_waited[number]
-        self.in_price = PRICE_MEMORY * self.in_price + (1 - PRICE_MEMORY) * in_waited[number]
+        number, course = self.candidates.absence, found.course
+        row_of = np.zeros(len(self.problem.step.absences), dtype=np.int64)
+        row_of[number] = found.rows
+        for row in range(len(self.trips.tiers)):
+            out_waited, in_waited = np.zeros(len(row_of)), np.zeros(len(row_of))
+            transfers = [transfer for transfer in course.transfers if row_of[transfer.absence] == row]
+            outs = [transfer for transfer in transfers if transfer.direction == "out"]
+            loads = [transfer for transfer in transfers if transfer.direction == "in"]
+            out_place = {transfer.absence: place for place, transfer in enumerate(outs)}
+            in_place = {transfer.absence: place for place, transfer in enumerate(loads)}
+            for stall in course.stalls:
+                if row_of[stall.absence] != row:
+                    continue
+                if stall.reason == "load":
+                    first = _blame(loads, in_place[stall.absence], in_waited)
+                    copy = out_place[first.absence]
+                    if outs[copy].end_seconds >= first.start_seconds:
+                        _blame(outs, copy, out_waited)
+                else:
+                    _blame(outs, out_place[stall.absence], out_waited)
+            self.out_price[row] = PRICE_MEMORY * self.out_price[row] + (1 - PRICE_MEMORY) * out_waited[number]
+            self.in_price[row] = PRICE_MEMORY * self.in_price[row] + (1 - PRICE_MEMORY) * in_waited[number]
 
-    def improve(self, work: int, enough_seconds: float) -> None:
-        """Ruin and recreate the best plan until it takes ``enough_seconds``, or for about ``work`` microseconds."""
-        per_follow, per_profile = self._costs()
+    def improve(self, work: float, enough_seconds: float) -> None:
+        """Look for faster plans than the best until it takes ``enough_seconds``, or for about ``work`` microseconds.
+
+        Ruin and recreate explores; small changes then finish what it found, and it goes on from there.
+        """
+        done = 0.0
+        for share, polish in STAGES:
+            done += share
+            (self._polish if polish else self._explore)(done * work, enough_seconds)
+
+    def _goes_on(self, work: float, enough_seconds: float) -> bool:
+        """Whether the best plan still takes longer and fewer than ``work`` microseconds were spent."""
+        return self.best is not None and self.best.course.seconds > enough_seconds and self._spent() < work
+
+    def _spent(self) -> float:
+        """Microseconds spent so far on a common machine."""
+        per_follow, per_profile = self.costs()
+        return self.walked + self.follows * per_follow + self.selector.profiles * per_profile
+
+    def _explore(self, work: float, enough_seconds: float) -> None:
         current = self.best
-        while current is not None and self.follows * per_follow + self.selector.profiles * per_profile < work:
-            assert self.best is not None
-            if self.best.course.seconds <= enough_seconds:
-                break
+        while current is not None and self._goes_on(work, enough_seconds):
             modes = current.modes.copy()
             stay = np.zeros(self.count, dtype=np.bool_)
             self._ruin(modes, stay)
             pivot = float(self.random.uniform(0.2, 0.8))
             noise = float(self.random.choice([0.1, 0.3, 0.8]))
-            found = self.choose(modes, self.prices(noise), stay, bool(self.random.integers(2)), pivot)
+            prices = self.prices(noise)
+            found = self.choose(modes, prices, stay, bool(self.random.integers(2)), pivot, current.rows)
             if found is not None and found.course.seconds <= current.course.seconds * 1.0005:
                 current = found
             elif self.random.random() < 0.02:
                 current = self.best
 
-    def _costs(self) -> tuple[float, float]:
+    def _polish(self, work: float, enough_seconds: float) -> None:
+        if self.best is None or not self.count or not self._goes_on(work, enough_seconds):
+            return
+        room, start, seed = self.room, self.best.moves.rows(), int(self.random.integers(1 << 31))
+        left = work - self._spent()
+        rows, seconds, spent = compiled(walk)(
+            self.follower.scene, self.choices, start, room.limit_bytes, room.ceiling, left, enough_seconds, seed
+        )
+        self.walked += spent
+        if seconds < self.best.course.seconds:
+            self.adopt(Moves(*rows))
+
+    def consider(self, moves: Sequence[Move], cost: float) -> None:
+        """`adopt` moves made elsewhere at ``cost`` microseconds, unless they have other recipes than the candidates."""
+        self.walked += cost
+        columns = Moves.none(len(moves))
+        places = {number: place for place, number in enumerate(self.candidates.absence.tolist())}
+        for number, move in enumerate(moves):
+            if isinstance(move, Replay):
+                place = places.get(number)
+                if place is None or self.candidates.replays[place] != move:
+                    return
+                columns.replay[number] = place
+            elif move is not None:
+                columns.tier[number] = self.follower.tiers[move.tier]
+                columns.out[number], columns.release[number], columns.load[number] = move.out, move.release, move.load
+        self.adopt(columns)
+
+    def adopt(self, moves: Moves) -> None:
+        """Judge complete moves, and keep them if they fit and are the fastest so far."""
+        course = self._judge(moves)
+        if course is None or (self.best is not None and course.seconds >= self.best.course.seconds):
+            return
+        number = self.candidates.absence
+        tier, replay = moves.tier[number], moves.replay[number]
+        modes = np.where(tier >= 0, OFFLOAD, np.where(replay >= 0, RECOMPUTE, KEEP)).astype(np.int8)
+        rows = self.prices().rows
+        if len(self.trips.tiers):
+            rows = np.where(modes == OFFLOAD, np.searchsorted(self.trips.tiers, tier), rows)
+        self.best = Found(modes, rows, moves, course)
+
+    def costs(self) -> tuple[float, float]:
         """Microseconds of a judgement and of a profile on a common machine: they decide how much is tried."""
         moments, both = self.problem.step.moments, self.problem.step.moments * self.count
         return 40.0 + 0.025 * moments + 3e-5 * both, 45.0 + 0.012 * moments + 1.3e-4 * both
@@ -189,6 +277,21 @@ class Search:
             else:
                 modes[place] = KEEP
                 stay[place] = kind < 0.7
+
+
+def _choices(problem: Problem, candidates: Candidates, trips: Trips) -> Choices:
+    return Choices(
+        absence=candidates.absence,
+        opens=candidates.opens,
+        closes=candidates.closes,
+        out=candidates.out,
+        release=candidates.release,
+        can_recompute=np.array([replay is not None for replay in candidates.replays], dtype=np.bool_),
+        possible=trips.possible,
+        in_seconds=trips.in_seconds,
+        tiers=trips.tiers,
+        slots=np.array(problem.facts.slots, dtype=np.int64),
+    )
 
 
 def _blame(transfers: list[Transfer], place: int, waited: Floats) -> Transfer:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ebbtide.compiled import compiled
+from ebbtide.plan.caution import NO_CEILING
 from ebbtide.plan.problem import Floats, Ints, Problem
 from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Mask, Modes, Profile, profile
 
@@ -20,20 +21,32 @@ class Room:
     """What memory may be used.
 
     Attributes:
+        limit_bytes: the budget.
+        ceiling: bytes allowed per moment, workspaces included.
         cap: bytes allowed per moment, workspaces of the step's own ops taken off.
         headroom: bytes per moment that workspaces of recomputed ops may take beyond the limit.
     """
 
+    limit_bytes: int
+    ceiling: Ints
     cap: Ints
     headroom: Ints
+
+    @classmethod
+    def of(cls, problem: Problem, limit_bytes: int, ceiling: int | Ints = NO_CEILING) -> Room:
+        """The room within ``limit_bytes`` and, with workspaces, within ``ceiling``, for all moments or for each."""
+        ceilings = np.full(problem.step.moments, ceiling, dtype=np.int64)
+        return cls(limit_bytes, ceilings, np.minimum(limit_bytes, ceilings - problem.workspace), ceilings - limit_bytes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prices:
-    """Seconds that each candidate is thought to cost if offloaded or recomputed."""
+    """Seconds that each candidate is thought to cost if offloaded or recomputed, and the row of `Trips` of the tier
+    where offloading it costs that."""
 
     offload: Floats
     recompute: Floats
+    rows: Ints
 
 
 class Selector:
@@ -142,11 +155,15 @@ class Selector:
 
 def keep_where_room(room: Any, places: Any, begin: Any, end: Any, size_bytes: Any, modes: Any) -> None:
     """Set ``modes`` of ``places`` to `KEEP`, one after the other, wherever ``room`` is left; it is used up."""
+    tight = 0
     for place in places:
+        # Where one did not fit, the next ones rarely do.
+        if begin[place] <= tight < end[place] and room[tight] < size_bytes[place]:
+            continue
         fits = True
         for moment in range(begin[place], end[place]):
             if room[moment] < size_bytes[place]:
-                fits = False
+                fits, tight = False, moment
                 break
         if fits:
             room[begin[place] : end[place]] -= size_bytes[place]

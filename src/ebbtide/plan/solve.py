@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Set
 
 import numpy as np
 
 from ebbtide.decisions import Decision, Keep, Plan
-from ebbtide.errors import BudgetError
+from ebbtide.errors import BudgetError, PlanError, PolicyError
 from ebbtide.machine import Machine
 from ebbtide.plan.bound import bound_of
+from ebbtide.plan.caution import CAUTION, Caution
 from ebbtide.plan.floor import least_peak
-from ebbtide.plan.follow import follow
-from ebbtide.plan.problem import Ints, Problem
+from ebbtide.plan.follow import Course, follow
+from ebbtide.plan.problem import Problem
 from ebbtide.plan.profile import Candidates
 from ebbtide.plan.recipes import find_recipes
-from ebbtide.plan.search import Found, Search
+from ebbtide.plan.search import Search
 from ebbtide.plan.select import Room
 from ebbtide.plan.simulate import decisions_of, moves_of
 from ebbtide.step import Step
 from ebbtide.units import format_bytes
 
-PHYSICAL_SHARE = 1.06
-"""What the system may see above rest, workspaces included, as a multiple of the budget above rest. The promise is 1.10;
-the rest is for what nobody plans: the allocator's own slack, transfer buffers."""
-
-NEAR = 1e-4
-"""How near the lower bound a plan is good enough for the search to stop."""
+STARTS = (
+    "autoswap-wdoa",
+    "autoswap-doa",
+    "autoswap-aoa",
+    "autoswap-swdoa",
+    "capuchin",
+    "beaumont-greedy",
+    "autoswap-voting",
+)
+"""Policies whose plans are places to start from; they are quick, and where little memory is left some were ahead of
+all that the search found on its own."""
+STARTS_SHARE = 0.4
+"""Share of the work that may go into them."""
+POLICY_COST = 40.0
+"""Microseconds that one of them takes for each moment, on a common machine."""
 
 METHOD = "learnt prices, ruin and recreate"
 
@@ -39,19 +50,22 @@ def solve(
     seconds: float = 1.0,
     seed: int = 0,
     banned: Set[int] = frozenset(),
+    caution: Caution = CAUTION,
 ) -> Plan:
     """A fast plan for ``step`` that never holds more than ``limit_bytes``. The same arguments give the same plan.
 
-    Workspaces of ops are kept within `PHYSICAL_SHARE` of the budget wherever the step allows it. The plan says which
-    time no plan within the limit can beat; that takes some 0.1 s for 1,000 ops, besides the search.
+    The plan says which time no plan within the limit can beat, under the same ``caution`` about workspaces; that takes
+    some 0.1 s for 1,000 ops, besides the search. Its own time is exact: that of transfers that end when predicted.
 
     Args:
         step: the observed step.
-        machine: its slow tier with the fastest return is used, if it has one.
+        machine: all its slow tiers are used, if it has any.
         limit_bytes: the budget: most bytes held at once, resting bytes included.
         seconds: about how long to search at most, on a common machine.
         seed: seed of the search's random choices.
         banned: absences whose values must not be computed again.
+        caution: what the plan leaves free for what nobody can predict; `NO_CAUTION` where plans are compared on paper
+            with the bound and with published policies.
 
     Raises:
         BudgetError: if no plan was found that stays within the budget.
@@ -63,40 +77,49 @@ def solve(
     if not step.ops:
         raise _nothing_to_plan(problem, limit_bytes)
     recipes = find_recipes(step, banned)
-    tiers = machine.slow_tiers()
-    tier = tiers[0].name if tiers else None
-    candidates = Candidates.of(problem, tier, recipes)
-    ceiling = np.full(step.moments, _ceiling_bytes(problem, limit_bytes), dtype=np.int64)
-    search = _search(problem, candidates, tier, limit_bytes, ceiling, seed)
+    tiers = list(problem.routes)
+    candidates = Candidates.of(problem, tiers[0] if tiers else None, recipes)
+    ceiling = caution.ceiling_bytes(limit_bytes, problem.resting_bytes)
+    search = Search(problem, candidates, tiers, Room.of(problem, limit_bytes, ceiling), seed, caution)
     search.start()
     if search.best is None:
-        least = least_peak(problem, candidates, tier)
+        least = least_peak(problem, candidates, tiers)
         if int(least.course.memory.max()) > limit_bytes:
-            raise _budget_error(problem, least, limit_bytes)
-        search = _search(problem, candidates, tier, limit_bytes, np.maximum(ceiling, least.course.physical), seed)
-        search.best = least
+            raise _budget_error(problem, least.course, limit_bytes)
+        room = Room.of(problem, limit_bytes, np.maximum(ceiling, least.course.physical))
+        search = Search(problem, candidates, tiers, room, seed, caution)
+        search.adopt(least.moves)
         search.start()
-    bound_seconds = bound_of(problem, limit_bytes, banned=banned).seconds
-    search.improve(int(seconds * 1e6), (1 + NEAR) * bound_seconds)
+    bound_seconds = bound_of(problem, search.room.cap, banned=banned).seconds
+    assert search.best is not None
+    enough_seconds = (1 + caution.near_share) * bound_seconds
+    if search.best.course.seconds > enough_seconds:
+        _try_published(search, machine, seconds * 1e6)
+        search.improve(seconds * 1e6, enough_seconds)
     assert search.best is not None
     decisions = decisions_of(problem, search.follower.listed(search.best.moves), recipes)
     return _plan(problem, decisions, limit_bytes, bound_seconds)
 
 
-def _ceiling_bytes(problem: Problem, limit_bytes: int) -> int:
-    return problem.resting_bytes + int(PHYSICAL_SHARE * max(0, limit_bytes - problem.resting_bytes))
+def _try_published(search: Search, machine: Machine, work: float) -> None:
+    """Let plans of published policies be places to start from, as many as take a part of ``work`` microseconds."""
+    # They are made of parts of this package: imported here, they find them complete, and only those who search pay.
+    from ebbtide.plan.published.registry import POLICIES
 
-
-def _search(
-    problem: Problem, candidates: Candidates, tier: str | None, limit_bytes: int, ceiling: Ints, seed: int
-) -> Search:
-    room = Room(np.minimum(limit_bytes, ceiling - problem.workspace), ceiling - limit_bytes)
-    return Search(problem, candidates, tier, room, limit_bytes, ceiling, seed)
+    problem, room = search.problem, search.room
+    cost = POLICY_COST * problem.step.moments
+    for name in STARTS[: int(STARTS_SHARE * work / cost)]:
+        with contextlib.suppress(BudgetError, PlanError, PolicyError):
+            plan = POLICIES[name](problem.step, machine, room.limit_bytes)
+            search.consider(moves_of(problem, plan.decisions), cost)
 
 
 def _plan(problem: Problem, decisions: list[Decision], limit_bytes: int, bound_seconds: float) -> Plan:
+    """The plan of ``decisions``, judged once more from what it says. Raises `BudgetError` if it passes the limit."""
     course = follow(problem, moves_of(problem, decisions))
     rest = problem.resting_bytes
+    if int(course.memory.max(initial=rest)) > limit_bytes:
+        raise _budget_error(problem, course, limit_bytes)
     return Plan(
         decisions=tuple(decisions),
         limit_bytes=limit_bytes,
@@ -120,10 +143,10 @@ def _nothing_to_plan(problem: Problem, limit_bytes: int) -> BudgetError:
     return BudgetError(message, limit_bytes=limit_bytes, reachable_bytes=rest, tick=0, op="", module="")
 
 
-def _budget_error(problem: Problem, least: Found, limit_bytes: int) -> BudgetError:
+def _budget_error(problem: Problem, least: Course, limit_bytes: int) -> BudgetError:
     step = problem.step
-    moment = int(np.argmax(least.course.memory))
-    reachable = int(least.course.memory[moment])
+    moment = int(np.argmax(least.memory))
+    reachable = int(least.memory[moment])
     tick = min(int(np.searchsorted(problem.facts.op_moments, moment)), len(step.ops) - 1)
     op = step.ops[tick]
     place = f" of {op.module}" if op.module else ""

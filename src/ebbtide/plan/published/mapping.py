@@ -198,7 +198,5 @@ def _candidates_that_move(step: Step, machine: Machine, tier: str | None) -> Can
 
 
 def _search(problem: Problem, candidates: Candidates, limit_bytes: int) -> Search:
-    unlimited = np.full(problem.step.moments, np.iinfo(np.int64).max // 4, dtype=np.int64)
-    room = Room(np.full(problem.step.moments, limit_bytes, dtype=np.int64), unlimited)
-    tiers = problem.machine.slow_tiers()
-    return Search(problem, candidates, tiers[0].name if tiers else None, room, limit_bytes, unlimited, 0)
+    tiers = [tier.name for tier in problem.machine.slow_tiers()[:1]]
+    return Search(problem, candidates, tiers, Room.of(problem, limit_bytes))

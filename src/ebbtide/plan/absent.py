@@ -1,0 +1,112 @@
+"""What the program of the lower bound decides about: the absences in it, and which of them no plan can do without.
+
+Numbers of rules are those of NOTE [Relaxation] in `bound_program`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Set
+
+import numpy as np
+
+from ebbtide.plan.necessary import Gone, recompute_moments, recompute_seconds
+from ebbtide.plan.problem import Floats, Ints, Problem
+from ebbtide.plan.profile import Mask, first_slots
+
+NEGLIGIBLE = 1e-3
+"""Share of the bytes above rest that values may have together to be left out of the program."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Absences:
+    """Absences in the program, as columns: moments, bytes, first slots, seconds of recomputation, place in the step."""
+
+    number: Ints
+    size: Floats
+    opens: Ints
+    closes: Ints
+    out: Ints
+    release: Ints
+    movable: Mask
+    replay: Floats
+
+    def some(self, chosen: Mask | Ints) -> Absences:
+        """Part of them."""
+        return Absences(*(getattr(self, field.name)[chosen] for field in dataclasses.fields(self)))
+
+
+def absences_of(problem: Problem, banned: Set[int]) -> tuple[Absences, Floats]:
+    """What the program decides about, and plain memory less the values of rule 9."""
+    step, facts = problem.step, problem.facts
+    numbers = np.array(
+        [n for n, absence in enumerate(step.absences) if step.values[absence.value].storage not in facts.external],
+        dtype=np.int64,
+    )
+    chosen = [step.absences[number] for number in numbers]
+    out, release, movable = first_slots(problem, numbers)
+    replay = np.array(recompute_seconds(facts, banned))[numbers] if len(numbers) else np.zeros(0)
+    every = Absences(
+        numbers,
+        np.array([step.values[absence.value].size_bytes for absence in chosen], dtype=np.float64),
+        np.array([absence.opens for absence in chosen], dtype=np.int64),
+        np.array([absence.closes for absence in chosen], dtype=np.int64),
+        out,
+        release,
+        movable & bool(problem.routes),
+        replay,
+    )
+    every = every.some(every.movable | np.isfinite(every.replay))
+    order = np.argsort(every.size, kind="stable")
+    moved_bytes = np.cumsum(every.size[order])
+    above_rest = float(problem.plain.max(initial=0) - problem.resting_bytes)
+    small = order[moved_bytes <= NEGLIGIBLE * above_rest]
+    plain = problem.plain.astype(np.float64)
+    change = np.zeros(step.moments + 1)
+    np.subtract.at(change, every.opens[small], every.size[small])
+    np.add.at(change, every.closes[small], every.size[small])
+    left = np.ones(len(order), dtype=np.bool_)
+    left[small] = False
+    return every.some(left), plain + np.cumsum(change)[:-1]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Needed:
+    """Rule 11: whether each value has to be absent at some moment, by which event it has left, and from which event on
+    it may be back; for the others the last and the first moment. For all of them, the event from which on it may be
+    computed again."""
+
+    absent: Mask
+    leaves_by: Ints
+    back_from: Ints
+    again_from: Ints
+
+    def gone(self, place: Absences) -> Gone:
+        """What has to be absent, and when, by absence."""
+        spans = zip(self.leaves_by.tolist(), self.back_from.tolist(), strict=True)
+        every = zip(place.number.tolist(), self.absent.tolist(), spans, strict=True)
+        return {number: span for number, absent, span in every if absent}
+
+
+def needed_absences(problem: Problem, place: Absences, excess: Floats) -> Needed:
+    """Which values have to be absent: rule 11. ``excess`` are plain bytes less the limit."""
+    count, events = len(place.size), np.array(problem.facts.event_moments, dtype=np.int64)
+    begin = np.where(np.isfinite(place.replay), place.opens, place.release)
+    change = np.zeros(len(excess) + 1)
+    np.add.at(change, begin, place.size)
+    np.subtract.at(change, place.closes, place.size)
+    spare = np.cumsum(change)[:-1] - excess
+    spare[events] = np.inf
+    tight = np.flatnonzero(spare < place.size.max(initial=0.0))
+    leaves_by, back_from = np.full(count, len(excess) - 1), np.zeros(count, dtype=np.int64)
+    needed = np.zeros(count, dtype=np.bool_)
+    bounds = np.searchsorted(tight, np.stack((begin, place.closes)))
+    for number, (first, last) in enumerate(bounds.T.tolist()):
+        held = tight[first:last][spare[tight[first:last]] < place.size[number]]
+        if held.size:
+            needed[number] = True
+            leaves_by[number] = events[max(0, int(np.searchsorted(events, held[0])) - 1)]
+            back_from[number] = events[np.searchsorted(events, held[-1])]
+    found = Needed(needed, leaves_by, back_from, back_from)
+    again_from = np.array(recompute_moments(problem.facts, found.gone(place)), dtype=np.int64)
+    return dataclasses.replace(found, again_from=again_from[place.number])

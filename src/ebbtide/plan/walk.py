@@ -1,0 +1,199 @@
+"""Small changes to complete plans: when a value leaves and comes back, to which tier, or whether it moves at all.
+
+A schedule made from modes (`schedule`) queues copies in one order and loads as late as they are in time. Where compute
+still waits, another order or another moment may be better; where memory falls short by little, another choice of what
+moves. These changes are made at random, most of them near the moments where time is lost; the exact simulator judges
+each. It is simulated annealing: at first a plan may get worse by a little, in the end only better.
+
+All of this is compiled by numba, with the simulator in its middle.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ebbtide.plan.course import DONE, run_course, write_script
+
+TIER, REPLAY, OUT, RELEASE, LOAD = range(5)
+"""Rows of a plan: the columns of `Moves`, in their order."""
+
+NEAREST = 8
+"""Candidates near a moment where time is lost among which one is chosen."""
+LOCAL = 0.75
+"""Share of changes that are made near such a moment; the others are made anywhere."""
+ONE, TWO = 0.5, 0.85
+"""How often one candidate, and how often at most two, are changed together; else three."""
+HEAT = 0.006
+"""How much worse than the plan before a plan may be at first, as a mean share of the time lost."""
+PLAN_COST, ABSENCE_COST, MOMENT_COST = 2.0, 0.03, 0.012
+"""Microseconds that trying a change takes on a common machine: once, for each absence, for each moment simulated."""
+
+
+class Choices(NamedTuple):
+    """What may be done with candidates, as arrays.
+
+    Attributes:
+        absence, opens, closes, out, release: per candidate, as in `Candidates`.
+        can_recompute: whether it has a recipe.
+        possible: per tier of ``tiers`` and candidate, whether the tier may take it.
+        in_seconds: per tier and candidate, time of its transfer back.
+        tiers: places of the tiers in `Problem.routes`.
+        slots: as in `Facts`.
+    """
+
+    absence: Any
+    opens: Any
+    closes: Any
+    out: Any
+    release: Any
+    can_recompute: Any
+    possible: Any
+    in_seconds: Any
+    tiers: Any
+    slots: Any
+
+
+def walk(
+    scene: Any, choices: Any, start: Any, limit_bytes: int, ceiling: Any, work: float, enough_seconds: float, seed: int
+) -> Any:
+    """Go from plan to plan, and remember the fastest.
+
+    Args:
+        scene, limit_bytes, ceiling: as in `run_course`.
+        choices: what may be changed.
+        start: the plan to start from, which must fit.
+        work: about how long to go on, in microseconds of a common machine.
+        enough_seconds: a plan that takes no longer is good enough.
+        seed: seed of the random choices.
+
+    Returns:
+        The fastest plan, its seconds, and the microseconds spent.
+    """
+    np.random.seed(seed)
+    moments, absences = len(scene.plain), start.shape[1]
+    plain_seconds = scene.clock[moments]
+    now, best, trial = start.copy(), start.copy(), start.copy()
+    seconds, lost_at, _, _ = _judged(scene, start, limit_bytes, ceiling, np.inf)
+    best_seconds, spent = seconds, 0.0
+    while spent < work and best_seconds > enough_seconds:
+        trial[:] = now
+        _change_some(choices, trial, lost_at, scene.clock)
+        heat = HEAT * (1.0 - spent / work) * (best_seconds - plain_seconds)
+        longest = seconds - heat * np.log(1.0 - np.random.random())
+        taken, losses, reached, fits = _judged(scene, trial, limit_bytes, ceiling, longest)
+        spent += PLAN_COST + ABSENCE_COST * absences + MOMENT_COST * reached
+        if not fits:
+            continue
+        seconds, lost_at = taken, losses
+        now[:] = trial
+        if seconds < best_seconds:
+            best_seconds = seconds
+            best[:] = trial
+    return best, best_seconds, spent
+
+
+def _judged(scene: Any, plan: Any, limit_bytes: int, ceiling: Any, longest: float) -> Any:
+    """Seconds of a plan, moments where it loses time, moments simulated, and whether it is allowed."""
+    script = write_script(scene, plan[TIER], plan[REPLAY], plan[OUT], plan[RELEASE], plan[LOAD])
+    levels, _, waited, replayed, ended = run_course(
+        scene, script, plan[TIER], plan[REPLAY], limit_bytes, ceiling, longest
+    )
+    fits = ended[0] == DONE
+    reached = len(levels[0]) if fits else ended[2]
+    return levels[2][-1], np.concatenate((waited[0][:, 0], replayed[0][:, 1])), reached, fits
+
+
+def _change_some(choices: Any, plan: Any, lost_at: Any, clock: Any) -> None:
+    """Change one to three candidates."""
+    count = len(choices.absence)
+    near = np.empty(0, np.int64)
+    if len(lost_at) and np.random.random() < LOCAL:
+        near = _nearest(choices, plan, lost_at[np.random.randint(len(lost_at))])
+    drawn = np.random.random()
+    for _ in range(1 if drawn < ONE else 2 if drawn < TWO else 3):
+        place = near[np.random.randint(len(near))] if len(near) else np.random.randint(count)
+        number = choices.absence[place]
+        if plan[TIER, number] >= 0 and np.random.random() < 0.7:
+            _shift(choices, plan, place)
+        else:
+            kept = plan[TIER, number] < 0 and plan[REPLAY, number] < 0
+            plan[TIER, number] = plan[REPLAY, number] = -1
+            if kept or np.random.random() < 0.5:
+                _move(choices, plan, place, clock)
+
+
+def _nearest(choices: Any, plan: Any, moment: int) -> Any:
+    """The candidates that have something to do nearest to a moment."""
+    count = len(choices.absence)
+    size = min(NEAREST, count)
+    found, distance = np.empty(size, np.int64), np.full(size, 1 << 60)
+    for place in range(count):
+        number = choices.absence[place]
+        far = min(abs(choices.closes[place] - moment), abs(choices.opens[place] - moment))
+        if plan[TIER, number] >= 0:
+            far = min(far, abs(plan[RELEASE, number] - moment), abs(plan[LOAD, number] - moment))
+        if far >= distance[size - 1]:
+            continue
+        rank = size - 1
+        while rank > 0 and distance[rank - 1] > far:
+            found[rank], distance[rank] = found[rank - 1], distance[rank - 1]
+            rank -= 1
+        found[rank], distance[rank] = place, far
+    return found
+
+
+def _move(choices: Any, plan: Any, place: int, clock: Any) -> None:
+    """Move what is kept, in any way there is."""
+    number, row = choices.absence[place], _any_tier(choices, place)
+    if choices.can_recompute[place] and (row < 0 or np.random.random() < 0.5):
+        plan[REPLAY, number] = place
+    elif row >= 0:
+        release, closes = choices.release[place], choices.closes[place]
+        plan[TIER, number] = choices.tiers[row]
+        plan[OUT, number], plan[RELEASE, number] = choices.out[place], release
+        in_time = np.searchsorted(clock, clock[closes] - choices.in_seconds[row, place], side="right") - 1
+        plan[LOAD, number] = _slot(choices.slots, release + 1, closes, in_time, True)
+
+
+def _any_tier(choices: Any, place: int) -> int:
+    """A row of a tier that may take a candidate, or -1."""
+    rows = np.flatnonzero(choices.possible[:, place])
+    return rows[np.random.randint(len(rows))] if len(rows) else -1
+
+
+def _shift(choices: Any, plan: Any, place: int) -> None:
+    """Put one of the three ticks of a trip elsewhere, or the value in another tier."""
+    number, slots = choices.absence[place], choices.slots
+    out, release, load = plan[OUT, number], plan[RELEASE, number], plan[LOAD, number]
+    kind = np.random.randint(4 if len(choices.tiers) > 1 else 3)
+    if kind == 0:
+        plan[OUT, number] = _slot(slots, choices.out[place], release - 1, out, False)
+    elif kind == 1:
+        plan[RELEASE, number] = _slot(slots, max(choices.release[place], out + 1), load - 1, release, False)
+    elif kind == 2:
+        plan[LOAD, number] = _slot(slots, release + 1, choices.closes[place], load, True)
+    else:
+        plan[TIER, number] = choices.tiers[_any_tier(choices, place)]
+
+
+def _slot(slots: Any, low: int, high: int, now: int, on_demand: bool) -> int:
+    """A slot from ``low`` to ``high``, more often one near ``now``; ``now`` if there is none.
+
+    ``on_demand`` means that ``high`` itself may be chosen though it is no slot.
+    """
+    first: Any = np.searchsorted(slots, low)
+    last: Any = np.searchsorted(slots, high + 1)
+    count = last - first + (1 if on_demand else 0)
+    if count <= 0:
+        return now
+    chosen: Any = np.searchsorted(slots, now) - first
+    if np.random.random() < 0.3:
+        chosen = np.random.randint(count)
+    else:
+        way = 1
+        while np.random.random() < 0.5:
+            way += 1
+        chosen = min(max(min(max(chosen, 0), count - 1) + (way if np.random.random() < 0.5 else -way), 0), count - 1)
+    return slots[first + chosen] if first + chosen < last else high

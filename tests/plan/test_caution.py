@@ -1,0 +1,83 @@
+"""Plans that really run leave free time around their transfers; plans on paper do not."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from ebbtide.decisions import Offload
+from ebbtide.machine import Machine
+from ebbtide.plan import NO_CAUTION, Caution, lower_bound, plain_peak_bytes, simulate, solve
+from ebbtide.plan.caution import EXPECTED
+from ebbtide.plan.follow import Follower, Moves, Trip
+from ebbtide.plan.problem import Problem
+from ebbtide.plan.select import Room
+from ebbtide.plan.simulate import moves_of
+from ebbtide.step import Step
+from tests.plan.random_steps import KIB, MIB, disk_machine, network_step, tiny_step
+
+MACHINE = disk_machine(8e8, 4e8)
+
+
+def limit_of(step: Step, share: float = 0.5) -> int:
+    return step.resting_bytes + int(share * (plain_peak_bytes(step) - step.resting_bytes))
+
+
+def late(machine: Machine, caution: Caution) -> Machine:
+    """The same machine with transfers that take as much longer as ``caution`` allows for."""
+    out, back = machine.links
+    longer = ((out, caution.out_share, caution.out_seconds), (back, caution.in_share, caution.in_seconds))
+    links = tuple(
+        dataclasses.replace(
+            link,
+            latency_seconds=link.latency_seconds * (1 + share) + seconds,
+            bandwidth_bytes_per_second=link.bandwidth_bytes_per_second / (1 + share),
+        )
+        for link, share, seconds in longer
+    )
+    return dataclasses.replace(machine, links=links)
+
+
+def test_compute_waits_for_late_transfers() -> None:
+    """The load is on demand, so all of it is waited for; the copy out is waited for in its release."""
+    step, machine = tiny_step(1, 1, gradients=((128 * KIB, 2e-3),)), disk_machine(5e7, 1e8)
+    problem, caution = Problem.of(step, machine), Caution(0.5, 1e-3, 0.25, 3e-3)
+    move = moves_of(problem, [Offload("disk", *(event.tick for event in step.events))])[0]
+    assert isinstance(move, Trip)
+    moves = Moves(*(np.array([moment]) for moment in (0, -1, move.out, move.release, move.load)))
+    exact, careful = (Follower(problem, [], who).follow(moves) for who in (NO_CAUTION, caution))
+    out, back = (link.seconds(step.values[step.absences[0].value].size_bytes) for link in machine.links)
+    assert careful.memory.tolist() == exact.memory.tolist()
+    assert [stall.reason for stall in exact.stalls] == ["release", "load"]
+    assert careful.seconds - exact.seconds == pytest.approx(EXPECTED * (0.5 * out + 1e-3 + 0.25 * back + 3e-3))
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.7])
+def test_a_careful_plan_loses_little_when_transfers_are_late(share: float) -> None:
+    step, caution = network_step(12), Caution()
+    limit_bytes, slow = limit_of(step, share), late(MACHINE, caution)
+    careful = solve(
+        step, MACHINE, limit_bytes, seconds=0.2, caution=dataclasses.replace(caution, physical_share=math.inf)
+    )
+    exact = solve(step, MACHINE, limit_bytes, seconds=0.2, caution=NO_CAUTION)
+    assert exact.seconds <= careful.seconds * (1 + 1e-3)
+    assert simulate(step, slow, careful.decisions).seconds <= simulate(step, slow, exact.decisions).seconds * (1 + 1e-3)
+    for plan in (careful, exact):
+        assert plan.seconds == pytest.approx(simulate(step, MACHINE, plan.decisions).seconds, rel=1e-12)
+        assert lower_bound(step, MACHINE, limit_bytes).seconds <= plan.seconds
+
+
+def test_without_caution_workspaces_do_not_count() -> None:
+    """Workspaces within a share of the budget are allowed for; on paper they are nobody's business."""
+    step = network_step(8, size_bytes=8 * MIB)
+    problem, limit_bytes = Problem.of(step, MACHINE), limit_of(step, 0.3)
+    ceiling = Caution().ceiling_bytes(limit_bytes, step.resting_bytes)
+    assert ceiling - step.resting_bytes == int(1.06 * (limit_bytes - step.resting_bytes))
+    careful = Room.of(problem, limit_bytes, ceiling)
+    assert ((careful.cap + problem.workspace <= ceiling) & (careful.cap <= limit_bytes)).all()
+    assert (careful.cap < limit_bytes).any()
+    exact = Room.of(problem, limit_bytes, NO_CAUTION.ceiling_bytes(limit_bytes, step.resting_bytes))
+    assert (exact.cap == limit_bytes).all()
