@@ -20,7 +20,7 @@ from ebbtide.decisions import Plan
 from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.machine import Link, Machine, Tier
 from ebbtide.machines import load_machine
-from ebbtide.plan import least_peak_bytes, plain_peak_bytes, solve
+from ebbtide.plan import NO_CAUTION, least_peak_bytes, plain_peak_bytes, solve
 from ebbtide.plan.published.registry import POLICIES
 from ebbtide.step import Step
 
@@ -155,7 +155,7 @@ def forward_seconds(step: Step) -> float:
 
 def solved(step: Step, machine: Machine, limit_bytes: int, seconds: float) -> Plan:
     """The solver's plan, by the same rules as the policies'."""
-    return solve(step, machine, limit_bytes, seconds=seconds)
+    return solve(step, machine, limit_bytes, seconds=seconds, caution=NO_CAUTION)
 
 
 def cases_of(name: str, step: Step, machine: Machine, forwards: float, seconds: float) -> list[Case]:

@@ -13,6 +13,7 @@ import numpy as np
 from ebbtide.decisions import Plan
 from ebbtide.errors import BudgetError, PolicyError, RecordError
 from ebbtide.machine import Machine
+from ebbtide.plan.caution import NO_CAUTION
 from ebbtide.plan.problem import plain_peak_bytes
 from ebbtide.plan.solve import solve
 from ebbtide.step import Step
@@ -122,7 +123,7 @@ def frontier(
     plans = []
     for limit in limits:
         begin("solver")
-        plans.append(solve(step, machine, limit, seconds=seconds))
+        plans.append(solve(step, machine, limit, seconds=seconds, caution=NO_CAUTION))
     curves = [
         _policy_curve(name, policy, step, machine, limits, functools.partial(begin, name))
         for name, policy in chosen.items()
