@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 
@@ -29,6 +30,8 @@ class Facts:
         superseded: per value, the moment of the op that writes the next version of its storage; `Step.moments` if none.
         dies: per value, the moment from which its storage is gone; `Step.moments` for external ones.
         packed: per saved value, the moment at which it was first saved.
+        held: per saved value, for each time it was saved: from when to when autograd is known to hold it. It lets go
+            when it asked for it the last time; if it never does, perhaps when it next asks for anything.
     """
 
     step: Step
@@ -41,6 +44,7 @@ class Facts:
     superseded: list[int]
     dies: list[int]
     packed: dict[int, int]
+    held: dict[int, list[tuple[int, int]]]
 
     @classmethod
     def of(cls, step: Step) -> Facts:
@@ -48,9 +52,16 @@ class Facts:
         op_moments, event_moments = step.op_moments(), step.event_moments()
         slot_of_tick = {event.tick: moment for event, moment in zip(step.events, event_moments, strict=True)}
         packed: dict[int, int] = {}
+        held: dict[int, list[tuple[int, int]]] = {}
+        asked = [moment for event, moment in zip(step.events, event_moments, strict=True) if event.kind == "unpack"]
         for event, moment in zip(step.events, event_moments, strict=True):
             if event.kind == "pack":
-                packed.setdefault(step.saved[event.saved].value, moment)
+                saved = step.saved[event.saved]
+                packed.setdefault(saved.value, moment)
+                place = bisect.bisect(asked, moment)
+                unasked = asked[place] if place < len(asked) else step.moments
+                until = max(saved.unpacked, default=unasked)
+                held.setdefault(saved.value, []).append((moment, until))
         versions: dict[int, list[int]] = {}
         for number in sorted(range(len(step.values)), key=lambda number: step.values[number].maker):
             versions.setdefault(step.values[number].storage, []).append(number)
@@ -68,7 +79,17 @@ class Facts:
                     dies[number] = last
         slots = sorted(slot_of_tick.values())
         return cls(
-            step, op_moments, event_moments, slots, slot_of_tick, external, makes_storage, superseded, dies, packed
+            step,
+            op_moments,
+            event_moments,
+            slots,
+            slot_of_tick,
+            external,
+            makes_storage,
+            superseded,
+            dies,
+            packed,
+            held,
         )
 
 

@@ -6,8 +6,9 @@ NOTE [Replay]
 3. An in-place op writes a storage that the recipe made in place; of a leaf it first makes a copy.
 4. After each op the storages that no later op of the recipe reads are freed, the target's excepted.
 5. ``batch_norm`` replays without its running statistics: what it mutates is neither read nor copied.
-6. A leaf is external, or a value that was saved before the target was, so that the target's holding can refer to it;
-   when the recipe runs the leaf's storage is alive and has not been written since.
+6. A leaf is external, or a value that was saved before the target was and that autograd still holds then, so that the
+   target's holding can refer to the leaf's; when the recipe runs the leaf's storage is alive and has not been written
+   since.
 7. Only ops of the forward pass are replayed: their arguments are captured there.
 """
 
@@ -48,7 +49,8 @@ def is_leaf(facts: Facts, value: int, target: int) -> bool:
     """Whether a recipe of ``target`` may read ``value`` without making it: rule 6 of NOTE [Replay]."""
     if facts.step.values[value].storage in facts.external:
         return True
-    return facts.packed.get(value, facts.step.moments) < facts.packed.get(target, -1)
+    moment = facts.packed.get(target, -1)
+    return any(begin < moment < end for begin, end in facts.held.get(value, ()))
 
 
 def operands(op: Op) -> list[int]:

@@ -19,7 +19,7 @@ STRAY_SHARE = 0.02
 """Share of a step's footprint that may lie outside its region: more, and the step strayed."""
 STRAYS = 2
 """Steps that stray one after the other before one is rehearsed again: a single one may have had a profiler on."""
-SLACK_SHARE = 0.06
+SLACK_SHARE = 0.02
 """Share of a step's footprint that may be left resident outside its region when it begins."""
 FAILURES = 4
 """Rehearsals of no use, one after the other, before it is given up: each step takes other blocks."""
