@@ -5,8 +5,9 @@ Everything goes through the tier that runs will use, so threads, alignment and t
 1. Latency is the median of single transfers of 4 KiB. Bandwidth is the slope, by least squares of relative errors, of
    the medians of single transfers of 1 to 64 MiB above that latency. A slow disk has no time for the larger sizes.
 2. Duplex bandwidth: both directions are kept busy, and each one's bytes are counted.
-3. Compute slowdown: a loop of products and element-wise ops, alone and while one direction is kept busy, in turns. The
-   best of the turns counts: whatever else runs on the machine can only make a turn slower.
+3. Compute slowdown: a loop of products and element-wise ops, alone and then while one direction is kept busy, in turns.
+   The median over all turns counts, one for both directions. (The best of few turns said 0 to 0.26 on one machine, the
+   median of many 0.17 to 0.20.)
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Progress = Callable[[float, str], None]
 """Called with the fraction that is done, 0 to 1, and what is being measured."""
 Direction = Literal["out", "back"]
 
-METHOD = 1
+METHOD = 2
 """Part of the cache's key: higher when the measurement, or the disk tier's way of transfer, changes."""
 LATENCY_BYTES = 4096
 LATENCY_REPEATS = 25
@@ -52,7 +53,7 @@ SIZE_SECONDS = 0.3
 """Time for one size, and the longest that a pair of transfers of the next size may be expected to take."""
 STREAM_SECONDS = 0.35
 COMPUTE_SECONDS = 0.04
-COMPUTE_TURNS = 5
+COMPUTE_TURNS = 7
 FREE_BYTES = 4 * SIZES_BYTES[-1]
 """Space wanted on the disk: the largest transfer and what two streams have under way, with room to spare."""
 
@@ -122,10 +123,10 @@ def _measure(tier: DiskTier, report: Progress) -> tuple[Link, Link]:
     report(0.5, "both directions at once")
     duplex = _duplex(tier, streamed)
     report(0.7, "compute beside transfers")
-    slowdown = _slowdowns(tier, streamed)
+    slowdown = _slowdown(tier, streamed)
 
     def link(way: Direction, origin: str, target: str) -> Link:
-        return Link(origin, target, latency[way], bandwidth[way], min(duplex[way], bandwidth[way]), slowdown[way])
+        return Link(origin, target, latency[way], bandwidth[way], min(duplex[way], bandwidth[way]), slowdown)
 
     return link("out", "ram", tier.name), link("back", tier.name, "ram")
 
@@ -233,17 +234,20 @@ def _duplex(tier: DiskTier, source: torch.UntypedStorage) -> dict[Direction, flo
     return {"out": out.bytes_per_second, "back": back.bytes_per_second}
 
 
-def _slowdowns(tier: DiskTier, source: torch.UntypedStorage) -> dict[Direction, float]:
-    """Share of compute speed lost while a direction is busy."""
+def _slowdown(tier: DiskTier, source: torch.UntypedStorage) -> float:
+    """Share of compute speed lost while a direction is busy: the median over turns of both, which cost alike.
+
+    Each turn is compared with the speed right before it, because a shared machine changes its own.
+    """
     compute = _Compute()
-    alone = 0.0
-    beside: dict[Direction, float] = {"out": 0.0, "back": 0.0}
+    ways: tuple[Direction, ...] = ("out", "back")
+    lost = []
     for _ in range(COMPUTE_TURNS):
-        alone = max(alone, compute.rate())
-        for way in beside:
+        alone = compute.rate()
+        for way in ways:
             with _Stream(tier, source, way):
-                beside[way] = max(beside[way], compute.rate())
-    return {way: max(1 - rate / alone, 0.0) for way, rate in beside.items()}
+                lost.append(1 - compute.rate() / alone)
+    return max(statistics.median(lost), 0.0)
 
 
 class _Compute:
