@@ -231,12 +231,11 @@ def table_of(records: Sequence[Record]) -> Table:
 
 def run(
     models: Sequence[str], fractions: Sequence[float], repeats: int, spill: str | None, console: Console
-) -> list[Record]:
-    """All cases of all models, with a progress bar on ``console``."""
+) -> Iterator[Record]:
+    """All cases of all models, one after the other, with a progress bar on ``console``."""
     cases: list[tuple[str, float | None]] = [("ebbtide", fraction) for fraction in (*fractions, NOT_BINDING)]
     cases += [(peer, None) for peer in PEERS]
     columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    records = []
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("starting", total=len(models) * len(cases))
         for model in models:
@@ -245,9 +244,8 @@ def run(
                 for method, fraction in cases:
                     share = "" if fraction is None else f" within {fraction:.0%}"
                     progress.update(task, description=f"{model}, {method}{share}")
-                    records.append(run_case(model, method, fraction, pair, repeats, spill))
+                    yield run_case(model, method, fraction, pair, repeats, spill)
                     progress.advance(task)
-    return records
 
 
 def main() -> None:
@@ -265,10 +263,12 @@ def main() -> None:
             parser.error(f"no model {model!r}; there are {', '.join(WORKLOADS)}")
     fractions = [float(fraction) for fraction in options.fractions.split(",")]
     console = Console(width=None if sys.stdout.isatty() else 132)
-    records = run(models, fractions, options.repeats, options.spill, console)
+    records: list[Record] = []
+    for record in run(models, fractions, options.repeats, options.spill, console):
+        records.append(record)
+        if options.json is not None:  # after each, so that a run that is cut short leaves what it has measured
+            options.json.write_text(json.dumps([dataclasses.asdict(each) for each in records], indent=1) + "\n")
     console.print(table_of(records))
-    if options.json is not None:
-        options.json.write_text(json.dumps([dataclasses.asdict(record) for record in records], indent=1) + "\n")
 
 
 if __name__ == "__main__":
