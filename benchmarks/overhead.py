@@ -30,7 +30,7 @@ NOT_BINDING = 1.1
 """A fraction at which a budget does not bind: what remains is what ebbtide costs when it has nothing to do."""
 PEERS = ("checkpoint", "disk-hook")
 WARM_UP = 2
-"""Steps before the timed ones: comparing and counting leave heaps and places other than a training loop would."""
+"""Steps before the timed ones: the plain workers have counted and waited meanwhile."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,8 +155,6 @@ def _measure(
     worker: WorkerProcess,
     repeats: int,
 ) -> Record:
-    same = worker.ask("compare")
-    counted = worker.ask("count")
     for number in range(WARM_UP):
         for each in (pair.default, pair.tuned, worker):
             each.ask("step", number=number)
@@ -169,6 +167,9 @@ def _measure(
     seconds = {each: statistics.median(take["seconds"] for take in takes[each]) for each in takes}
     rss_bytes = {each: max(take["rss_bytes"] for take in takes[each]) for each in takes}
     facts = worker.ask("facts")
+    # Last, for both leave a heap that a training loop would not: one runs a plain step in the worker's process.
+    counted = worker.ask("count")
+    same = worker.ask("compare")
     plain_seconds = min(seconds[pair.default], seconds[pair.tuned])
     bound_seconds = facts.get("bound_seconds")
     return Record(
