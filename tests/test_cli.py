@@ -6,6 +6,7 @@ import functools
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,13 +57,21 @@ def run(*arguments: str | Path) -> str:
     return result.output
 
 
-def failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+Failure = Callable[..., str]
+
+
+@pytest.fixture
+def failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Failure:
     """What is said on standard error by a command that must end with code 1."""
-    monkeypatch.setattr(sys, "argv", ["ebbtide", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ending:
-        main()
-    assert ending.value.code == 1
-    return capsys.readouterr().err.strip()
+
+    def said(*arguments: str | Path) -> str:
+        monkeypatch.setattr(sys, "argv", ["ebbtide", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ending:
+            main()
+        assert ending.value.code == 1
+        return capsys.readouterr().err.strip()
+
+    return said
 
 
 @pytest.fixture
@@ -122,13 +131,11 @@ def test_plan_takes_bytes(script: Path, machine: Path, tmp_path: Path) -> None:
     assert not Bundle.load(plan).plan.binds
 
 
-def test_a_budget_that_cannot_be_met_is_one_line(
-    script: Path, machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_budget_that_cannot_be_met_is_one_line(script: Path, machine: Path, tmp_path: Path, failure: Failure) -> None:
     step = tmp_path / "step.json"
     run("observe", f"{script}:one_step", "-o", step)
     arguments = ("plan", step, "--budget", "1KiB", "--machine", machine, "-o", tmp_path / "plan.json")
-    said = failure(monkeypatch, capsys, *arguments)
+    said = failure(*arguments)
     assert "least reachable peak" in said
     assert len(said.splitlines()) == 1
     assert not (tmp_path / "plan.json").exists()
@@ -149,22 +156,19 @@ def test_what_cannot_be_observed(
     expected: str,
     script: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    failure: Failure,
 ) -> None:
-    said = failure(monkeypatch, capsys, "observe", what.format(script=script), "-o", tmp_path / "step.json")
+    said = failure("observe", what.format(script=script), "-o", tmp_path / "step.json")
     assert expected in said
     assert "Traceback" not in said
 
 
-def test_files_that_are_not_ours(
-    machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_that_are_not_ours(machine: Path, tmp_path: Path, failure: Failure) -> None:
     page = tmp_path / "page.html"
-    assert "cannot be read" in failure(monkeypatch, capsys, "report", tmp_path / "missing.json", "-o", page)
-    assert "not a file of kind ebbtide-bundle" in failure(monkeypatch, capsys, "report", machine, "-o", page)
+    assert "cannot be read" in failure("report", tmp_path / "missing.json", "-o", page)
+    assert "not a file of kind ebbtide-bundle" in failure("report", machine, "-o", page)
     write_json(tmp_path / "half.json", {"format": "ebbtide-bundle", "version": 1})
-    assert "has no step" in failure(monkeypatch, capsys, "report", tmp_path / "half.json", "-o", page)
+    assert "has no step" in failure("report", tmp_path / "half.json", "-o", page)
 
 
 def test_a_bundle_whose_parts_do_not_fit(script: Path, machine: Path, tmp_path: Path) -> None:
@@ -253,10 +257,9 @@ def test_what_cannot_be_planned_without_the_hardware(
     function: str,
     expected: str,
     script: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    failure: Failure,
 ) -> None:
-    said = failure(monkeypatch, capsys, "plan", "--machine", machine, "--model", f"{script}:{function}")
+    said = failure("plan", "--machine", machine, "--model", f"{script}:{function}")
     assert expected in said
     assert len(said.splitlines()) == 1
 
@@ -299,13 +302,11 @@ def read_json_points(path: Path) -> int:
     return len(json.loads(path.read_text())["solver"]["points"])
 
 
-def test_what_has_no_frontier(
-    script: Path, machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_has_no_frontier(machine: Path, tmp_path: Path, failure: Failure) -> None:
     page = tmp_path / "page.html"
-    assert "cannot be read" in failure(monkeypatch, capsys, "frontier", tmp_path / "none.json", "-o", page)
-    assert "not a file of kind ebbtide-step" in failure(monkeypatch, capsys, "frontier", machine, "-o", page)
-    said = failure(monkeypatch, capsys, "frontier", machine, "--policies", "magic", "-o", page)
+    assert "cannot be read" in failure("frontier", tmp_path / "none.json", "-o", page)
+    assert "not a file of kind ebbtide-step" in failure("frontier", machine, "-o", page)
+    said = failure("frontier", machine, "--policies", "magic", "-o", page)
     assert "no policy 'magic'; there are offload-all" in said
     result = CliRunner().invoke(app, ["frontier", str(machine), "-o", str(tmp_path / "page.pdf")])
     assert result.exit_code == 2
@@ -336,10 +337,8 @@ def test_options_of_batch(option: str, item: str, script: Path) -> None:
     assert option in result.output
 
 
-def test_a_function_that_takes_no_batch(
-    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = failure(monkeypatch, capsys, "batch", script, "--machine", "k40c")
+def test_a_function_that_takes_no_batch(script: Path, failure: Failure) -> None:
+    said = failure("batch", script, "--machine", "k40c")
     assert "takes 0 positional arguments but 1 was given" in said
     assert len(said.splitlines()) == 1
 
@@ -352,13 +351,12 @@ def test_steps_that_do_not_train(
     expected: str,
     script: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    failure: Failure,
 ) -> None:
     step = tmp_path / "step.json"
     run("observe", f"{script}:{function}", "-o", step)
     more = ("--budget", "1GiB") if command == "plan" else ("-o", tmp_path / "page.html")
-    said = failure(monkeypatch, capsys, command, step, "--machine", "h200", *more)
+    said = failure(command, step, "--machine", "h200", *more)
     assert expected in said
     assert len(said.splitlines()) == 1
 
@@ -380,8 +378,7 @@ def test_bad_files_are_one_line(
     expected: str,
     machine: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    failure: Failure,
 ) -> None:
     step = tmp_path / ("step.json.gz" if what == "damaged" else "step.json")
     network_step(3).save(step)
@@ -398,17 +395,15 @@ def test_bad_files_are_one_line(
         document["ops"]["rows"][0][4] = float(what) if what == "nan" else -1.0
         step.write_text(json.dumps(document))
     more = ("--budget", "1GiB") if command == "plan" else ("-o", tmp_path / "page.html")
-    said = failure(monkeypatch, capsys, command, step, "--machine", machine, *more)
+    said = failure(command, step, "--machine", machine, *more)
     assert expected in said
     assert len(said.splitlines()) == 1
 
 
-def test_a_budget_below_the_largest_op_is_one_line(
-    machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_budget_below_the_largest_op_is_one_line(machine: Path, tmp_path: Path, failure: Failure) -> None:
     step = tmp_path / "step.json"
     network_step(5).save(step)
-    said = failure(monkeypatch, capsys, "plan", step, "--budget", "64KiB", "--machine", machine)
+    said = failure("plan", step, "--budget", "64KiB", "--machine", machine)
     assert "the least reachable peak is" in said
     assert "at op " in said
     assert len(said.splitlines()) == 1

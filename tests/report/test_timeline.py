@@ -18,25 +18,9 @@ from ebbtide.plan import simulate
 from ebbtide.report import timeline_data, write_timeline
 from ebbtide.report.timeline import decision_words
 from ebbtide.step import Step
-from tests.report.synthetic_step import machine, network, plan_for
 
 HOSTILE = "</script><img src=x onerror=alert(1)>&amp;'\"<!--"
 VOID = {"meta", "link", "br", "img", "input", "hr"}
-
-
-@pytest.fixture(scope="module")
-def step() -> Step:
-    return network()
-
-
-@pytest.fixture(scope="module")
-def on() -> Machine:
-    return machine()
-
-
-@pytest.fixture(scope="module")
-def plan(step: Step, on: Machine) -> Plan:
-    return plan_for(step, on)
 
 
 @pytest.fixture(scope="module")
