@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ebbtide.bundle import Bundle
-from ebbtide.cli import app, main
+from ebbtide.cli import _share, app, main
 from ebbtide.errors import RecordError
 from ebbtide.machine import Link, Machine, Tier
 from ebbtide.plan import solve
@@ -234,11 +234,23 @@ def test_a_demo_model_without_the_hardware(tmp_path: Path) -> None:
         ["plan", "--model", "{script}", "--budget", "50%"],
         ["plan", "--machine", "h200"],
         ["plan", "step.json", "--model", "{script}", "--machine", "h200"],
+        ["plan", "step.json", "--batch", "8"],
+        ["plan", "step.json", "--machine", "h200", "--spill", "."],
     ],
 )
 def test_options_that_do_not_go_together(arguments: list[str], script: Path) -> None:
     result = CliRunner().invoke(app, [argument.format(script=script) for argument in arguments])
     assert result.exit_code == 2
+
+
+def test_a_function_chooses_its_own_batch(script: Path, tmp_path: Path, failure: Failure) -> None:
+    said = failure("observe", script, "--batch", "8", "-o", tmp_path / "step.json")
+    assert "a function chooses its own" in said
+
+
+@pytest.mark.parametrize(("text", "share"), [("5%", 0.05), ("0", 0.0), ("0%", 0.0), (" 0.0 % ", 0.0), ("250%", 2.5)])
+def test_shares(text: str, share: float) -> None:
+    assert _share(text, "--overhead") == share
 
 
 def test_a_budget_is_needed_where_the_memory_is_not_known(script: Path, machine: Path, tmp_path: Path) -> None:
@@ -329,7 +341,12 @@ def test_the_largest_batch(script: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("option", "item"), [("--overhead", "five"), ("--between", "8"), ("--between", "16,8"), ("--budget", "50%")]
+    ("option", "item"),
+    [
+        *[("--overhead", text) for text in ("five", "5", "-5%", "nan%", "5%%")],
+        *[("--between", text) for text in ("8", "16,8", "8,16,32")],
+        ("--budget", "50%"),
+    ],
 )
 def test_options_of_batch(option: str, item: str, script: Path) -> None:
     result = CliRunner().invoke(app, ["batch", str(script), "--machine", "k40c", option, item])

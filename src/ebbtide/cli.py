@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Callable
@@ -19,7 +20,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ebbtide.bundle import Bundle, load_step
-from ebbtide.decisions import Keep
 from ebbtide.errors import EbbtideError
 from ebbtide.machine import Machine
 from ebbtide.machines import load_machine, machine_names
@@ -182,6 +182,8 @@ def plan(
         raise typer.BadParameter("name a step file or a --model, one of the two")
     if model is not None and machine_name is None:
         raise typer.BadParameter("--model needs --machine, which says how long ops take")
+    if model is None and batch is not None:
+        raise typer.BadParameter("--batch goes with --model: the step of a file has its batch already")
     with _errors().status("planning"):
         machine = _machine(machine_name, spill)
         step = observe_fake(model, batch, machine) if model is not None else Step.load(step_path or "")
@@ -287,7 +289,7 @@ def frontier(
     names = {"all": list(POLICIES), "none": []}.get(policies, [name for name in policies.split(",") if name])
     chosen = policies_named(names)
     step, machine = load_step(step_path)
-    if machine is None or machine_name is not None:
+    if machine is None or machine_name is not None or spill is not None:
         machine = _machine(machine_name, spill)
     columns = (TextColumn("{task.description:24}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=_errors(), transient=True) as bar:
@@ -322,6 +324,8 @@ def _observe_twice(run: Callable[[], Any], prepare: Callable[[], Any]) -> Step:
 
 
 def _machine(name: str | None, spill: Path | None) -> Machine:
+    if name is not None and spill is not None:
+        raise typer.BadParameter("--machine and --spill each say what to plan for; name one of the two")
     if name is not None:
         return load_machine(name)
     from ebbtide.run.calibrate import machine_for
@@ -331,7 +335,7 @@ def _machine(name: str | None, spill: Path | None) -> Machine:
 
 def _limit_bytes(budget: str | None, step: Step | None, machine: Machine) -> int:
     """The bytes meant by ``budget``; percentages are of the plain peak of ``step``, if there is one."""
-    from ebbtide.plan import simulate
+    from ebbtide.plan import plain_peak_bytes
 
     if budget is None:
         capacity = machine.tier(machine.fast).capacity_bytes
@@ -344,15 +348,16 @@ def _limit_bytes(budget: str | None, step: Step | None, machine: Machine) -> int
             return parse_bytes(budget)
     except ValueError as fault:
         raise typer.BadParameter(str(fault), param_hint="--budget") from fault
-    return int(fraction * simulate(step, machine, [Keep()] * len(step.absences)).peak_bytes)
+    return int(fraction * plain_peak_bytes(step))
 
 
 def _share(text: str, option: str) -> float:
+    """The share meant by ``"5%"`` or ``"0"``: unlike a budget it may be nothing."""
     try:
-        share = 0.0 if text.strip() in ("0", "0%") else parse_fraction(text)
-    except ValueError as fault:
-        raise typer.BadParameter(str(fault), param_hint=option) from fault
-    if share is None:
+        share = float(text.strip().removesuffix("%")) / 100
+    except ValueError:
+        share = math.nan
+    if not (0 <= share < math.inf and (share == 0 or "%" in text)):
         raise typer.BadParameter(f'cannot read {text!r} as a share; write "5%"', param_hint=option)
     return share
 
