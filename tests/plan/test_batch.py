@@ -128,6 +128,13 @@ def test_steps_of_two_kinds() -> None:
         largest_batch(renamed, MACHINE, 10**9, between=(2, 4))
 
 
+def test_a_batch_that_stops_growing() -> None:
+    """As of a data set with 20 samples: any batch would fit, and none is the largest."""
+    limit_bytes = plain_peak_bytes(network(24))
+    with pytest.raises(RecordError, match=r"no more memory .* \(24 and 28 were observed\): is its batch fixed"):
+        largest_batch(lambda batch: network(min(batch, 20)), lone_machine(), limit_bytes, overhead=0.0, between=(2, 4))
+
+
 def test_what_has_no_largest_batch() -> None:
     with pytest.raises(BudgetError, match="least reachable peak"):
         largest_batch(network, MACHINE, 50 * KIB, between=(2, 4))

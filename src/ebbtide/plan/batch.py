@@ -85,22 +85,19 @@ def largest_batch(
     say = progress or (lambda _what: None)
     steps: dict[int, Step] = {}
 
-    def observed(batch: int) -> Step:
+    def look_at(batch: int) -> None:
         say(f"observing a batch of {batch}")
-        steps[batch] = observe(batch)
-        check_trains(steps[batch])
-        return steps[batch]
+        step = observe(batch)
+        check_trains(step)
+        _check_rises(steps, batch, step)
+        steps[batch] = step
 
     def planned(batch: int) -> Plan | None:
         say(f"planning for a batch of {batch}")
         return _planned(step_at(steps, batch), machine, limit_bytes, overhead, seconds)
 
-    small, large = map(observed, between)
-    if plain_peak_bytes(large) <= plain_peak_bytes(small):
-        sizes = f"{between[0]} and {between[1]}"
-        raise RecordError(
-            f"the step needs no more memory for more samples ({sizes} were observed): is its batch fixed?"
-        )
+    for batch in between:
+        look_at(batch)
     good, beyond = 0, None
     best: Plan | None = None
     while True:
@@ -113,7 +110,7 @@ def largest_batch(
             plain_step = step_at(steps, plain_batch) if plain_batch else None
             return LargestBatch(batch, steps[batch], best, plain_batch, plain_step, tuple(steps))
         if batch not in steps:
-            observed(batch)
+            look_at(batch)
         plan = planned(batch)
         if plan is None:
             beyond = batch
@@ -174,6 +171,16 @@ _SAME: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "absences": ("absence", lambda absence: absence),
 }
 """By field of a step: what one of its records is called, and what must not depend on the batch."""
+
+
+def _check_rises(steps: Mapping[int, Step], batch: int, step: Step) -> None:
+    """Check that ``step`` needs more memory than those with fewer samples: else no batch would be the largest."""
+    fewer = [size for size in steps if size < batch]
+    if fewer and plain_peak_bytes(step) <= plain_peak_bytes(steps[max(fewer)]):
+        raise RecordError(
+            f"the step needs no more memory for more samples ({max(fewer)} and {batch} were observed): is its batch"
+            " fixed, or limited?"
+        )
 
 
 def _check_same_kind(small: Step, large: Step, low: int, high: int) -> None:
