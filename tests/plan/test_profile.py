@@ -41,8 +41,7 @@ def test_profile_is_what_the_simulator_finds(seed: int) -> None:
         elif mode == OFFLOAD:
             first, end = int(candidates.release[place]), int(candidates.closes[place])
             moves[number] = Trip("disk", int(candidates.out[place]), first, end)
-    unlimited = np.full(step.moments, 1 << 60, dtype=np.int64)
-    found = profile(problem, candidates, np.array(modes, dtype=np.int8), unlimited)
+    found = profile(problem, candidates, np.array(modes, dtype=np.int8))
     course = follow(problem, moves)
     assert int(found.level.max()) == int(course.memory.max())
     assert (found.level <= course.memory).all()

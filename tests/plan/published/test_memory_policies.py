@@ -96,8 +96,7 @@ def test_offload_all_reaches_the_least_that_offloading_can(seed: int) -> None:
     step, machine = random_step(seed, length=4 + seed), QUICK if seed % 2 else SLOW
     ground = Ground.of(step, machine, "offload all")
     modes = np.where(ground.candidates.can_offload, OFFLOAD, KEEP).astype(np.int8)
-    unlimited = np.full(step.moments, 1 << 60, dtype=np.int64)
-    least = int(profile(ground.problem, ground.candidates, modes, unlimited).level.max())
+    least = int(profile(ground.problem, ground.candidates, modes).level.max())
     assert POLICIES["offload all"](step, machine, least).peak_bytes <= least
     with pytest.raises(BudgetError) as caught:
         POLICIES["offload all"](step, machine, least - 1)

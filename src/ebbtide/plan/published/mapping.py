@@ -26,7 +26,7 @@ import numpy as np
 from ebbtide.decisions import Decision, Plan
 from ebbtide.machine import Link, Machine
 from ebbtide.plan.problem import Problem
-from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Modes, Profile
+from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Modes, profile
 from ebbtide.plan.published.chain import ChainPlan, Fate, fates, store_all
 from ebbtide.plan.published.cut import Cut
 from ebbtide.plan.published.judged import judged
@@ -186,9 +186,9 @@ def _with(cut: Cut, recipes: dict[int, tuple[int, ...] | None], offloads: set[in
             modes[place] = RECOMPUTE
         elif number in offloads and candidates.can_offload[place]:
             modes[place] = OFFLOAD
-    profile: Profile = _search(problem, candidates, 0).selector.profile(modes)
-    peak_bytes = int(profile.level.max(initial=problem.resting_bytes))
-    return Mapped(problem, candidates, modes, columns, peak_bytes, profile.nested)
+    found = profile(problem, candidates, modes)
+    peak_bytes = int(found.level.max(initial=problem.resting_bytes))
+    return Mapped(problem, candidates, modes, columns, peak_bytes, found.nested)
 
 
 @remembered

@@ -68,8 +68,7 @@ def superneurons(
     modes = np.zeros(len(candidates.absence), dtype=np.int8)
     modes[sorted(dropped)] = RECOMPUTE
     modes[pool] = OFFLOAD
-    unlimited = np.full(step.moments, np.iinfo(np.int64).max // 4, dtype=np.int64)
-    found = profile(ground.problem, candidates, modes, unlimited)
+    found = profile(ground.problem, candidates, modes)
     if found.nested:
         raise PolicyError(
             f"{method}: more than {DEEPEST_NESTING} cheap values follow one another without a checkpoint; recompute"
