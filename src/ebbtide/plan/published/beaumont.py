@@ -27,6 +27,7 @@ from ebbtide.plan.published.chain import Chain, ChainPlan, store_all
 from ebbtide.plan.published.cut import Cut, stages_of
 from ebbtide.plan.published.labels import Labels, trail, waiting
 from ebbtide.plan.published.mapping import Mapped, fastest, fitted, mapped, slow_links
+from ebbtide.plan.published.switches import check_count
 from ebbtide.step import Step
 
 SLOTS = 50
@@ -208,8 +209,9 @@ def dynamic_program(step: Step, machine: Machine, limit_bytes: int, *, slots: in
 
     Raises:
         BudgetError: if no such set was found that stays within ``limit_bytes``.
-        PolicyError: if the step is no chain, or the machine has no slow tier.
+        PolicyError: if the step is no chain, the machine has no slow tier, or ``slots`` is less than 1.
     """
+    check_count("beaumont's slots", slots)
     stages, out_link, in_link = _chain_and_links(step, machine)
     both = _phases_of(stages, out_link, in_link)
 

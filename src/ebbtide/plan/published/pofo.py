@@ -35,6 +35,7 @@ from ebbtide.plan.published.cut import stages_of
 from ebbtide.plan.published.labels import Labels, trail, waiting
 from ebbtide.plan.published.mapping import fitted, slow_links
 from ebbtide.plan.published.rotor import Table, rounded_up, table
+from ebbtide.plan.published.switches import check_count
 from ebbtide.step import Step
 
 SLOTS = 50
@@ -214,8 +215,9 @@ def pofo(step: Step, machine: Machine, limit_bytes: int, *, slots: int = SLOTS) 
 
     Raises:
         BudgetError: if no such schedule was found that stays within ``limit_bytes``.
-        PolicyError: if the step is no chain.
+        PolicyError: if the step is no chain, or ``slots`` is less than 1.
     """
+    check_count("pofo's slots", slots)
     stages = stages_of(step, machine, MOST_STAGES)
     pair = slow_links(machine)
     links = Links(0.0, 0.0) if pair is None else Links(*(link.duplex_bytes_per_second for link in pair))

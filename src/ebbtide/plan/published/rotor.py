@@ -36,6 +36,7 @@ from ebbtide.plan.published.chain import Action, Chain, ChainPlan
 from ebbtide.plan.published.cut import stages_of
 from ebbtide.plan.published.mapping import fitted
 from ebbtide.plan.published.remembered import remembered
+from ebbtide.plan.published.switches import check_count
 from ebbtide.step import Step
 
 SLOTS = 500
@@ -177,8 +178,9 @@ def rotor(step: Step, machine: Machine, limit_bytes: int, *, slots: int = SLOTS)
 
     Raises:
         BudgetError: if no such schedule was found that stays within ``limit_bytes``.
-        PolicyError: if the step is no chain.
+        PolicyError: if the step is no chain or too long a one, or ``slots`` is less than 1.
     """
+    check_count("rotor's slots", slots)
     stages = stages_of(step, machine)
     whole = rounded_up(stages.chain, slots)
     return fitted(stages, limit_bytes, whole, table(stages.chain, whole, slots).plan, METHOD)
