@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from ebbtide.errors import PolicyError
 from ebbtide.plan import plain_peak_bytes
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.published.chain import Action, Chain, Stage
@@ -134,6 +135,13 @@ def test_actions_take_what_the_table_says(seed: int) -> None:
             assert seconds_of(chain, plan.actions) == plan.seconds
             assert peak_of(chain, plan.actions) <= memory
     assert found > 3
+
+
+def test_a_table_that_no_memory_holds_is_refused() -> None:
+    with pytest.raises(PolicyError, match=r"table of 10 stages and 100000000 slots would take .* GiB; .* fewer slots"):
+        table(HOMOGENEOUS, 10**9, 10**8)
+    with pytest.raises(PolicyError, match="fewer slots"):
+        rotor(chain_step(9), lone_machine(), 10**9, slots=10**8)
 
 
 @pytest.mark.parametrize("seed", range(4))
