@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from functools import partial
 
-from ebbtide.decisions import Plan
-from ebbtide.machine import Machine
+from ebbtide.plan.frontier import Planner
 from ebbtide.plan.published.autoswap import autoswap
 from ebbtide.plan.published.capuchin import capuchin
 from ebbtide.plan.published.hascoet import hascoet
@@ -17,9 +15,7 @@ from ebbtide.plan.published.vdnn import vdnn
 from ebbtide.step import Step
 from tests.plan.random_steps import KIB, Tape
 
-Policy = Callable[[Step, Machine, int], Plan]
-
-POLICIES: dict[str, Policy] = {
+POLICIES: dict[str, Planner] = {
     "offload all": offload_all,
     **{f"vdnn {offload}": partial(vdnn, offload=offload) for offload in ("all", "conv", "dyn")},
     **{f"hascoet {layers}": partial(hascoet, layers=layers) for layers in ("conv", "all")},
