@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ebbtide.decisions import Offload, Recompute
+from ebbtide.decisions import Offload, Plan, Recompute
 from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.machine import Machine
 from ebbtide.plan import plain_peak_bytes, simulate
@@ -84,10 +84,17 @@ def test_a_machine_without_a_slow_tier(name: str) -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_same_arguments_give_the_same_plan(name: str) -> None:
+    """Within a limit that makes each of them do something, or say that it reaches no less."""
     step = network_step(8, size_bytes=MIB, seed=2)
-    limit_bytes = plain_peak_bytes(step)
-    if "none, none" not in name:
-        assert POLICIES[name](step, QUICK, limit_bytes) == POLICIES[name](step, QUICK, limit_bytes)
+    limit_bytes = step.resting_bytes + int(0.8 * (plain_peak_bytes(step) - step.resting_bytes))
+    found: list[Plan | int] = []
+    for _ in range(2):
+        try:
+            found.append(POLICIES[name](step, QUICK, limit_bytes))
+        except BudgetError as error:
+            found.append(error.reachable_bytes)
+    assert found[0] == found[1]
+    assert isinstance(found[0], int) or found[0].binds
 
 
 @pytest.mark.parametrize("seed", range(16))
