@@ -14,7 +14,7 @@ from ebbtide.machine import Machine
 from ebbtide.report import Measured, summarise
 from ebbtide.report.summary import OTHERS, saved_values, short_name
 from ebbtide.step import EXTERNAL, Op, Step
-from tests.report.synthetic_step import MIB
+from tests.plan.random_steps import MIB
 
 
 def test_every_saved_storage_is_counted_once(step: Step, on: Machine, plan: Plan) -> None:
