@@ -108,7 +108,7 @@ class Problem:
     Attributes:
         facts: the indexed step.
         machine: the machine.
-        routes: for each slow tier its links out and in.
+        routes: for each slow tier its links out and in; the tier with the fastest return first.
         clock: start of each moment without a plan, seconds; one more entry than moments, the last is the end.
         plain: bytes of the storages alive in each moment without a plan, external ones included.
         workspace: bytes of workspace in each moment.

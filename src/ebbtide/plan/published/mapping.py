@@ -174,8 +174,7 @@ def _offloads(cut: Cut, ends: Sequence[Fate], offloaded: frozenset[int]) -> set[
 def _with(cut: Cut, recipes: dict[int, tuple[int, ...] | None], offloads: set[int]) -> Mapped:
     problem = cut.problem
     columns = [recipes.get(number) for number in range(len(problem.step.absences))]
-    tiers = problem.machine.slow_tiers()
-    tier = tiers[0].name if tiers else None
+    tier = next(iter(problem.routes), None)
     candidates = (
         Candidates.of(problem, tier, columns) if recipes else _candidates_that_move(problem.step, problem.machine, tier)
     )
@@ -198,5 +197,4 @@ def _candidates_that_move(step: Step, machine: Machine, tier: str | None) -> Can
 
 
 def _search(problem: Problem, candidates: Candidates, limit_bytes: int) -> Search:
-    tiers = [tier.name for tier in problem.machine.slow_tiers()[:1]]
-    return Search(problem, candidates, tiers, Room.of(problem, limit_bytes))
+    return Search(problem, candidates, list(problem.routes)[:1], Room.of(problem, limit_bytes))

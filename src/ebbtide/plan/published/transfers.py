@@ -50,8 +50,7 @@ class Ground:
         Raises:
             PolicyError: if the machine has no slow memory, but the method needs one.
         """
-        tiers = machine.slow_tiers()
-        if needs_tier and not tiers:
+        if needs_tier and not machine.slow_tiers():
             raise PolicyError(
                 f"{method} offloads, but machine {machine.name} has no slow tier; plan with recomputation"
             )
@@ -87,9 +86,8 @@ class Ground:
 
 @remembered
 def _ground(step: Step, machine: Machine) -> Ground:
-    tiers = machine.slow_tiers()
-    problem, tier = Problem.of(step, machine), tiers[0].name if tiers else None
-    recipes = find_recipes(step)
+    problem = Problem.of(step, machine)
+    tier, recipes = next(iter(problem.routes), None), find_recipes(step)
     return Ground(problem, tier, recipes, Candidates.of(problem, tier, recipes))
 
 
