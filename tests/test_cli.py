@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import io
 import json
 import re
 import sys
@@ -10,13 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from ebbtide.bundle import Bundle
 from ebbtide.cli import _share, app, main
 from ebbtide.errors import RecordError
 from ebbtide.machine import Link, Machine, Tier
+from ebbtide.machines import load_machine
 from ebbtide.plan import solve
+from ebbtide.report.sentences import links_table
 from ebbtide.step import Step, read_json, write_json
 from tests.plan.random_steps import network_step
 
@@ -246,6 +251,20 @@ def test_options_that_do_not_go_together(arguments: list[str], script: Path) -> 
 def test_a_function_chooses_its_own_batch(script: Path, tmp_path: Path, failure: Failure) -> None:
     said = failure("observe", script, "--batch", "8", "-o", tmp_path / "step.json")
     assert "a function chooses its own" in said
+
+
+def test_brackets_are_no_markup(script: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "[red]runs[/x] in a folder whose name is so long that its lines are wider than the page is"
+    folder.mkdir(parents=True)
+    assert str(folder / "step.json") in run("observe", script, "-o", folder / "step.json")
+    links = (Link("a [b", "disk", 1e-4, 4e9, 3e9), Link("disk", "a [b", 1e-4, 2e9, 1e9))
+    named = Machine("a [/machine]", "a [b", (Tier("a [b", "device", 2**30), Tier("disk", "disk")), links)
+    dataclasses.replace(named, compute=load_machine("h200").compute).save(folder / "machine.json")
+    assert "a [/machine], 1.00 GiB of memory" in run("plan", folder / "step.json", "--machine", folder / "machine.json")
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(links_table(named))
+    assert "a [/machine]" in console.export_text(clear=False)
+    assert "a [b to disk" in console.export_text()
 
 
 @pytest.mark.parametrize(("text", "share"), [("5%", 0.05), ("0", 0.0), ("0%", 0.0), (" 0.0 % ", 0.0), ("250%", 2.5)])

@@ -79,7 +79,7 @@ def demo(
     output = _output()
     output.print(demo_table(rows))
     for note in demo_notes(rows):
-        output.print(note, highlight=False, style="dim")
+        output.print(note, highlight=False, markup=False, style="dim")
     if json_path is not None:
         json_path.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
     if found := faults(rows):
@@ -137,10 +137,9 @@ def observe(
             step = _observe_twice(*runner(what, batch))
     step.save(output)
     moved = sum(step.values[absence.value].size_bytes for absence in step.absences)
-    _output().print(
+    _say(
         f"{len(step.ops)} ops, {len(step.values)} values, {len(step.absences)} absences of {format_bytes(moved)}; "
-        f"{format_seconds(step.plain_seconds)}; written to {output}",
-        highlight=False,
+        f"{format_seconds(step.plain_seconds)}; written to {output}"
     )
 
 
@@ -192,10 +191,10 @@ def plan(
     if output is not None:
         Bundle(step, machine, made).save(output)
     if machine.compute is not None:
-        _output().print(*verdict(machine, made), sep="\n", end="\n\n", highlight=False)
+        _say(*verdict(machine, made), "")
     _output().print(summarise(step, machine, made))
     if output is not None:
-        _output().print(f"written to {output}", highlight=False)
+        _say(f"written to {output}")
 
 
 @app.command()
@@ -238,9 +237,9 @@ def batch(
         )
     if output is not None:
         Bundle(found.step, machine, found.plan).save(output)
-    _output().print(*batch_lines(machine, found), sep="\n", highlight=False)
+    _say(*batch_lines(machine, found))
     if output is not None:
-        _output().print(f"written to {output}", highlight=False)
+        _say(f"written to {output}")
 
 
 @app.command()
@@ -254,7 +253,7 @@ def report(
     bundle = Bundle.load(plan_path)
     with _errors().status("drawing"):
         write_timeline(bundle.step, bundle.machine, bundle.plan, output)
-    _output().print(f"written to {output}", highlight=False)
+    _say(f"written to {output}")
 
 
 @app.command()
@@ -305,10 +304,10 @@ def frontier(
     _output().print(frontier_table(found))
     for curve in found.policies:
         if curve.refused:
-            _output().print(f"{curve.name}: {curve.refused}", highlight=False)
+            _say(f"{curve.name}: {curve.refused}")
     for path in output:
         WRITERS[path.suffix](found, path)
-        _output().print(f"written to {path}", highlight=False)
+        _say(f"written to {path}")
 
 
 def _observe_twice(run: Callable[[], Any], prepare: Callable[[], Any]) -> Step:
@@ -374,6 +373,11 @@ def _pair(text: str, option: str) -> tuple[int, int]:
 
 def _spill_or_default(spill: Path | None) -> Path:
     return spill if spill is not None else Path(tempfile.gettempdir())
+
+
+def _say(*lines: str) -> None:
+    """Print lines as they are: a bracket in a path or a name is no markup, and a long path is not broken."""
+    _output().print(*lines, sep="\n", highlight=False, markup=False, soft_wrap=True)
 
 
 def _output() -> Console:
