@@ -85,14 +85,14 @@ def mapped(cut: Cut, plan: ChainPlan) -> Mapped:
 
 
 def fastest(choices: Sequence[Mapped], limit_bytes: int) -> Mapped | None:
-    """The fastest of ``choices``, all of the same candidates, of those that stay within ``limit_bytes``."""
+    """The fastest of ``choices``, all of one step with the same recipes, of those that stay within ``limit_bytes``."""
     fitting = [choice for choice in choices if choice.peak_bytes <= limit_bytes]
     if not fitting:
         return None
     search = _search(fitting[0].problem, fitting[0].candidates, limit_bytes)
     seconds = []
     for choice in fitting:
-        assert choice.candidates is fitting[0].candidates, "one search is of one set of candidates"
+        assert choice.recipes == fitting[0].recipes, "one search is of one set of candidates"
         found = search.offer(choice.modes, search.selector.profile(choice.modes))
         seconds.append(math.inf if found is None else found.course.seconds)
     return fitting[seconds.index(min(seconds))]
