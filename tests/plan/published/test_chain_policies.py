@@ -17,6 +17,7 @@ from ebbtide.plan.published.checkpointing import block_plan, every_block, segmen
 from ebbtide.plan.published.pofo import pofo
 from ebbtide.plan.published.rotor import rotor
 from ebbtide.step import Step
+from tests.plan.limits import limit_at
 from tests.plan.published.chain_steps import chain_step
 from tests.plan.random_steps import disk_machine, lone_machine, network_step, random_step
 
@@ -31,10 +32,6 @@ POLICIES: dict[str, Planner] = {
 }
 RECOMPUTING = [rotor, every_block, square_root]
 DISK = disk_machine(2e9, 1e9, slowdown=0.05)
-
-
-def limit_at(step: Step, fraction: float) -> int:
-    return step.resting_bytes + int(fraction * (plain_peak_bytes(step) - step.resting_bytes))
 
 
 def check(policy: Planner, step: Step, machine: Machine, limit_bytes: int) -> Plan:

@@ -23,6 +23,7 @@ from ebbtide.plan.published.remembered import remembered
 from ebbtide.plan.published.rotor import rotor
 from ebbtide.plan.published.superneurons import superneurons
 from ebbtide.plan.published.vdnn import vdnn
+from tests.plan.limits import limit_at
 from tests.plan.published.chain_steps import chain_step
 from tests.plan.random_steps import disk_machine
 
@@ -33,8 +34,7 @@ FOLDER = Path(__file__).parents[3] / "src" / "ebbtide" / "plan" / "published"
 def test_every_entry_plans(name: str) -> None:
     """Each plan is what the simulator says, within its limit, and no faster than the bound; or it says why not."""
     step, machine = chain_step(12), disk_machine()
-    rest = step.resting_bytes
-    limit_bytes = rest + int(0.7 * (plain_peak_bytes(step) - rest))
+    limit_bytes = limit_at(step, 0.7)
     if "conv" in name:
         with pytest.raises(PolicyError, match="saves no input of a convolution"):
             POLICIES[name](step, machine, limit_bytes)

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import pytest
 
 from ebbtide.errors import PolicyError
-from ebbtide.plan import plain_peak_bytes
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.published.chain import Action, Chain, Stage
 from ebbtide.plan.published.cut import cut
 from ebbtide.plan.published.mapping import mapped
 from ebbtide.plan.published.rotor import rotor, rounded_up, table
+from tests.plan.limits import limit_at
 from tests.plan.published.chain_steps import chain_step, random_chain
 from tests.plan.random_steps import lone_machine
 
@@ -170,7 +170,6 @@ def test_what_must_stay_is_counted(seed: int) -> None:
     step = chain_step(8, seed=seed, noise_every=2)
     stages = cut(Problem.of(step, lone_machine())).chain.stages
     assert sum(stage.fixed_bytes for stage in stages) > 0
-    rest, peak = step.resting_bytes, plain_peak_bytes(step)
-    plan = rotor(step, lone_machine(), rest + int(0.7 * (peak - rest)))
+    plan = rotor(step, lone_machine(), limit_at(step, 0.7))
     assert plan.peak_bytes <= plan.limit_bytes
     assert plan.plain_seconds < plan.seconds < 1.34 * plan.plain_seconds
