@@ -141,6 +141,14 @@ def test_what_has_no_largest_batch() -> None:
     tight = plain_peak_bytes(network(1)) - 60 * KIB
     with pytest.raises(BudgetError, match=r"with one sample a plan .* takes .* more time, and 0.0% are allowed"):
         largest_batch(network, disk_machine(1e6, 1e6), tight, overhead=0.0, between=(2, 4), seconds=0.02)
+    with pytest.raises(BudgetError, match=r"takes inf% more time, and 5.0% are allowed"):
+        largest_batch(
+            lambda batch: network(batch, seconds=lambda size: 1e-3 * size**3),
+            disk_machine(1e6, 1e6),
+            tight,
+            between=(8, 16),
+            seconds=0.02,
+        )
     with pytest.raises(RecordError, match="no more memory for more samples"):
         largest_batch(lambda batch: network(3), MACHINE, 10**9, between=(2, 4))
     forward = Tape()

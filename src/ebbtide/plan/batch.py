@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -229,10 +230,11 @@ def _no_batch(step: Step, machine: Machine, limit_bytes: int, overhead: float, s
         plan = solve(step, machine, limit_bytes, seconds=seconds)
     except BudgetError as error:
         return error
+    # Told from larger batches, a step of one sample may take no time at all.
+    more = plan.seconds / step.plain_seconds - 1 if step.plain_seconds else math.inf
     message = (
-        f"with one sample a plan within {format_bytes(limit_bytes)} takes {plan.seconds / step.plain_seconds - 1:.1%}"
-        f" more time, and {overhead:.1%} are allowed; allow more, or a budget of {format_bytes(plan.plain_peak_bytes)},"
-        " which needs no plan"
+        f"with one sample a plan within {format_bytes(limit_bytes)} takes {more:.1%} more time, and {overhead:.1%} are"
+        f" allowed; allow more, or a budget of {format_bytes(plan.plain_peak_bytes)}, which needs no plan"
     )
     reachable = plan.plain_peak_bytes
     return BudgetError(message, limit_bytes=limit_bytes, reachable_bytes=reachable, tick=0, op="", module="")
