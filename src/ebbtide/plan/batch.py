@@ -175,8 +175,12 @@ _SAME: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 def _check_rises(steps: Mapping[int, Step], batch: int, step: Step) -> None:
-    """Check that ``step`` needs more memory than those with fewer samples: else no batch would be the largest."""
-    fewer = [size for size in steps if size < batch]
+    """Check that ``step`` needs more memory than one with half as many samples: else no batch would be the largest.
+
+    Of the first two steps the larger one needs more, whatever their batches. Later ones may need as much as one with a
+    little fewer samples: a batch may be padded.
+    """
+    fewer = list(steps) if len(steps) == 1 else [size for size in steps if 2 * size <= batch]
     if fewer and plain_peak_bytes(step) <= plain_peak_bytes(steps[max(fewer)]):
         raise RecordError(
             f"the step needs no more memory for more samples ({max(fewer)} and {batch} were observed): is its batch"
