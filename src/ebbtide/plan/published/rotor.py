@@ -45,7 +45,7 @@ SLOTS = 500
 """Into how many equal parts memory is divided; sizes are rounded up to them."""
 
 MOST_BYTES = 4 << 30
-"""Of memory that the table may take while it is made: some 690 stages, in one or two minutes, with `SLOTS` slots."""
+"""Of memory that the table may take while it is made: enough for some 690 stages with `SLOTS` slots."""
 
 METHOD = "rotor"
 _ALL = -1
