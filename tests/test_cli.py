@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import io
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from ebbtide.bundle import Bundle
-from ebbtide.cli import app, main
+from ebbtide.cli import _share, app, main
 from ebbtide.errors import RecordError
 from ebbtide.machine import Link, Machine, Tier
+from ebbtide.machines import load_machine
 from ebbtide.plan import solve
+from ebbtide.report.sentences import links_table
 from ebbtide.step import Step, read_json, write_json
 from tests.plan.random_steps import network_step
 
@@ -56,13 +62,21 @@ def run(*arguments: str | Path) -> str:
     return result.output
 
 
-def failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+Failure = Callable[..., str]
+
+
+@pytest.fixture
+def failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Failure:
     """What is said on standard error by a command that must end with code 1."""
-    monkeypatch.setattr(sys, "argv", ["ebbtide", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ending:
-        main()
-    assert ending.value.code == 1
-    return capsys.readouterr().err.strip()
+
+    def said(*arguments: str | Path) -> str:
+        monkeypatch.setattr(sys, "argv", ["ebbtide", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ending:
+            main()
+        assert ending.value.code == 1
+        return capsys.readouterr().err.strip()
+
+    return said
 
 
 @pytest.fixture
@@ -122,13 +136,11 @@ def test_plan_takes_bytes(script: Path, machine: Path, tmp_path: Path) -> None:
     assert not Bundle.load(plan).plan.binds
 
 
-def test_a_budget_that_cannot_be_met_is_one_line(
-    script: Path, machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_budget_that_cannot_be_met_is_one_line(script: Path, machine: Path, tmp_path: Path, failure: Failure) -> None:
     step = tmp_path / "step.json"
     run("observe", f"{script}:one_step", "-o", step)
     arguments = ("plan", step, "--budget", "1KiB", "--machine", machine, "-o", tmp_path / "plan.json")
-    said = failure(monkeypatch, capsys, *arguments)
+    said = failure(*arguments)
     assert "least reachable peak" in said
     assert len(said.splitlines()) == 1
     assert not (tmp_path / "plan.json").exists()
@@ -149,22 +161,19 @@ def test_what_cannot_be_observed(
     expected: str,
     script: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    failure: Failure,
 ) -> None:
-    said = failure(monkeypatch, capsys, "observe", what.format(script=script), "-o", tmp_path / "step.json")
+    said = failure("observe", what.format(script=script), "-o", tmp_path / "step.json")
     assert expected in said
     assert "Traceback" not in said
 
 
-def test_files_that_are_not_ours(
-    machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_that_are_not_ours(machine: Path, tmp_path: Path, failure: Failure) -> None:
     page = tmp_path / "page.html"
-    assert "cannot be read" in failure(monkeypatch, capsys, "report", tmp_path / "missing.json", "-o", page)
-    assert "not a file of kind ebbtide-bundle" in failure(monkeypatch, capsys, "report", machine, "-o", page)
+    assert "cannot be read" in failure("report", tmp_path / "missing.json", "-o", page)
+    assert "not a file of kind ebbtide-bundle" in failure("report", machine, "-o", page)
     write_json(tmp_path / "half.json", {"format": "ebbtide-bundle", "version": 1})
-    assert "has no step" in failure(monkeypatch, capsys, "report", tmp_path / "half.json", "-o", page)
+    assert "has no step" in failure("report", tmp_path / "half.json", "-o", page)
 
 
 def test_a_bundle_whose_parts_do_not_fit(script: Path, machine: Path, tmp_path: Path) -> None:
@@ -230,11 +239,37 @@ def test_a_demo_model_without_the_hardware(tmp_path: Path) -> None:
         ["plan", "--model", "{script}", "--budget", "50%"],
         ["plan", "--machine", "h200"],
         ["plan", "step.json", "--model", "{script}", "--machine", "h200"],
+        ["plan", "step.json", "--batch", "8"],
+        ["plan", "step.json", "--machine", "h200", "--spill", "."],
     ],
 )
 def test_options_that_do_not_go_together(arguments: list[str], script: Path) -> None:
     result = CliRunner().invoke(app, [argument.format(script=script) for argument in arguments])
     assert result.exit_code == 2
+
+
+def test_a_function_chooses_its_own_batch(script: Path, tmp_path: Path, failure: Failure) -> None:
+    said = failure("observe", script, "--batch", "8", "-o", tmp_path / "step.json")
+    assert "a function chooses its own" in said
+
+
+def test_brackets_are_no_markup(script: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "[red]runs[/x] in a folder whose name is so long that its lines are wider than the page is"
+    folder.mkdir(parents=True)
+    assert str(folder / "step.json") in run("observe", script, "-o", folder / "step.json")
+    links = (Link("a [b", "disk", 1e-4, 4e9, 3e9), Link("disk", "a [b", 1e-4, 2e9, 1e9))
+    named = Machine("a [/machine]", "a [b", (Tier("a [b", "device", 2**30), Tier("disk", "disk")), links)
+    dataclasses.replace(named, compute=load_machine("h200").compute).save(folder / "machine.json")
+    assert "a [/machine], 1.00 GiB of memory" in run("plan", folder / "step.json", "--machine", folder / "machine.json")
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(links_table(named))
+    assert "a [/machine]" in console.export_text(clear=False)
+    assert "a [b to disk" in console.export_text()
+
+
+@pytest.mark.parametrize(("text", "share"), [("5%", 0.05), ("0", 0.0), ("0%", 0.0), (" 0.0 % ", 0.0), ("250%", 2.5)])
+def test_shares(text: str, share: float) -> None:
+    assert _share(text, "--overhead") == share
 
 
 def test_a_budget_is_needed_where_the_memory_is_not_known(script: Path, machine: Path, tmp_path: Path) -> None:
@@ -253,10 +288,9 @@ def test_what_cannot_be_planned_without_the_hardware(
     function: str,
     expected: str,
     script: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    failure: Failure,
 ) -> None:
-    said = failure(monkeypatch, capsys, "plan", "--machine", machine, "--model", f"{script}:{function}")
+    said = failure("plan", "--machine", machine, "--model", f"{script}:{function}")
     assert expected in said
     assert len(said.splitlines()) == 1
 
@@ -299,13 +333,11 @@ def read_json_points(path: Path) -> int:
     return len(json.loads(path.read_text())["solver"]["points"])
 
 
-def test_what_has_no_frontier(
-    script: Path, machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_has_no_frontier(machine: Path, tmp_path: Path, failure: Failure) -> None:
     page = tmp_path / "page.html"
-    assert "cannot be read" in failure(monkeypatch, capsys, "frontier", tmp_path / "none.json", "-o", page)
-    assert "not a file of kind ebbtide-step" in failure(monkeypatch, capsys, "frontier", machine, "-o", page)
-    said = failure(monkeypatch, capsys, "frontier", machine, "--policies", "magic", "-o", page)
+    assert "cannot be read" in failure("frontier", tmp_path / "none.json", "-o", page)
+    assert "not a file of kind ebbtide-step" in failure("frontier", machine, "-o", page)
+    said = failure("frontier", machine, "--policies", "magic", "-o", page)
     assert "no policy 'magic'; there are offload-all" in said
     result = CliRunner().invoke(app, ["frontier", str(machine), "-o", str(tmp_path / "page.pdf")])
     assert result.exit_code == 2
@@ -328,7 +360,12 @@ def test_the_largest_batch(script: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("option", "item"), [("--overhead", "five"), ("--between", "8"), ("--between", "16,8"), ("--budget", "50%")]
+    ("option", "item"),
+    [
+        *[("--overhead", text) for text in ("five", "5", "-5%", "nan%", "5%%")],
+        *[("--between", text) for text in ("8", "16,8", "8,16,32")],
+        ("--budget", "50%"),
+    ],
 )
 def test_options_of_batch(option: str, item: str, script: Path) -> None:
     result = CliRunner().invoke(app, ["batch", str(script), "--machine", "k40c", option, item])
@@ -336,10 +373,8 @@ def test_options_of_batch(option: str, item: str, script: Path) -> None:
     assert option in result.output
 
 
-def test_a_function_that_takes_no_batch(
-    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = failure(monkeypatch, capsys, "batch", script, "--machine", "k40c")
+def test_a_function_that_takes_no_batch(script: Path, failure: Failure) -> None:
+    said = failure("batch", script, "--machine", "k40c")
     assert "takes 0 positional arguments but 1 was given" in said
     assert len(said.splitlines()) == 1
 
@@ -352,13 +387,12 @@ def test_steps_that_do_not_train(
     expected: str,
     script: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    failure: Failure,
 ) -> None:
     step = tmp_path / "step.json"
     run("observe", f"{script}:{function}", "-o", step)
     more = ("--budget", "1GiB") if command == "plan" else ("-o", tmp_path / "page.html")
-    said = failure(monkeypatch, capsys, command, step, "--machine", "h200", *more)
+    said = failure(command, step, "--machine", "h200", *more)
     assert expected in said
     assert len(said.splitlines()) == 1
 
@@ -380,8 +414,7 @@ def test_bad_files_are_one_line(
     expected: str,
     machine: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    failure: Failure,
 ) -> None:
     step = tmp_path / ("step.json.gz" if what == "damaged" else "step.json")
     network_step(3).save(step)
@@ -398,17 +431,15 @@ def test_bad_files_are_one_line(
         document["ops"]["rows"][0][4] = float(what) if what == "nan" else -1.0
         step.write_text(json.dumps(document))
     more = ("--budget", "1GiB") if command == "plan" else ("-o", tmp_path / "page.html")
-    said = failure(monkeypatch, capsys, command, step, "--machine", machine, *more)
+    said = failure(command, step, "--machine", machine, *more)
     assert expected in said
     assert len(said.splitlines()) == 1
 
 
-def test_a_budget_below_the_largest_op_is_one_line(
-    machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_budget_below_the_largest_op_is_one_line(machine: Path, tmp_path: Path, failure: Failure) -> None:
     step = tmp_path / "step.json"
     network_step(5).save(step)
-    said = failure(monkeypatch, capsys, "plan", step, "--budget", "64KiB", "--machine", machine)
+    said = failure("plan", step, "--budget", "64KiB", "--machine", machine)
     assert "the least reachable peak is" in said
     assert "at op " in said
     assert len(said.splitlines()) == 1

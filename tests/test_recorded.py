@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from ebbtide import BudgetError, Link, Machine, Offload, Recompute, Step, Tier
-from ebbtide.plan import plain_peak_bytes, simulate, solve
+from ebbtide.plan import simulate, solve
+from tests.plan.limits import limit_at
 
 FIXTURES = Path(__file__).parent / "fixtures"
 MACHINE = Machine(
@@ -36,8 +37,7 @@ def test_a_recorded_step_is_small_and_comes_back_whole(name: str, tmp_path: Path
 @pytest.mark.parametrize("fraction", [0.7, 0.4])
 def test_a_recorded_step_is_planned_within_its_limit(name: str, fraction: float) -> None:
     step = Step.load(FIXTURES / name)
-    plain = plain_peak_bytes(step)
-    limit = step.resting_bytes + int(fraction * (plain - step.resting_bytes))
+    limit = limit_at(step, fraction)
     refused: BudgetError | None = None
     try:
         plan = solve(step, MACHINE, limit)

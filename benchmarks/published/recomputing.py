@@ -70,7 +70,8 @@ def alexnet_rows(seconds: float) -> Iterator[Row]:
 def depth_rows(_seconds: float) -> Iterator[Row]:
     """The deepest ResNet on 12 GB at batch 16, and whether ResNet-2500 fits at batch 1."""
     machine = load_machine("k40c")
-    capacity = machine.tier(machine.fast).capacity_bytes or 0
+    capacity = machine.tier(machine.fast).capacity_bytes
+    assert capacity is not None
     plain = deepest(plain_peak_bytes, machine, capacity)
     theirs = deepest(lambda step: _superneurons_peak(step, machine), machine, capacity)
     ours = deepest(lambda step: least_peak_bytes(step, machine), machine, capacity)

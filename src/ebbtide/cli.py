@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Callable
@@ -19,7 +20,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ebbtide.bundle import Bundle, load_step
-from ebbtide.decisions import Keep
 from ebbtide.errors import EbbtideError
 from ebbtide.machine import Machine
 from ebbtide.machines import load_machine, machine_names
@@ -79,7 +79,7 @@ def demo(
     output = _output()
     output.print(demo_table(rows))
     for note in demo_notes(rows):
-        output.print(note, highlight=False, style="dim")
+        output.print(note, highlight=False, markup=False, style="dim")
     if json_path is not None:
         json_path.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
     if found := faults(rows):
@@ -137,10 +137,9 @@ def observe(
             step = _observe_twice(*runner(what, batch))
     step.save(output)
     moved = sum(step.values[absence.value].size_bytes for absence in step.absences)
-    _output().print(
+    _say(
         f"{len(step.ops)} ops, {len(step.values)} values, {len(step.absences)} absences of {format_bytes(moved)}; "
-        f"{format_seconds(step.plain_seconds)}; written to {output}",
-        highlight=False,
+        f"{format_seconds(step.plain_seconds)}; written to {output}"
     )
 
 
@@ -182,6 +181,8 @@ def plan(
         raise typer.BadParameter("name a step file or a --model, one of the two")
     if model is not None and machine_name is None:
         raise typer.BadParameter("--model needs --machine, which says how long ops take")
+    if model is None and batch is not None:
+        raise typer.BadParameter("--batch goes with --model: the step of a file has its batch already")
     with _errors().status("planning"):
         machine = _machine(machine_name, spill)
         step = observe_fake(model, batch, machine) if model is not None else Step.load(step_path or "")
@@ -190,10 +191,10 @@ def plan(
     if output is not None:
         Bundle(step, machine, made).save(output)
     if machine.compute is not None:
-        _output().print(*verdict(machine, made), sep="\n", end="\n\n", highlight=False)
+        _say(*verdict(machine, made), "")
     _output().print(summarise(step, machine, made))
     if output is not None:
-        _output().print(f"written to {output}", highlight=False)
+        _say(f"written to {output}")
 
 
 @app.command()
@@ -236,9 +237,9 @@ def batch(
         )
     if output is not None:
         Bundle(found.step, machine, found.plan).save(output)
-    _output().print(*batch_lines(machine, found), sep="\n", highlight=False)
+    _say(*batch_lines(machine, found))
     if output is not None:
-        _output().print(f"written to {output}", highlight=False)
+        _say(f"written to {output}")
 
 
 @app.command()
@@ -252,7 +253,7 @@ def report(
     bundle = Bundle.load(plan_path)
     with _errors().status("drawing"):
         write_timeline(bundle.step, bundle.machine, bundle.plan, output)
-    _output().print(f"written to {output}", highlight=False)
+    _say(f"written to {output}")
 
 
 @app.command()
@@ -287,7 +288,7 @@ def frontier(
     names = {"all": list(POLICIES), "none": []}.get(policies, [name for name in policies.split(",") if name])
     chosen = policies_named(names)
     step, machine = load_step(step_path)
-    if machine is None or machine_name is not None:
+    if machine is None or machine_name is not None or spill is not None:
         machine = _machine(machine_name, spill)
     columns = (TextColumn("{task.description:24}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=_errors(), transient=True) as bar:
@@ -303,10 +304,10 @@ def frontier(
     _output().print(frontier_table(found))
     for curve in found.policies:
         if curve.refused:
-            _output().print(f"{curve.name}: {curve.refused}", highlight=False)
+            _say(f"{curve.name}: {curve.refused}")
     for path in output:
         WRITERS[path.suffix](found, path)
-        _output().print(f"written to {path}", highlight=False)
+        _say(f"written to {path}")
 
 
 def _observe_twice(run: Callable[[], Any], prepare: Callable[[], Any]) -> Step:
@@ -322,6 +323,8 @@ def _observe_twice(run: Callable[[], Any], prepare: Callable[[], Any]) -> Step:
 
 
 def _machine(name: str | None, spill: Path | None) -> Machine:
+    if name is not None and spill is not None:
+        raise typer.BadParameter("--machine and --spill each say what to plan for; name one of the two")
     if name is not None:
         return load_machine(name)
     from ebbtide.run.calibrate import machine_for
@@ -331,7 +334,7 @@ def _machine(name: str | None, spill: Path | None) -> Machine:
 
 def _limit_bytes(budget: str | None, step: Step | None, machine: Machine) -> int:
     """The bytes meant by ``budget``; percentages are of the plain peak of ``step``, if there is one."""
-    from ebbtide.plan import simulate
+    from ebbtide.plan import plain_peak_bytes
 
     if budget is None:
         capacity = machine.tier(machine.fast).capacity_bytes
@@ -344,15 +347,16 @@ def _limit_bytes(budget: str | None, step: Step | None, machine: Machine) -> int
             return parse_bytes(budget)
     except ValueError as fault:
         raise typer.BadParameter(str(fault), param_hint="--budget") from fault
-    return int(fraction * simulate(step, machine, [Keep()] * len(step.absences)).peak_bytes)
+    return int(fraction * plain_peak_bytes(step))
 
 
 def _share(text: str, option: str) -> float:
+    """The share meant by ``"5%"`` or ``"0"``: unlike a budget it may be nothing."""
     try:
-        share = 0.0 if text.strip() in ("0", "0%") else parse_fraction(text)
-    except ValueError as fault:
-        raise typer.BadParameter(str(fault), param_hint=option) from fault
-    if share is None:
+        share = float(text.strip().removesuffix("%")) / 100
+    except ValueError:
+        share = math.nan
+    if not (0 <= share < math.inf and (share == 0 or "%" in text)):
         raise typer.BadParameter(f'cannot read {text!r} as a share; write "5%"', param_hint=option)
     return share
 
@@ -369,6 +373,11 @@ def _pair(text: str, option: str) -> tuple[int, int]:
 
 def _spill_or_default(spill: Path | None) -> Path:
     return spill if spill is not None else Path(tempfile.gettempdir())
+
+
+def _say(*lines: str) -> None:
+    """Print lines as they are: a bracket in a path or a name is no markup, and a long path is not broken."""
+    _output().print(*lines, sep="\n", highlight=False, markup=False, soft_wrap=True)
 
 
 def _output() -> Console:

@@ -20,10 +20,12 @@ def runner(what: str, batch_size: int | None = None) -> tuple[Callable[[], Any],
     """What runs a step, and what prepares it: of a demo model with a batch of some size, or of the user's function.
 
     Raises:
-        EbbtideError: if there is no such model, file or function, or the file cannot be imported; by the first of what
-            is returned, if the function fails.
+        EbbtideError: if there is no such model, file or function, the file cannot be imported, or a batch is named for
+            a function, which chooses its own; by the first of what is returned, if the function fails.
     """
     if is_file(what):
+        if batch_size is not None:
+            raise EbbtideError(f"{what}: a batch can be named for demo models alone; a function chooses its own")
         return _function(what), _nothing
     from ebbtide.demo.workloads import make_workload
 

@@ -37,6 +37,8 @@ EXTERNAL = -1
 """`Value.maker` of a value that no op of the step made: a parameter, a buffer, an input."""
 NEVER = -1
 """`Value.exclusive` of a value that something besides autograd holds for as long as it lives."""
+MOST_BYTES = 1 << 60
+"""More than all values of a step take together, and than an op's workspace: sums of bytes stay numbers of 64 bits."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -217,14 +219,16 @@ def check_step(step: Step, name: str = "step") -> None:
     for tick, op in enumerate(step.ops):
         if not (math.isfinite(op.duration_seconds) and op.duration_seconds >= 0):
             raise RecordError(f"{name}: op {tick} ({op.name}) has duration {op.duration_seconds}; it must be >= 0")
-        if op.workspace_bytes < 0:
-            raise RecordError(f"{name}: op {tick} ({op.name}) has a negative workspace")
+        if not 0 <= op.workspace_bytes < MOST_BYTES:
+            raise RecordError(f"{name}: op {tick} ({op.name}) has a workspace of {op.workspace_bytes} bytes")
         for named in (*op.inputs, *op.outputs, *(value for pair in op.mutated for value in pair)):
             if not 0 <= named < len(step.values):
                 raise RecordError(f"{name}: op {tick} ({op.name}) names value {named}, which does not exist")
     for number, value in enumerate(step.values):
-        if value.size_bytes < 0 or not EXTERNAL <= value.maker < count or not 0 <= value.dies <= moments:
+        if not _can_be(value, count, moments):
             raise RecordError(f"{name}: value {number} is impossible: {value}")
+    if sum(value.size_bytes for value in step.values) >= MOST_BYTES:
+        raise RecordError(f"{name}: its values take more bytes than there are")
     for number, saved in enumerate(step.saved):
         if not 0 <= saved.value < len(step.values):
             raise RecordError(f"{name}: saved tensor {number} names value {saved.value}, which does not exist")
@@ -236,6 +240,18 @@ def check_step(step: Step, name: str = "step") -> None:
     for number, absence in enumerate(step.absences):
         if not 0 <= absence.value < len(step.values) or not 0 <= absence.opens < absence.closes < moments:
             raise RecordError(f"{name}: absence {number} is impossible: {absence}")
+
+
+def _can_be(value: Value, ops: int, moments: int) -> bool:
+    ends = (*value.uses[:1], *value.uses[-1:])
+    return (
+        value.size_bytes >= 0
+        and 0 <= value.storage < MOST_BYTES
+        and EXTERNAL <= value.maker < ops
+        and 0 <= value.dies <= moments
+        and all(0 <= tick < ops for tick in ends)
+        and list(value.uses) == sorted(value.uses)
+    )
 
 
 def _columns(records: Iterable[Any]) -> dict[str, list[Any]]:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import sys
 import time
 
-from ebbtide.plan import lower_bound, plain_peak_bytes, solve
+from ebbtide.plan import lower_bound, solve
 from ebbtide.plan.follow import follow
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.simulate import moves_of
+from tests.plan.limits import limit_at
 from tests.plan.random_steps import disk_machine, network_step
 
 
 def measure(layers: int) -> str:
     """One row: a network within 40 % of what it needs above rest, on a slow disk."""
     step, machine = network_step(layers, seconds=4e-3), disk_machine(5e8, 2.5e8, slowdown=0.05)
-    limit_bytes = step.resting_bytes + int(0.4 * (plain_peak_bytes(step) - step.resting_bytes))
+    limit_bytes = limit_at(step, 0.4)
     start = time.perf_counter()
     bound = lower_bound(step, machine, limit_bytes)
     bound_seconds = time.perf_counter() - start

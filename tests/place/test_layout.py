@@ -87,5 +87,10 @@ def test_impossible_blocks_are_refused(block: Block) -> None:
         place([Block(1, 0, 1), block])
 
 
+def test_an_impossible_alignment_is_refused() -> None:
+    with pytest.raises(ValueError, match="1 byte at least, not 0"):
+        place([Block(1, 0, 1)], 0)
+
+
 def test_nothing_needs_nothing() -> None:
     assert place([]) == Layout((), 0, 0)

@@ -74,6 +74,7 @@ class Tape:
         workspace: int = 0,
         phase: Literal["forward", "backward"] = "forward",
         name: str = "aten.op.default",
+        module: str = "",
     ) -> list[int]:
         """Run an op: new storages of ``sizes``, and a new version of value ``writes``; returns the values made."""
         moment, tick = self.moment, len(self.ops)
@@ -88,7 +89,8 @@ class Tape:
         for value in dict.fromkeys(inputs):
             self.uses[value].append(tick)
         read = tuple(dict.fromkeys(inputs))
-        self.ops.append(Op(name, read, tuple(outputs), mutated, seconds, workspace, replay, phase, f"layer.{tick}"))
+        module = module or f"layer.{tick}"
+        self.ops.append(Op(name, read, tuple(outputs), mutated, seconds, workspace, replay, phase, module))
         return outputs
 
     def pack(self, value: int) -> int:

@@ -128,12 +128,27 @@ def test_steps_of_two_kinds() -> None:
         largest_batch(renamed, MACHINE, 10**9, between=(2, 4))
 
 
+def test_a_batch_that_stops_growing() -> None:
+    """As of a data set with 20 samples: any batch would fit, and none is the largest."""
+    limit_bytes = plain_peak_bytes(network(24))
+    with pytest.raises(RecordError, match=r"no more memory .* \(28 and 57 were observed\): is its batch fixed"):
+        largest_batch(lambda batch: network(min(batch, 20)), lone_machine(), limit_bytes, overhead=0.0, between=(2, 4))
+
+
+def ever_slower(batch: int) -> Step:
+    """So much slower with each sample that from two batches a single one is told to take no time."""
+    step = network(batch, seconds=lambda size: 1e-3 * size**3)
+    return dataclasses.replace(step, ops=tuple(dataclasses.replace(op, replay="opaque") for op in step.ops))
+
+
 def test_what_has_no_largest_batch() -> None:
     with pytest.raises(BudgetError, match="least reachable peak"):
         largest_batch(network, MACHINE, 50 * KIB, between=(2, 4))
     tight = plain_peak_bytes(network(1)) - 60 * KIB
     with pytest.raises(BudgetError, match=r"with one sample a plan .* takes .* more time, and 0.0% are allowed"):
         largest_batch(network, disk_machine(1e6, 1e6), tight, overhead=0.0, between=(2, 4), seconds=0.02)
+    with pytest.raises(BudgetError, match=r"takes inf% more time, and 5.0% are allowed"):
+        largest_batch(ever_slower, disk_machine(1e6, 1e6), tight, seconds=0.02)
     with pytest.raises(RecordError, match="no more memory for more samples"):
         largest_batch(lambda batch: network(3), MACHINE, 10**9, between=(2, 4))
     forward = Tape()

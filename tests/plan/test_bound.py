@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ebbtide.decisions import Decision, Keep, Offload, Plan, Recompute
-from ebbtide.errors import BudgetError
+from ebbtide.decisions import Decision, Keep, Offload, Recompute
 from ebbtide.machine import Link, Machine, Tier
 from ebbtide.plan import NO_CAUTION, find_recipes, least_peak_bytes, lower_bound, plain_peak_bytes, solve
 from ebbtide.plan.follow import Move, follow
@@ -19,6 +18,7 @@ from ebbtide.plan.linear import Program, solve_program
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.simulate import moves_of
 from ebbtide.step import Step
+from tests.plan.limits import limit_at, solve_or_least
 from tests.plan.random_steps import KIB, MIB, Tape, disk_machine, lone_machine, network_step, random_step, tiny_step
 
 FIXTURES = sorted((Path(__file__).parents[1] / "fixtures").glob("*.json.gz"))
@@ -29,11 +29,6 @@ MACHINES = {
     "lone": lone_machine(),
 }
 LEAST = 1 - 1e-9
-
-
-def limit_at(step: Step, fraction: float) -> int:
-    """Rest and ``fraction`` of what the plain step needs above it."""
-    return step.resting_bytes + int(fraction * (plain_peak_bytes(step) - step.resting_bytes))
 
 
 def every_decision(step: Step, number: int) -> Iterator[Decision]:
@@ -81,14 +76,6 @@ def test_below_the_best_of_all_plans(seed: int, machine: Machine) -> None:
         bound = lower_bound(step, machine, limit_bytes).seconds
         assert step.plain_seconds * LEAST <= bound <= best
     assert min(peak for peak, _ in plans) > 0
-
-
-def solve_or_least(step: Step, machine: Machine, limit_bytes: int) -> Plan:
-    """A plan for the limit, or for the least one if that is above it."""
-    try:
-        return solve(step, machine, limit_bytes, seconds=0.02)
-    except BudgetError as error:
-        return solve(step, machine, error.reachable_bytes, seconds=0.02)
 
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES.keys())

@@ -10,20 +10,16 @@ import pytest
 
 from ebbtide.decisions import Offload
 from ebbtide.machine import Machine
-from ebbtide.plan import NO_CAUTION, Caution, lower_bound, plain_peak_bytes, simulate, solve
+from ebbtide.plan import NO_CAUTION, Caution, lower_bound, simulate, solve
 from ebbtide.plan.caution import EXPECTED
 from ebbtide.plan.follow import Follower, Moves, Trip
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.select import Room
 from ebbtide.plan.simulate import moves_of
-from ebbtide.step import Step
+from tests.plan.limits import limit_at
 from tests.plan.random_steps import KIB, MIB, disk_machine, network_step, tiny_step
 
 MACHINE = disk_machine(8e8, 4e8)
-
-
-def limit_of(step: Step, share: float = 0.5) -> int:
-    return step.resting_bytes + int(share * (plain_peak_bytes(step) - step.resting_bytes))
 
 
 def late(machine: Machine, caution: Caution) -> Machine:
@@ -58,7 +54,7 @@ def test_compute_waits_for_late_transfers() -> None:
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.7])
 def test_a_careful_plan_loses_little_when_transfers_are_late(share: float) -> None:
     step, caution = network_step(12), Caution()
-    limit_bytes, slow = limit_of(step, share), late(MACHINE, caution)
+    limit_bytes, slow = limit_at(step, share), late(MACHINE, caution)
     careful = solve(
         step, MACHINE, limit_bytes, seconds=0.2, caution=dataclasses.replace(caution, physical_share=math.inf)
     )
@@ -73,7 +69,7 @@ def test_a_careful_plan_loses_little_when_transfers_are_late(share: float) -> No
 def test_without_caution_workspaces_do_not_count() -> None:
     """Workspaces within a share of the budget are allowed for; on paper they are nobody's business."""
     step = network_step(8, size_bytes=8 * MIB)
-    problem, limit_bytes = Problem.of(step, MACHINE), limit_of(step, 0.3)
+    problem, limit_bytes = Problem.of(step, MACHINE), limit_at(step, 0.3)
     ceiling = Caution().ceiling_bytes(limit_bytes, step.resting_bytes)
     assert ceiling - step.resting_bytes == int(1.06 * (limit_bytes - step.resting_bytes))
     careful = Room.of(problem, limit_bytes, ceiling)

@@ -52,8 +52,7 @@ def test_columns_and_lists_say_the_same() -> None:
             if isinstance(move, Replay):
                 columns.replay[number] = number
             elif isinstance(move, Trip):
-                columns.tier[number], columns.out[number] = 0, move.out
-                columns.release[number], columns.load[number] = move.release, move.load
+                columns.send(number, 0, move)
         assert follower.listed(columns) == moves
         course, listed = follower.follow(columns), follow(problem, moves)
         assert course.memory.tolist() == listed.memory.tolist()

@@ -15,6 +15,7 @@ from ebbtide.plan.follow import Move, Trip, follow
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, profile
 from ebbtide.step import Step
+from tests.plan.limits import limit_at
 from tests.plan.random_steps import KIB, MIB, Tape, disk_machine, lone_machine, network_step, random_step
 
 
@@ -41,8 +42,7 @@ def test_profile_is_what_the_simulator_finds(seed: int) -> None:
         elif mode == OFFLOAD:
             first, end = int(candidates.release[place]), int(candidates.closes[place])
             moves[number] = Trip("disk", int(candidates.out[place]), first, end)
-    unlimited = np.full(step.moments, 1 << 60, dtype=np.int64)
-    found = profile(problem, candidates, np.array(modes, dtype=np.int8), unlimited)
+    found = profile(problem, candidates, np.array(modes, dtype=np.int8))
     course = follow(problem, moves)
     assert int(found.level.max()) == int(course.memory.max())
     assert (found.level <= course.memory).all()
@@ -83,7 +83,7 @@ def test_slow_tier_is_not_overfilled() -> None:
     step = network_step(12, size_bytes=MIB)
     links = disk_machine().links
     machine = Machine("small", "ram", (Tier("ram", "device"), Tier("disk", "disk", 2 * MIB)), links)
-    limit_bytes = step.resting_bytes + (plain_peak_bytes(step) - step.resting_bytes) * 6 // 10
+    limit_bytes = limit_at(step, 0.6)
     plan = solve(step, machine, limit_bytes, seconds=0.1)
     moved = sum(t.size_bytes for t in simulate(step, machine, plan.decisions).transfers if t.direction == "out")
     assert moved <= 2 * MIB

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from ebbtide.decisions import Decision, Keep, Offload, Plan, Recompute
+from ebbtide.decisions import Decision, Keep, Offload, Recompute
 from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
 from ebbtide.plan import NO_CAUTION, find_recipes, plain_peak_bytes, simulate, solve
 from ebbtide.step import Step
+from tests.plan.limits import limit_at, solve_or_least
 from tests.plan.random_steps import KIB, MIB, disk_machine, lone_machine, network_step, random_step, tiny_step
 
 MACHINES = {
@@ -19,21 +20,6 @@ MACHINES = {
     "slow": disk_machine(2e8, 2e8),
     "lone": lone_machine(),
 }
-
-
-def solve_or_least(step: Step, machine: Machine, limit_bytes: int) -> Plan:
-    """A plan for the limit, or for the least one if that is above it."""
-    try:
-        return solve(step, machine, limit_bytes, seconds=0.02)
-    except BudgetError as error:
-        least = error.reachable_bytes
-    assert least > limit_bytes
-    return solve(step, machine, least, seconds=0.02)
-
-
-def limit_at(step: Step, fraction: float) -> int:
-    """Rest and ``fraction`` of what the plain step needs above it."""
-    return step.resting_bytes + int(fraction * (plain_peak_bytes(step) - step.resting_bytes))
 
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES.keys())

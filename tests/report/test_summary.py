@@ -14,22 +14,7 @@ from ebbtide.machine import Machine
 from ebbtide.report import Measured, summarise
 from ebbtide.report.summary import OTHERS, saved_values, short_name
 from ebbtide.step import EXTERNAL, Op, Step
-from tests.report.synthetic_step import MIB, machine, network, plan_for
-
-
-@pytest.fixture(scope="module")
-def step() -> Step:
-    return network()
-
-
-@pytest.fixture(scope="module")
-def on() -> Machine:
-    return machine()
-
-
-@pytest.fixture(scope="module")
-def plan(step: Step, on: Machine) -> Plan:
-    return plan_for(step, on)
+from tests.plan.random_steps import MIB
 
 
 def test_every_saved_storage_is_counted_once(step: Step, on: Machine, plan: Plan) -> None:

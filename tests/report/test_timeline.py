@@ -13,30 +13,15 @@ from typing import Any
 import pytest
 
 from ebbtide.decisions import Keep, Offload, Plan, Recompute
+from ebbtide.errors import PlanError
 from ebbtide.machine import Machine
 from ebbtide.plan import simulate
 from ebbtide.report import timeline_data, write_timeline
 from ebbtide.report.timeline import decision_words
 from ebbtide.step import Step
-from tests.report.synthetic_step import machine, network, plan_for
 
 HOSTILE = "</script><img src=x onerror=alert(1)>&amp;'\"<!--"
 VOID = {"meta", "link", "br", "img", "input", "hr"}
-
-
-@pytest.fixture(scope="module")
-def step() -> Step:
-    return network()
-
-
-@pytest.fixture(scope="module")
-def on() -> Machine:
-    return machine()
-
-
-@pytest.fixture(scope="module")
-def plan(step: Step, on: Machine) -> Plan:
-    return plan_for(step, on)
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +176,18 @@ def test_a_plan_that_keeps_all_has_a_page(step: Step, on: Machine, plan: Plan, t
     data = timeline_data(step, on, keep)
     assert data["transfers"] == data["recomputes"] == data["stalls"] == []
     assert data["plain"] == data["planned"]
+
+
+def test_a_plan_that_does_not_fit_is_one_error(step: Step, on: Machine, plan: Plan, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    for wrong, expected in (
+        (dataclasses.replace(plan, decisions=plan.decisions[1:]), "but the step has"),
+        (dataclasses.replace(plan, decisions=(Offload("tape", 1, 2, 3), *plan.decisions[1:])), "no slow tier 'tape'"),
+        (dataclasses.replace(plan, decisions=(Recompute((10**6,)), *plan.decisions[1:])), "absence 0"),
+    ):
+        with pytest.raises(PlanError, match=expected):
+            write_timeline(step, on, wrong, page)
+    assert not page.exists()
 
 
 def test_the_same_plan_gives_the_same_page(step: Step, on: Machine, plan: Plan, tmp_path: Path) -> None:

@@ -56,11 +56,18 @@ class Layout:
 
 
 def place(blocks: Sequence[Block], alignment_bytes: int = ALIGNMENT_BYTES, *, seed: int = 0) -> Layout:
-    """The best layout found. The same arguments give the same layout; it takes less than a second.
+    """The best layout found. The same arguments give the same layout.
+
+    Args:
+        blocks: what to place.
+        alignment_bytes: offsets and sizes are rounded up to multiples of this.
+        seed: seed of the orders that are tried.
 
     Raises:
-        ValueError: if a block dies before it is born, or has a negative size.
+        ValueError: if a block dies before it is born or has a negative size, or the alignment is less than a byte.
     """
+    if alignment_bytes < 1:
+        raise ValueError(f"blocks are aligned to 1 byte at least, not {alignment_bytes}")
     born, dies, sizes = _columns(blocks)
     if (dies <= born).any() or (sizes < 0).any():
         raise ValueError("a block must not be smaller than nothing, and must die after it is born")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -85,22 +86,19 @@ def largest_batch(
     say = progress or (lambda _what: None)
     steps: dict[int, Step] = {}
 
-    def observed(batch: int) -> Step:
+    def look_at(batch: int) -> None:
         say(f"observing a batch of {batch}")
-        steps[batch] = observe(batch)
-        check_trains(steps[batch])
-        return steps[batch]
+        step = observe(batch)
+        check_trains(step)
+        _check_rises(steps, batch, step)
+        steps[batch] = step
 
     def planned(batch: int) -> Plan | None:
         say(f"planning for a batch of {batch}")
         return _planned(step_at(steps, batch), machine, limit_bytes, overhead, seconds)
 
-    small, large = map(observed, between)
-    if plain_peak_bytes(large) <= plain_peak_bytes(small):
-        sizes = f"{between[0]} and {between[1]}"
-        raise RecordError(
-            f"the step needs no more memory for more samples ({sizes} were observed): is its batch fixed?"
-        )
+    for batch in between:
+        look_at(batch)
     good, beyond = 0, None
     best: Plan | None = None
     while True:
@@ -113,7 +111,7 @@ def largest_batch(
             plain_step = step_at(steps, plain_batch) if plain_batch else None
             return LargestBatch(batch, steps[batch], best, plain_batch, plain_step, tuple(steps))
         if batch not in steps:
-            observed(batch)
+            look_at(batch)
         plan = planned(batch)
         if plan is None:
             beyond = batch
@@ -176,6 +174,20 @@ _SAME: dict[str, tuple[str, Callable[[Any], Any]]] = {
 """By field of a step: what one of its records is called, and what must not depend on the batch."""
 
 
+def _check_rises(steps: Mapping[int, Step], batch: int, step: Step) -> None:
+    """Check that ``step`` needs more memory than one with half as many samples: else no batch would be the largest.
+
+    Of the first two steps the larger one needs more, whatever their batches. Later ones may need as much as one with a
+    little fewer samples: a batch may be padded.
+    """
+    fewer = list(steps) if len(steps) == 1 else [size for size in steps if 2 * size <= batch]
+    if fewer and plain_peak_bytes(step) <= plain_peak_bytes(steps[max(fewer)]):
+        raise RecordError(
+            f"the step needs no more memory for more samples ({max(fewer)} and {batch} were observed): is its batch"
+            " fixed, or limited?"
+        )
+
+
 def _check_same_kind(small: Step, large: Step, low: int, high: int) -> None:
     advice = (
         f"so batches between {low} and {high} cannot be told from these two; name two whose steps differ in sizes alone"
@@ -222,10 +234,11 @@ def _no_batch(step: Step, machine: Machine, limit_bytes: int, overhead: float, s
         plan = solve(step, machine, limit_bytes, seconds=seconds)
     except BudgetError as error:
         return error
+    # Told from larger batches, a step of one sample may take no time at all.
+    more = plan.seconds / step.plain_seconds - 1 if step.plain_seconds else math.inf
     message = (
-        f"with one sample a plan within {format_bytes(limit_bytes)} takes {plan.seconds / step.plain_seconds - 1:.1%}"
-        f" more time, and {overhead:.1%} are allowed; allow more, or a budget of {format_bytes(plan.plain_peak_bytes)},"
-        " which needs no plan"
+        f"with one sample a plan within {format_bytes(limit_bytes)} takes {more:.1%} more time, and {overhead:.1%} are"
+        f" allowed; allow more, or a budget of {format_bytes(plan.plain_peak_bytes)}, which needs no plan"
     )
     reachable = plan.plain_peak_bytes
     return BudgetError(message, limit_bytes=limit_bytes, reachable_bytes=reachable, tick=0, op="", module="")

@@ -136,6 +136,11 @@ class Moves:
         nothing = np.full(count, -1, dtype=np.int64)
         return cls(*(nothing.copy() for _ in dataclasses.fields(cls)))
 
+    def send(self, number: int, tier: int, trip: Trip) -> None:
+        """Let the value of absence ``number`` go on ``trip``; ``tier`` is the place of its tier in `Problem.routes`."""
+        self.tier[number] = tier
+        self.out[number], self.release[number], self.load[number] = trip.out, trip.release, trip.load
+
     def rows(self) -> Ints:
         """The columns, as the rows of one array."""
         return np.stack([getattr(self, field.name) for field in dataclasses.fields(self)])
@@ -221,8 +226,7 @@ def follow(problem: Problem, moves: Sequence[Move]) -> Course:
             columns.replay[number] = recipes
             recipes += 1
         elif move is not None:
-            columns.tier[number] = follower.tiers[move.tier]
-            columns.out[number], columns.release[number], columns.load[number] = move.out, move.release, move.load
+            columns.send(number, follower.tiers[move.tier], move)
     return follower.follow(columns)
 
 

@@ -19,6 +19,7 @@ from ebbtide.plan.solve import solve
 from ebbtide.step import Step
 
 Planner = Callable[[Step, Machine, int], Plan]
+"""A step, a machine and a limit in bytes to a plan; raises `BudgetError`, or `PolicyError` where it does not suit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

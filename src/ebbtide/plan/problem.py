@@ -51,25 +51,13 @@ class Facts:
         """Index ``step``."""
         op_moments, event_moments = step.op_moments(), step.event_moments()
         slot_of_tick = {event.tick: moment for event, moment in zip(step.events, event_moments, strict=True)}
-        packed: dict[int, int] = {}
-        held: dict[int, list[tuple[int, int]]] = {}
-        asked = [moment for event, moment in zip(step.events, event_moments, strict=True) if event.kind == "unpack"]
-        for event, moment in zip(step.events, event_moments, strict=True):
-            if event.kind == "pack":
-                saved = step.saved[event.saved]
-                packed.setdefault(saved.value, moment)
-                place = bisect.bisect(asked, moment)
-                unasked = asked[place] if place < len(asked) else step.moments
-                until = max(saved.unpacked, default=unasked)
-                held.setdefault(saved.value, []).append((moment, until))
-        versions: dict[int, list[int]] = {}
-        for number in sorted(range(len(step.values)), key=lambda number: step.values[number].maker):
-            versions.setdefault(step.values[number].storage, []).append(number)
-        external = frozenset(s for s, chain in versions.items() if step.values[chain[0]].maker == EXTERNAL)
+        held = _held(step, event_moments)
+        chains = _versions(step)
+        external = frozenset(s for s, chain in chains.items() if step.values[chain[0]].maker == EXTERNAL)
         makes_storage = [False] * len(step.values)
         superseded = [step.moments] * len(step.values)
         dies = [step.moments] * len(step.values)
-        for storage, chain in versions.items():
+        for storage, chain in chains.items():
             makes_storage[chain[0]] = storage not in external
             for older, newer in itertools.pairwise(chain):
                 superseded[older] = op_moments[step.values[newer].maker]
@@ -77,20 +65,40 @@ class Facts:
                 last = max(step.values[number].dies for number in chain)
                 for number in chain:
                     dies[number] = last
-        slots = sorted(slot_of_tick.values())
         return cls(
-            step,
-            op_moments,
-            event_moments,
-            slots,
-            slot_of_tick,
-            external,
-            makes_storage,
-            superseded,
-            dies,
-            packed,
-            held,
+            step=step,
+            op_moments=op_moments,
+            event_moments=event_moments,
+            slots=sorted(slot_of_tick.values()),
+            slot_of_tick=slot_of_tick,
+            external=external,
+            makes_storage=makes_storage,
+            superseded=superseded,
+            dies=dies,
+            packed={value: spans[0][0] for value, spans in held.items()},
+            held=held,
         )
+
+
+def _held(step: Step, event_moments: list[int]) -> dict[int, list[tuple[int, int]]]:
+    """`Facts.held`."""
+    asked = [moment for event, moment in zip(step.events, event_moments, strict=True) if event.kind == "unpack"]
+    held: dict[int, list[tuple[int, int]]] = {}
+    for event, moment in zip(step.events, event_moments, strict=True):
+        if event.kind == "pack":
+            saved = step.saved[event.saved]
+            place = bisect.bisect(asked, moment)
+            unasked = asked[place] if place < len(asked) else step.moments
+            held.setdefault(saved.value, []).append((moment, max(saved.unpacked, default=unasked)))
+    return held
+
+
+def _versions(step: Step) -> dict[int, list[int]]:
+    """The values of each storage, by the ops that made them."""
+    versions: dict[int, list[int]] = {}
+    for number in sorted(range(len(step.values)), key=lambda number: step.values[number].maker):
+        versions.setdefault(step.values[number].storage, []).append(number)
+    return versions
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,7 +108,7 @@ class Problem:
     Attributes:
         facts: the indexed step.
         machine: the machine.
-        routes: for each slow tier its links out and in.
+        routes: for each slow tier its links out and in; the tier with the fastest return first.
         clock: start of each moment without a plan, seconds; one more entry than moments, the last is the end.
         plain: bytes of the storages alive in each moment without a plan, external ones included.
         workspace: bytes of workspace in each moment.

@@ -15,11 +15,13 @@ import numpy.typing as npt
 
 from ebbtide.compiled import compiled
 from ebbtide.machine import Link
-from ebbtide.plan.needs import KEEP, OFFLOAD, RECOMPUTE, bring_back
+from ebbtide.plan.caution import NO_CEILING
+from ebbtide.plan.needs import KEEP as KEEP
+from ebbtide.plan.needs import OFFLOAD as OFFLOAD
+from ebbtide.plan.needs import RECOMPUTE as RECOMPUTE
+from ebbtide.plan.needs import bring_back
 from ebbtide.plan.problem import Facts, Floats, Ints, Problem
 from ebbtide.plan.replay import Replay, check_recipe
-
-__all__ = ["KEEP", "OFFLOAD", "RECOMPUTE", "Candidates", "Mask", "Modes", "Profile", "Trips", "first_slots", "profile"]
 
 Modes = npt.NDArray[np.int8]
 Mask = npt.NDArray[np.bool_]
@@ -208,15 +210,18 @@ class Profile:
     nested: bool
 
 
-def profile(problem: Problem, candidates: Candidates, modes: Modes, headroom: Ints) -> Profile:
+def profile(problem: Problem, candidates: Candidates, modes: Modes, headroom: Ints | None = None) -> Profile:
     """Memory under ``modes``.
 
     Args:
         problem: the problem.
         candidates: its candidates.
         modes: one for each candidate.
-        headroom: bytes per moment that workspaces of recomputed ops may take beyond the limit.
+        headroom: bytes per moment that workspaces of recomputed ops may take beyond the limit; None if they do not
+            count.
     """
+    if headroom is None:
+        headroom = np.full(problem.step.moments, NO_CEILING, dtype=np.int64)
     columns = compiled(bring_back)(
         problem.plain,
         headroom,

@@ -234,8 +234,7 @@ class Search:
                     return
                 columns.replay[number] = place
             elif move is not None:
-                columns.tier[number] = self.follower.tiers[move.tier]
-                columns.out[number], columns.release[number], columns.load[number] = move.out, move.release, move.load
+                columns.send(number, self.follower.tiers[move.tier], move)
         self.adopt(columns)
 
     def adopt(self, moves: Moves) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.table import Table
+from rich.text import Text
 
 from ebbtide.decisions import Plan
 from ebbtide.machine import Machine
@@ -48,13 +49,14 @@ def _rate(batch: int, seconds: float) -> str:
 
 def links_table(machine: Machine) -> Table:
     """How fast a machine's links are."""
-    table = Table(title=machine.name, title_justify="left")
+    # Text, not str: a bracket in a name is no markup.
+    table = Table(title=Text(machine.name), title_justify="left")
     table.add_column("transfer")
     for heading in ("latency", "one way", "both ways", "slows compute"):
         table.add_column(heading, justify="right")
     for link in machine.links:
         table.add_row(
-            f"{link.source} to {link.target}",
+            Text(f"{link.source} to {link.target}"),
             format_seconds(link.latency_seconds),
             f"{format_bytes(link.bandwidth_bytes_per_second)}/s",
             f"{format_bytes(link.duplex_bytes_per_second)}/s",

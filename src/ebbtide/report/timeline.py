@@ -33,9 +33,10 @@ def write_timeline(step: Step, machine: Machine, plan: Plan, path: str | Path) -
         PlanError: if the plan does not fit the step or the machine.
         OSError: if the file cannot be written.
     """
+    data = _script_json(timeline_data(step, machine, plan))  # first, as it checks that the plan fits
     summary = summarise(step, machine, plan)
     page = template("timeline.html.j2").render(
-        data=_script_json(timeline_data(step, machine, plan)),
+        data=data,
         summary=summary,
         tiles=_tiles(summary),
         tier_lines=tier_lines(summary),

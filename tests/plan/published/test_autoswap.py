@@ -13,6 +13,7 @@ from ebbtide.plan.published.autoswap import Scores, autoswap, least_zero_overhea
 from ebbtide.plan.published.transfers import Ground
 from ebbtide.plan.published.weights import best_weights
 from ebbtide.step import Step
+from tests.plan.limits import limit_at
 from tests.plan.random_steps import KIB, MIB, Tape, disk_machine, network_step
 
 PCIE = Machine(
@@ -124,7 +125,7 @@ def test_sticking_to_the_limit_costs_time_and_not_sticking_costs_memory(score: s
 
 def test_found_weights_are_no_worse_than_each_score_alone() -> None:
     step, slow = network_step(12, seed=5), disk_machine(5e8, 5e8)
-    limit_bytes = step.resting_bytes + (plain_peak_bytes(step) - step.resting_bytes) * 6 // 10
+    limit_bytes = limit_at(step, 0.6)
     found = autoswap(step, slow, limit_bytes, score="weighted")
     for score in ("doa", "aoa", "wdoa", "swdoa"):
         assert found.seconds <= autoswap(step, slow, limit_bytes, score=score).seconds + 1e-9  # type: ignore[arg-type]

@@ -7,17 +7,10 @@ import itertools
 import math
 import random
 
+import numpy as np
 import pytest
 
-from ebbtide.plan.published.beaumont import (
-    Phase,
-    fluid_set,
-    greedy_set,
-    idle_seconds,
-    lower_bound_seconds,
-    phases,
-    timed,
-)
+from ebbtide.plan.published.beaumont import Phase, fluid_set, idle_seconds, phases, timed
 from ebbtide.plan.published.chain import Chain, Stage
 
 FINE = 100_000
@@ -34,6 +27,41 @@ def instance(seed: int, length: int = 8) -> tuple[Chain, tuple[Phase, Phase], in
     chain = Chain(tuple(stages), dice.randrange(1, 11))
     bandwidth = dice.uniform(0.5, 2.0)
     return chain, phases(chain, bandwidth, bandwidth), round(dice.uniform(0.5, 0.8) * chain.plain_bytes)
+
+
+def lower_bound_seconds(both: tuple[Phase, Phase], memory_bytes: float) -> float:
+    """Idle time that no set gets below, whole or in part, in whatever order; infinite if none fits.
+
+    If items may go in part, the first ones, up to some volume, are the best. Stalls do not depend on the volume as long
+    as it suffices, and what is left to copy at the end grows with it: the least volume that suffices for both phases is
+    the best.
+    """
+    volume = 0.0
+    for phase in both:
+        held = np.cumsum(phase.item_bytes[:-1], dtype=np.float64)
+        missing = held + np.array(phase.need_bytes) - memory_bytes
+        if bool((missing > held - np.array(phase.item_bytes[:-1])).any()):
+            return math.inf
+        volume = max(volume, float(missing.max()))
+    return math.fsum(_fractional_idle(phase, volume, memory_bytes) for phase in both)
+
+
+def _fractional_idle(phase: Phase, volume: float, memory_bytes: float) -> float:
+    """Idle time of a phase if the first ``volume`` bytes go out and are freed byte by byte."""
+    sent = idle = held = 0.0
+    for stage, seconds in enumerate(phase.seconds):
+        held += phase.item_bytes[stage]
+        wait = max(0.0, held + phase.need_bytes[stage] - memory_bytes - sent) / phase.bytes_per_second
+        idle += wait
+        there = held if phase.copies_what_is_read else held - phase.item_bytes[stage]
+        sent = min(volume, there, sent + phase.bytes_per_second * (wait + seconds))
+    return idle + (volume - sent) / phase.bytes_per_second
+
+
+def greedy_set(both: tuple[Phase, Phase], memory_bytes: float) -> frozenset[int]:
+    """The first items: as many as cost the least idle time, exactly evaluated. Time O(stages^2)."""
+    prefixes = [frozenset(range(count)) for count in range(len(both[0].seconds) + 1)]
+    return min(prefixes, key=lambda prefix: idle_seconds(both, prefix, memory_bytes))
 
 
 def subsets(count: int) -> list[frozenset[int]]:

@@ -8,18 +8,14 @@ from ebbtide.decisions import Keep, Offload, Recompute
 from ebbtide.errors import BudgetError
 from ebbtide.plan import plain_peak_bytes, simulate
 from ebbtide.plan.published.capuchin import capuchin
+from tests.plan.limits import limit_at
 from tests.plan.random_steps import MIB, disk_machine, lone_machine, network_step
 
 STEP = network_step(12, seed=3)
 
 
-def limit_at(fraction: float) -> int:
-    """Rest and ``fraction`` of what the plain step needs above it."""
-    return STEP.resting_bytes + int(fraction * (plain_peak_bytes(STEP) - STEP.resting_bytes))
-
-
 def test_with_a_quick_link_everything_is_swapped_and_hidden() -> None:
-    plan = capuchin(STEP, disk_machine(5e9, 5e9), limit_at(0.6))
+    plan = capuchin(STEP, disk_machine(5e9, 5e9), limit_at(STEP, 0.6))
     assert plan.binds
     assert not any(isinstance(decision, Recompute) for decision in plan.decisions)
     assert plan.seconds < 1.01 * plan.plain_seconds
@@ -27,10 +23,10 @@ def test_with_a_quick_link_everything_is_swapped_and_hidden() -> None:
 
 def test_with_a_slow_link_the_rest_is_recomputed() -> None:
     slow = disk_machine(5e7, 5e7)
-    plan = capuchin(STEP, slow, limit_at(0.6))
+    plan = capuchin(STEP, slow, limit_at(STEP, 0.6))
     kinds = {type(decision) for decision in plan.decisions}
     assert kinds == {Keep, Offload, Recompute}
-    swap_only = capuchin(STEP, slow, limit_at(0.6), recompute=False)
+    swap_only = capuchin(STEP, slow, limit_at(STEP, 0.6), recompute=False)
     assert not any(isinstance(decision, Recompute) for decision in swap_only.decisions)
     assert plan.seconds < swap_only.seconds
 
@@ -52,10 +48,10 @@ def test_longest_free_time_first() -> None:
 
 
 def test_without_a_slow_tier_only_recomputation_is_left() -> None:
-    plan = capuchin(STEP, lone_machine(), limit_at(0.8))
+    plan = capuchin(STEP, lone_machine(), limit_at(STEP, 0.8))
     assert {type(decision) for decision in plan.decisions} == {Keep, Recompute}
     with pytest.raises(BudgetError):
-        capuchin(STEP, lone_machine(), limit_at(0.05))
+        capuchin(STEP, lone_machine(), limit_at(STEP, 0.05))
 
 
 def test_feedback_never_makes_it_slower() -> None:
@@ -63,7 +59,7 @@ def test_feedback_never_makes_it_slower() -> None:
     for bandwidth in (2e8, 4e8, 8e8):
         for seed in range(4):
             step, machine = network_step(10, seed=seed), disk_machine(bandwidth, bandwidth, slowdown=0.1)
-            limit_bytes = step.resting_bytes + (plain_peak_bytes(step) - step.resting_bytes) * 7 // 10
+            limit_bytes = limit_at(step, 0.7)
             tuned, first = (capuchin(step, machine, limit_bytes, feedback=rounds) for rounds in (10, 0))
             assert tuned.peak_bytes <= limit_bytes
             assert tuned.seconds <= first.seconds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,18 +10,19 @@ from ebbtide.decisions import Offload, Plan, Recompute
 from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.machine import Machine
 from ebbtide.plan import plain_peak_bytes, simulate
+from ebbtide.plan.frontier import Planner
 from ebbtide.plan.published.beaumont import dynamic_program, greedy
 from ebbtide.plan.published.chain import Chain, Stage
 from ebbtide.plan.published.checkpointing import block_plan, every_block, segment_plan, square_root
 from ebbtide.plan.published.pofo import pofo
 from ebbtide.plan.published.rotor import rotor
 from ebbtide.step import Step
+from tests.plan.limits import limit_at
 from tests.plan.published.chain_steps import chain_step
 from tests.plan.random_steps import disk_machine, lone_machine, network_step, random_step
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
-Policy = Callable[[Step, Machine, int], Plan]
-POLICIES: dict[str, Policy] = {
+POLICIES: dict[str, Planner] = {
     "rotor": rotor,
     "pofo": pofo,
     "greedy": greedy,
@@ -34,11 +34,7 @@ RECOMPUTING = [rotor, every_block, square_root]
 DISK = disk_machine(2e9, 1e9, slowdown=0.05)
 
 
-def limit_at(step: Step, fraction: float) -> int:
-    return step.resting_bytes + int(fraction * (plain_peak_bytes(step) - step.resting_bytes))
-
-
-def check(policy: Policy, step: Step, machine: Machine, limit_bytes: int) -> Plan:
+def check(policy: Planner, step: Step, machine: Machine, limit_bytes: int) -> Plan:
     """The policy's plan for the limit, or, if that is too low, for the least one that it says it can meet."""
     least = None
     try:
@@ -58,14 +54,14 @@ def check(policy: Policy, step: Step, machine: Machine, limit_bytes: int) -> Pla
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
 @pytest.mark.parametrize("name", ["gpt2", "lstm", "resnet50"])
-def test_recorded_steps(name: str, policy: Policy) -> None:
+def test_recorded_steps(name: str, policy: Planner) -> None:
     step = Step.load(FIXTURES / f"{name}.json.gz")
     for fraction in (1.0, 0.6, 0.3):
         check(policy, step, DISK, limit_at(step, fraction))
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
-def test_random_steps(policy: Policy) -> None:
+def test_random_steps(policy: Planner) -> None:
     """Random programs are chains now and then, with every kind of op, values held by the user and asked for twice."""
     planned = 0
     for seed in range(60):
@@ -79,7 +75,7 @@ def test_random_steps(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
-def test_random_chains(policy: Policy) -> None:
+def test_random_chains(policy: Planner) -> None:
     for seed in range(3):
         for step in (chain_step(7, seed=seed, noise_every=3), network_step(9, seed=seed)):
             for fraction in (0.8, 0.5):
@@ -87,7 +83,7 @@ def test_random_chains(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
-def test_no_chain_is_refused(policy: Policy) -> None:
+def test_no_chain_is_refused(policy: Planner) -> None:
     step = random_step(0, length=1)
     with pytest.raises(PolicyError, match="chain"):
         policy(step, DISK, plain_peak_bytes(step))

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ebbtide.decisions import Plan
 from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.plan import lower_bound, plain_peak_bytes, simulate
+from ebbtide.plan.published.autoswap import autoswap
+from ebbtide.plan.published.beaumont import dynamic_program
+from ebbtide.plan.published.hascoet import hascoet
+from ebbtide.plan.published.pofo import pofo
 from ebbtide.plan.published.registry import POLICIES, policies_named
 from ebbtide.plan.published.remembered import remembered
+from ebbtide.plan.published.rotor import rotor
+from ebbtide.plan.published.superneurons import superneurons
+from ebbtide.plan.published.vdnn import vdnn
+from tests.plan.limits import limit_at
 from tests.plan.published.chain_steps import chain_step
 from tests.plan.random_steps import disk_machine
 
@@ -22,8 +34,7 @@ FOLDER = Path(__file__).parents[3] / "src" / "ebbtide" / "plan" / "published"
 def test_every_entry_plans(name: str) -> None:
     """Each plan is what the simulator says, within its limit, and no faster than the bound; or it says why not."""
     step, machine = chain_step(12), disk_machine()
-    rest = step.resting_bytes
-    limit_bytes = rest + int(0.7 * (plain_peak_bytes(step) - rest))
+    limit_bytes = limit_at(step, 0.7)
     if "conv" in name:
         with pytest.raises(PolicyError, match="saves no input of a convolution"):
             POLICIES[name](step, machine, limit_bytes)
@@ -44,15 +55,36 @@ def test_every_entry_plans(name: str) -> None:
 
 def test_every_file_of_policies_is_registered() -> None:
     named = {getattr(policy, "func", policy).__module__.rpartition(".")[2] for policy in POLICIES.values()}
-    files = "autoswap beaumont capuchin checkpointing hascoet offload_all pofo rotor superneurons vdnn"
-    assert named == set(files.split())
-    assert all((FOLDER / f"{name}.py").is_file() for name in named)
+    policy = re.compile(r"^def \w+\(\s*step: Step,\s*machine: Machine,\s*limit_bytes: int\b", re.MULTILINE)
+    assert named == {path.stem for path in FOLDER.glob("*.py") if policy.search(path.read_text())}
 
 
 def test_an_unknown_name_is_an_error_that_lists_the_known() -> None:
     assert list(policies_named(["rotor", "pofo"])) == ["rotor", "pofo"]
     with pytest.raises(PolicyError, match=r"no policy 'magic'; there are offload-all, .*square-root"):
         policies_named(["rotor", "magic"])
+
+
+@pytest.mark.parametrize(
+    ("policy", "switch", "expected"),
+    [
+        (vdnn, {"offload": "convs"}, "vdnn's offload is 'convs'; it can be 'all', 'conv', 'dyn'"),
+        (hascoet, {"layers": "convs"}, "it can be 'conv', 'all'"),
+        (superneurons, {"offload": "cached"}, "it can be 'none', 'checkpoints', 'cache'"),
+        (superneurons, {"recompute": "costs"}, "it can be 'none', 'speed', 'memory', 'cost'"),
+        (autoswap, {"score": "dao"}, "it can be 'doa', "),
+        (autoswap, {"mode": "no overhead"}, "it can be 'stick to limit', 'zero overhead'"),
+        (autoswap, {"score": "weighted", "trials": 0}, "it must be 1 or more"),
+        (rotor, {"slots": 0}, "rotor's slots is 0; it must be 1 or more"),
+        (pofo, {"slots": -1}, "it must be 1 or more"),
+        (dynamic_program, {"slots": 0}, "it must be 1 or more"),
+    ],
+)
+def test_a_misspelt_switch_is_an_error(policy: Callable[..., Plan], switch: dict[str, Any], expected: str) -> None:
+    """It must not plan as another switch does."""
+    step = chain_step(4)
+    with pytest.raises(PolicyError, match=expected):
+        policy(step, disk_machine(), plain_peak_bytes(step), **switch)
 
 
 def test_policies_cost_nothing_until_they_are_asked_for() -> None:

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from ebbtide.plan import plain_peak_bytes
+from ebbtide.errors import PolicyError
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.published.chain import Action, Chain, Stage
 from ebbtide.plan.published.cut import cut
 from ebbtide.plan.published.mapping import mapped
 from ebbtide.plan.published.rotor import rotor, rounded_up, table
+from tests.plan.limits import limit_at
 from tests.plan.published.chain_steps import chain_step, random_chain
 from tests.plan.random_steps import lone_machine
 
@@ -136,6 +137,13 @@ def test_actions_take_what_the_table_says(seed: int) -> None:
     assert found > 3
 
 
+def test_a_table_that_no_memory_holds_is_refused() -> None:
+    with pytest.raises(PolicyError, match=r"table of 10 stages and 100000000 slots would take .* GiB; .* fewer slots"):
+        table(HOMOGENEOUS, 10**9, 10**8)
+    with pytest.raises(PolicyError, match="fewer slots"):
+        rotor(chain_step(9), lone_machine(), 10**9, slots=10**8)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_nested_schedules_land_on_a_step_exactly(seed: int) -> None:
     """Each value is computed again by one recipe, and still every time of the chain's optimum is met to the digit.
@@ -162,7 +170,6 @@ def test_what_must_stay_is_counted(seed: int) -> None:
     step = chain_step(8, seed=seed, noise_every=2)
     stages = cut(Problem.of(step, lone_machine())).chain.stages
     assert sum(stage.fixed_bytes for stage in stages) > 0
-    rest, peak = step.resting_bytes, plain_peak_bytes(step)
-    plan = rotor(step, lone_machine(), rest + int(0.7 * (peak - rest)))
+    plan = rotor(step, lone_machine(), limit_at(step, 0.7))
     assert plan.peak_bytes <= plan.limit_bytes
     assert plan.plain_seconds < plan.seconds < 1.34 * plan.plain_seconds

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.published.alexnet import BATCH, FLOAT_BYTES, LAYERS, alexnet
 from ebbtide.decisions import Keep, Offload, Recompute
 from ebbtide.errors import BudgetError, PolicyError
+from ebbtide.machines import load_machine
 from ebbtide.plan import plain_peak_bytes, simulate
 from ebbtide.plan.published.superneurons import superneurons
 from ebbtide.step import Op, Step
-from tests.plan.published.memory_policies import ALEXNET, BATCH, CONV1_BYTES, alexnet
 from tests.plan.random_steps import KIB, MIB, Tape, disk_machine
 
 QUICK = disk_machine(1e12, 1e12, latency=0.0)
 UNLIMITED = 1 << 60
+CONV1_BYTES = BATCH * LAYERS[0].elements * FLOAT_BYTES
 
 
-def forward_bytes(*ops: str) -> int:
-    """The outputs of AlexNet's layers with these ops, of all if none is named."""
-    return sum(BATCH * elements * 4 for _, op, elements in ALEXNET if not ops or op in ops)
+def alexnet_step(*, as_autograd: bool) -> Step:
+    """AlexNet on the paper's GPU."""
+    compute = load_machine("k40c").compute
+    assert compute is not None
+    return alexnet(compute, as_autograd=as_autograd)
 
 
 def test_liveness_alone() -> None:
@@ -26,8 +30,9 @@ def test_liveness_alone() -> None:
 
     The paper's formula, sum l_f + l_N_b, takes the turn for the peak, which holds for the even net only.
     """
-    step = alexnet(as_autograd=False)
-    assert forward_bytes() / MIB == pytest.approx(1469.6, abs=0.1)
+    step = alexnet_step(as_autograd=False)
+    forward_bytes = sum(BATCH * layer.elements * FLOAT_BYTES for layer in LAYERS)
+    assert forward_bytes / MIB == pytest.approx(1469.6, abs=0.1)
     assert (plain_peak_bytes(step) - step.resting_bytes) / MIB == pytest.approx(1489.355, abs=0.01)
     step = even_net(10, MIB)
     assert plain_peak_bytes(step) - step.resting_bytes == (1 + 20) * MIB + MIB
@@ -39,7 +44,7 @@ def test_alexnet_comes_down_to_its_largest_working_set() -> None:
     With the saves of PyTorch. With those of cuDNN (the next test's) conv1's output, fetched for the recipe of relu1,
     is a fifth: the paper frees it again and fetches it once more, but a value has one decision for its absence.
     """
-    step = alexnet(as_autograd=True)
+    step = alexnet_step(as_autograd=True)
     limit_bytes = step.resting_bytes + 4 * CONV1_BYTES
     plan = superneurons(step, QUICK, limit_bytes, offload="checkpoints", recompute="cost")
     assert plan.peak_bytes == limit_bytes
@@ -61,7 +66,7 @@ def working_set(step: Step, op: Op) -> int:
 
 @pytest.mark.parametrize(("recompute", "layers"), [("speed", 14), ("memory", 23), ("cost", 17)])
 def test_alexnet_recomputes_as_many_layers_as_the_paper_says(recompute: str, layers: int) -> None:
-    step = alexnet(as_autograd=False)
+    step = alexnet_step(as_autograd=False)
     plan = superneurons(step, QUICK, UNLIMITED, offload="checkpoints", recompute=recompute)  # type: ignore[arg-type]
     recipes = [decision.ops for decision in plan.decisions if isinstance(decision, Recompute)]
     assert len(recipes) == 14
@@ -75,7 +80,7 @@ def test_alexnet_recomputes_as_many_layers_as_the_paper_says(recompute: str, lay
 
 
 def test_cost_aware_keeps_the_peak_of_memory_centric() -> None:
-    step = alexnet(as_autograd=False)
+    step = alexnet_step(as_autograd=False)
     peaks = {
         recompute: superneurons(step, QUICK, UNLIMITED, offload="checkpoints", recompute=recompute)
         for recompute in ("none", "speed", "memory", "cost")

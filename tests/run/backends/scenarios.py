@@ -29,12 +29,18 @@ class Rig(Protocol):
 Scenario = Callable[[Any, SlowTier], None]
 
 
+def sent_out(device: Rig, tier: SlowTier, number: int) -> tuple[torch.UntypedStorage, Slot]:
+    """A new value, whose copy out was waited for. Only the caller holds it."""
+    value = device.new(number)
+    slot = tier.write(value)
+    slot.wait()
+    return value, slot
+
+
 def away_and_back(device: Rig, tier: SlowTier) -> None:
     """A value leaves as soon as it is made, another takes its memory, it comes back and is used at once."""
     for number in range(0, 30, 10):
-        value = device.new(number)
-        slot = tier.write(value)
-        slot.wait()
+        value, slot = sent_out(device, tier, number)
         del value
         other = device.new(number + 1)
         back = tier.read(slot).wait()
@@ -54,9 +60,7 @@ def read_before_it_is_written(device: Rig, tier: SlowTier) -> None:
 
 def memory_still_read(device: Rig, tier: SlowTier) -> None:
     """What comes back gets memory that a kernel is still reading for its former owner."""
-    value = device.new(1)
-    slot = tier.write(value)
-    slot.wait()
+    _value, slot = sent_out(device, tier, 1)
     for number in range(2, 6):
         former = device.new(number)
         device.look(former, number, "former owner")
@@ -70,9 +74,7 @@ def memory_still_read(device: Rig, tier: SlowTier) -> None:
 def written_in_place(device: Rig, tier: SlowTier) -> None:
     """Once the copy out was waited for, somebody who still holds the value writes over it."""
     for number in range(0, 30, 10):
-        value = device.new(number)
-        slot = tier.write(value)
-        slot.wait()
+        value, slot = sent_out(device, tier, number)
         device.fill(value, number + 1)
         device.look(tier.read(slot).wait(), number, "came back after an in-place op")
         tier.free(slot)
@@ -81,9 +83,7 @@ def written_in_place(device: Rig, tier: SlowTier) -> None:
 def given_up(device: Rig, tier: SlowTier) -> None:
     """A value is asked back, and then its graph is dropped without a backward pass."""
     for number in range(0, 30, 10):
-        value = device.new(number)
-        slot = tier.write(value)
-        slot.wait()
+        value, slot = sent_out(device, tier, number)
         del value
         load = tier.read(slot)
         tier.free(slot)
@@ -99,9 +99,7 @@ def given_up(device: Rig, tier: SlowTier) -> None:
 def place_used_again(device: Rig, tier: SlowTier) -> None:
     """A slot is freed while it is read, and the next copy out gets its place."""
     for number in range(0, 40, 10):
-        value = device.new(number)
-        slot = tier.write(value)
-        slot.wait()
+        _value, slot = sent_out(device, tier, number)
         load = tier.read(slot)
         storage = load.wait()
         tier.free(slot)
@@ -149,9 +147,7 @@ def other_stream_uses(device: Rig, tier: SlowTier) -> None:
     """A value is asked back while one compute stream is current, and used on another; the first goes on."""
     side = device.new_stream("side")
     for number in range(0, 30, 10):
-        value = device.new(number)
-        slot = tier.write(value)
-        slot.wait()
+        _value, slot = sent_out(device, tier, number)
         load = tier.read(slot)
         with device.on(side):
             back = load.wait()

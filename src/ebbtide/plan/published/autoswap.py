@@ -20,6 +20,7 @@ from ebbtide.plan.follow import Move
 from ebbtide.plan.problem import Floats, Ints
 from ebbtide.plan.profile import Candidates
 from ebbtide.plan.published.layers import slot_before, spanning
+from ebbtide.plan.published.switches import check_choice, check_count
 from ebbtide.plan.published.transfers import Ground, Queues
 from ebbtide.plan.published.weights import best_weights
 from ebbtide.step import Step
@@ -57,8 +58,11 @@ def autoswap(
 
     Raises:
         BudgetError: if these absences do not bring the step within ``limit_bytes``.
-        PolicyError: if the machine has no slow tier.
+        PolicyError: if the machine has no slow tier, or a switch is none of the above.
     """
+    check_choice("autoswap's score", score, Score)
+    check_choice("autoswap's mode", mode, Mode)
+    check_count("autoswap's trials", trials)
     swap = _Swap.of(step, machine, smallest_bytes)
     method = f"autoswap {score}"
 
@@ -93,8 +97,9 @@ def least_zero_overhead_limit(
     For the score ``weighted`` all weights are equal.
 
     Raises:
-        PolicyError: if the machine has no slow tier.
+        PolicyError: if the machine has no slow tier, or there is no such score.
     """
+    check_choice("autoswap's score", score, Score)
     swap = _Swap.of(step, machine, smallest_bytes)
     order = _order_of(score)
     least = int(swap.ground.problem.plain.max(initial=0))

@@ -1,4 +1,4 @@
-"""Offloading the activations of a chain: two heuristics, and a lower bound.
+"""Offloading the activations of a chain: two heuristics.
 
 Beaumont, Eyraud-Dubois, Shilova: "Optimal GPU-CPU offloading strategies for deep neural network training", Euro-Par
 2020, doi 10.1007/978-3-030-57675-2_10. The paper is known in outline; the formulas are a reconstruction.
@@ -9,8 +9,8 @@ NOTE [The model]
    the forward op of stage ``j`` are both done. Compute waits where memory is short, and at the loss until all is out.
 2. The backward pass is the same read backwards in time, but that an item must be back before the backward op of stage
    ``j`` starts: so it is not copied while that runs. A set of items costs the idle time of two such phases.
-3. Whether some set costs nothing is NP-complete in the strong sense. Two relaxations are not: items that may go in part
-   (`lower_bound_seconds`), and whole items whose memory is freed byte by byte (`fluid_set`).
+3. Whether some set costs nothing is NP-complete in the strong sense. It is not if memory is freed byte by byte
+   (`fluid_set`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ebbtide.plan.published.chain import Chain, ChainPlan, store_all
 from ebbtide.plan.published.cut import Cut, stages_of
 from ebbtide.plan.published.labels import Labels, trail, waiting
 from ebbtide.plan.published.mapping import Mapped, fastest, fitted, mapped, slow_links
+from ebbtide.plan.published.switches import check_count
 from ebbtide.step import Step
 
 SLOTS = 50
@@ -112,41 +113,6 @@ def idle_seconds(both: tuple[Phase, Phase], offloaded: frozenset[int], memory_by
     return math.fsum(timed(phase, offloaded, memory_bytes).idle_seconds for phase in both)
 
 
-def lower_bound_seconds(both: tuple[Phase, Phase], memory_bytes: float) -> float:
-    """Idle time that no set gets below, whole or in part, in whatever order; infinite if none fits.
-
-    If items may go in part, the first ones, up to some volume, are the best. Stalls do not depend on the volume as long
-    as it suffices, and what is left to copy at the end grows with it: the least volume that suffices for both phases is
-    the best.
-    """
-    volume = 0.0
-    for phase in both:
-        held = np.cumsum(phase.item_bytes[:-1], dtype=np.float64)
-        missing = held + np.array(phase.need_bytes) - memory_bytes
-        if bool((missing > held - np.array(phase.item_bytes[:-1])).any()):
-            return math.inf
-        volume = max(volume, float(missing.max()))
-    return math.fsum(_fractional_idle(phase, volume, memory_bytes) for phase in both)
-
-
-def _fractional_idle(phase: Phase, volume: float, memory_bytes: float) -> float:
-    """Idle time of a phase if the first ``volume`` bytes go out and are freed byte by byte."""
-    sent = idle = held = 0.0
-    for stage, seconds in enumerate(phase.seconds):
-        held += phase.item_bytes[stage]
-        wait = max(0.0, held + phase.need_bytes[stage] - memory_bytes - sent) / phase.bytes_per_second
-        idle += wait
-        there = held if phase.copies_what_is_read else held - phase.item_bytes[stage]
-        sent = min(volume, there, sent + phase.bytes_per_second * (wait + seconds))
-    return idle + (volume - sent) / phase.bytes_per_second
-
-
-def greedy_set(both: tuple[Phase, Phase], memory_bytes: float) -> frozenset[int]:
-    """The first items: as many as cost the least idle time, exactly evaluated. Time O(stages^2)."""
-    prefixes = [frozenset(range(count)) for count in range(len(both[0].seconds) + 1)]
-    return min(prefixes, key=lambda prefix: idle_seconds(both, prefix, memory_bytes))
-
-
 def fluid_set(
     both: tuple[Phase, Phase], memory_bytes: float, slots: int = SLOTS
 ) -> tuple[float, frozenset[int]] | None:
@@ -208,8 +174,9 @@ def dynamic_program(step: Step, machine: Machine, limit_bytes: int, *, slots: in
 
     Raises:
         BudgetError: if no such set was found that stays within ``limit_bytes``.
-        PolicyError: if the step is no chain, or the machine has no slow tier.
+        PolicyError: if the step is no chain, the machine has no slow tier, or ``slots`` is less than 1.
     """
+    check_count("beaumont's slots", slots)
     stages, out_link, in_link = _chain_and_links(step, machine)
     both = _phases_of(stages, out_link, in_link)
 

@@ -13,10 +13,10 @@ import numpy as np
 from ebbtide.decisions import Plan
 from ebbtide.errors import PolicyError
 from ebbtide.machine import Machine
-from ebbtide.plan.follow import Course, Move, Trip, follow
+from ebbtide.plan.follow import Move, Trip, follow
 from ebbtide.plan.problem import Floats, Ints
 from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Modes, Profile, profile
-from ebbtide.plan.published.layers import slot_before
+from ebbtide.plan.published.layers import slot_after, slot_before
 from ebbtide.plan.published.transfers import Ground, Queues, clock_with, held_until
 from ebbtide.step import Step
 
@@ -61,8 +61,7 @@ class _Choice:
         self.ground, self.candidates, self.limit_bytes = ground, ground.candidates, limit_bytes
         problem, candidates = ground.problem, ground.candidates
         self.modes: Modes = np.zeros(len(candidates.absence), dtype=np.int8)
-        self.unlimited = np.full(problem.step.moments, np.iinfo(np.int64).max // 4, dtype=np.int64)
-        self.found: Profile = profile(problem, candidates, self.modes, self.unlimited)
+        self.found: Profile = profile(problem, candidates, self.modes)
         peak = int(np.argmax(problem.plain)) if problem.plain.size else 0
         self.places: list[int] = np.flatnonzero((candidates.opens <= peak) & (peak < candidates.closes)).tolist()
         self.swapped: list[int] = []
@@ -123,7 +122,7 @@ class _Choice:
     def _set(self, place: int, mode: int) -> None:
         """Choose ``mode``, unless recipes would then wait for each other too deeply."""
         self.modes[place] = mode
-        found = profile(self.ground.problem, self.candidates, self.modes, self.unlimited)
+        found = profile(self.ground.problem, self.candidates, self.modes)
         if found.nested:
             self.modes[place] = KEEP
             return
@@ -160,7 +159,7 @@ def _loads_earlier(ground: Ground, limit_bytes: int, moves: dict[int, Move]) -> 
     Returns whether that made the step faster; if not, ``moves`` are as before.
     """
     problem, place_of = ground.problem, {int(n): place for place, n in enumerate(ground.candidates.absence.tolist())}
-    course = _followed(ground, moves)
+    course = follow(problem, ground.complete(moves))
     changed: dict[int, Move] = {}
     memory = course.memory.copy()
     for stall in course.stalls:
@@ -169,25 +168,12 @@ def _loads_earlier(ground: Ground, limit_bytes: int, moves: dict[int, Move]) -> 
         if stall.reason == "load" and isinstance(trip, Trip):
             wanted = float(course.starts[trip.load]) - stall.seconds
             position = bisect.bisect_right(problem.facts.slots, wanted, key=lambda slot: float(course.starts[slot])) - 1
-            load = max(problem.facts.slots[max(position, 0)], _slot_after(ground, trip.release))
+            load = max(problem.facts.slots[max(position, 0)], slot_after(problem, trip.release + 1))
             size = int(ground.candidates.size_bytes[place])
             if load < trip.load and int(memory[load : trip.load].max()) + size <= limit_bytes:
                 memory[load : trip.load] += size
                 changed[place] = dataclasses.replace(trip, load=load)
-    if not changed or _followed(ground, {**moves, **changed}).seconds >= course.seconds:
+    if not changed or follow(problem, ground.complete({**moves, **changed})).seconds >= course.seconds:
         return False
     moves.update(changed)
     return True
-
-
-def _slot_after(ground: Ground, moment: int) -> int:
-    slots = ground.problem.facts.slots
-    position = bisect.bisect_right(slots, moment)
-    return slots[position] if position < len(slots) else ground.problem.step.moments
-
-
-def _followed(ground: Ground, moves: dict[int, Move]) -> Course:
-    complete: list[Move] = [None] * len(ground.problem.step.absences)
-    for place, move in moves.items():
-        complete[int(ground.candidates.absence[place])] = move
-    return follow(ground.problem, complete)

@@ -10,15 +10,14 @@ what they are worth.
 from __future__ import annotations
 
 import bisect
-from typing import Literal
 
 from ebbtide.decisions import Plan
-from ebbtide.errors import PolicyError
 from ebbtide.machine import Machine
 from ebbtide.plan.follow import Move
 from ebbtide.plan.published.layers import backward_layers, during_last_reader
+from ebbtide.plan.published.switches import check_choice
 from ebbtide.plan.published.transfers import Ground
-from ebbtide.plan.published.vdnn import layer_inputs
+from ebbtide.plan.published.vdnn import Layers, layer_inputs
 from ebbtide.step import Step
 
 
@@ -27,7 +26,7 @@ def hascoet(
     machine: Machine,
     limit_bytes: int,
     *,
-    layers: Literal["conv", "all"] = "conv",
+    layers: Layers = "conv",
     copy_stream: bool = True,
     helper_thread: bool = True,
     prefetch: bool = True,
@@ -46,14 +45,12 @@ def hascoet(
 
     Raises:
         BudgetError: if the plan holds more than ``limit_bytes``.
-        PolicyError: if no input of such a layer is saved, or the machine has no slow tier.
+        PolicyError: if no input of such a layer is saved, the machine has no slow tier, or ``layers`` is another.
     """
+    check_choice("hascoet's layers", layers, Layers)
     method = f"hascoet {layers}"
     ground = Ground.of(step, machine, method)
-    chosen = layer_inputs(ground, convolutions_only=layers == "conv")
-    if not chosen:
-        kind = "convolution" if layers == "conv" else "layer"
-        raise PolicyError(f"{method}: this step saves no input of a {kind} that may leave; plan with another method")
+    chosen = layer_inputs(ground, layers, method)
     loads = _one_layer_ahead(ground, chosen) if prefetch and copy_stream else {}
     trips = _copied_out(ground, chosen, loads, copy_stream=copy_stream, helper_thread=helper_thread)
     moves: dict[int, Move] = {}

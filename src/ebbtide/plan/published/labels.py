@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ebbtide.compiled import compiled
 from ebbtide.plan.problem import Floats, Ints
-
-Mask = npt.NDArray[np.bool_]
+from ebbtide.plan.profile import Mask
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

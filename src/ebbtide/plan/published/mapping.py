@@ -26,7 +26,7 @@ import numpy as np
 from ebbtide.decisions import Decision, Plan
 from ebbtide.machine import Link, Machine
 from ebbtide.plan.problem import Problem
-from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Modes, Profile
+from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Modes, profile
 from ebbtide.plan.published.chain import ChainPlan, Fate, fates, store_all
 from ebbtide.plan.published.cut import Cut
 from ebbtide.plan.published.judged import judged
@@ -85,14 +85,14 @@ def mapped(cut: Cut, plan: ChainPlan) -> Mapped:
 
 
 def fastest(choices: Sequence[Mapped], limit_bytes: int) -> Mapped | None:
-    """The fastest of ``choices``, all of the same candidates, of those that stay within ``limit_bytes``."""
+    """The fastest of ``choices``, all of one step with the same recipes, of those that stay within ``limit_bytes``."""
     fitting = [choice for choice in choices if choice.peak_bytes <= limit_bytes]
     if not fitting:
         return None
     search = _search(fitting[0].problem, fitting[0].candidates, limit_bytes)
     seconds = []
     for choice in fitting:
-        assert choice.candidates is fitting[0].candidates, "one search is of one set of candidates"
+        assert choice.recipes == fitting[0].recipes, "one search is of one set of candidates"
         found = search.offer(choice.modes, search.selector.profile(choice.modes))
         seconds.append(math.inf if found is None else found.course.seconds)
     return fitting[seconds.index(min(seconds))]
@@ -174,8 +174,7 @@ def _offloads(cut: Cut, ends: Sequence[Fate], offloaded: frozenset[int]) -> set[
 def _with(cut: Cut, recipes: dict[int, tuple[int, ...] | None], offloads: set[int]) -> Mapped:
     problem = cut.problem
     columns = [recipes.get(number) for number in range(len(problem.step.absences))]
-    tiers = problem.machine.slow_tiers()
-    tier = tiers[0].name if tiers else None
+    tier = next(iter(problem.routes), None)
     candidates = (
         Candidates.of(problem, tier, columns) if recipes else _candidates_that_move(problem.step, problem.machine, tier)
     )
@@ -186,9 +185,9 @@ def _with(cut: Cut, recipes: dict[int, tuple[int, ...] | None], offloads: set[in
             modes[place] = RECOMPUTE
         elif number in offloads and candidates.can_offload[place]:
             modes[place] = OFFLOAD
-    profile: Profile = _search(problem, candidates, 0).selector.profile(modes)
-    peak_bytes = int(profile.level.max(initial=problem.resting_bytes))
-    return Mapped(problem, candidates, modes, columns, peak_bytes, profile.nested)
+    found = profile(problem, candidates, modes)
+    peak_bytes = int(found.level.max(initial=problem.resting_bytes))
+    return Mapped(problem, candidates, modes, columns, peak_bytes, found.nested)
 
 
 @remembered
@@ -198,5 +197,4 @@ def _candidates_that_move(step: Step, machine: Machine, tier: str | None) -> Can
 
 
 def _search(problem: Problem, candidates: Candidates, limit_bytes: int) -> Search:
-    tiers = [tier.name for tier in problem.machine.slow_tiers()[:1]]
-    return Search(problem, candidates, tiers, Room.of(problem, limit_bytes))
+    return Search(problem, candidates, list(problem.routes)[:1], Room.of(problem, limit_bytes))

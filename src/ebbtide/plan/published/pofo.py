@@ -35,6 +35,7 @@ from ebbtide.plan.published.cut import stages_of
 from ebbtide.plan.published.labels import Labels, trail, waiting
 from ebbtide.plan.published.mapping import fitted, slow_links
 from ebbtide.plan.published.rotor import Table, rounded_up, table
+from ebbtide.plan.published.switches import check_count
 from ebbtide.step import Step
 
 SLOTS = 50
@@ -76,7 +77,7 @@ class _Search:
     """The dynamic program. Node ``2 i + 1`` is stage ``i`` after case 1, node ``2 i`` after case 2 or at the start."""
 
     def __init__(self, rotor: Table, links: Links, memory_bytes: float, worst_seconds: float) -> None:
-        self.rotor, self.links, self.memory, self.worst = rotor, links, memory_bytes, worst_seconds
+        self.rotor, self.links, self.memory_bytes, self.worst_seconds = rotor, links, memory_bytes, worst_seconds
         self.stages, self.read = rotor.chain.stages, rotor.chain.boundary_bytes
         nodes = 2 * len(self.stages) + 2
         self.coming: list[list[Labels]] = [[] for _ in range(nodes)]
@@ -104,7 +105,7 @@ class _Search:
         place, labels = node // 2, self.fronts[node]
         stage = self.stages[place]
         saved = stage.saved_bytes + stage.fixed_bytes
-        room = self.memory - labels.kept - self.item_bytes(node)
+        room = self.memory_bytes - labels.kept - self.item_bytes(node)
         need_out = saved + stage.forward_overhead_bytes
         need_in = saved + self.read[place] + self.read[place + 1] + stage.backward_overhead_bytes
         short_out = np.maximum(0.0, need_out - (room - labels.out))
@@ -125,7 +126,7 @@ class _Search:
             return
         first, labels = node // 2, self.fronts[node]
         run = self.stages[first : last + 1]
-        room = self.memory - labels.kept - self.item_bytes(node)
+        room = self.memory_bytes - labels.kept - self.item_bytes(node)
         most, at_once = self._sweep_bytes(first, last)
         short = np.maximum(0.0, most - (room - labels.out))
         forward = math.fsum(stage.forward_seconds for stage in run)
@@ -162,7 +163,7 @@ class _Search:
         self, node: int, target: int, crossed_out: Floats, crossed_in: Floats, seconds: Floats, stays_bytes: int
     ) -> None:
         labels, item = self.fronts[node], self.item_bytes(node)
-        seconds = np.where(seconds <= self.worst, seconds, np.inf)
+        seconds = np.where(seconds <= self.worst_seconds, seconds, np.inf)
         for offload in (False, True):
             if offload and not (item and self.links.out_bytes_per_second and self.links.in_bytes_per_second):
                 continue
@@ -180,7 +181,7 @@ class _Search:
             labels = self.fronts[node]
             drain = waiting(labels.out, self.links.out_bytes_per_second)
             drain = drain + waiting(labels.back, self.links.in_bytes_per_second)
-            room = self.memory - labels.kept - self.item_bytes(node)
+            room = self.memory_bytes - labels.kept - self.item_bytes(node)
             total = np.where(room >= self.read[-1], labels.seconds + drain, np.inf)
             row = int(np.lexsort((-labels.kept, total))[0])
             if math.isfinite(total[row]) and (found is None or total[row] < found[0]):
@@ -203,7 +204,7 @@ class _Search:
             forward.append(Action("forward_keep", first))
             forward += [Action("forward_drop", stage) for stage in range(first + 1, last + 1)]
             fixed = sum(stage.fixed_bytes for stage in self.stages[first : last + 1])
-            room = self.memory - float(self.fronts[start].kept[start_row]) - self.item_bytes(start)
+            room = self.memory_bytes - float(self.fronts[start].kept[start_row]) - self.item_bytes(start)
             backward.append(self.rotor.part_actions(first, last, room - fixed))
         actions = [*forward, *(action for part in reversed(backward) for action in part)]
         return ChainPlan(tuple(actions), self.rotor.chain.plain_seconds + extra_seconds, frozenset(offloaded))
@@ -214,8 +215,9 @@ def pofo(step: Step, machine: Machine, limit_bytes: int, *, slots: int = SLOTS) 
 
     Raises:
         BudgetError: if no such schedule was found that stays within ``limit_bytes``.
-        PolicyError: if the step is no chain.
+        PolicyError: if the step is no chain, or ``slots`` is less than 1.
     """
+    check_count("pofo's slots", slots)
     stages = stages_of(step, machine, MOST_STAGES)
     pair = slow_links(machine)
     links = Links(0.0, 0.0) if pair is None else Links(*(link.duplex_bytes_per_second for link in pair))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
+from typing import get_args
 
-from ebbtide.decisions import Plan
 from ebbtide.errors import PolicyError
-from ebbtide.machine import Machine
-from ebbtide.plan.published.autoswap import autoswap
+from ebbtide.plan.frontier import Planner
+from ebbtide.plan.published.autoswap import Score, autoswap
 from ebbtide.plan.published.beaumont import dynamic_program, greedy
 from ebbtide.plan.published.capuchin import capuchin
 from ebbtide.plan.published.checkpointing import every_block, square_root
@@ -19,12 +19,8 @@ from ebbtide.plan.published.pofo import pofo
 from ebbtide.plan.published.rotor import rotor
 from ebbtide.plan.published.superneurons import superneurons
 from ebbtide.plan.published.vdnn import vdnn
-from ebbtide.step import Step
 
-Policy = Callable[[Step, Machine, int], Plan]
-"""A step, a machine and a limit in bytes to a plan; raises `BudgetError` or `PolicyError`."""
-
-POLICIES: Mapping[str, Policy] = MappingProxyType(
+POLICIES: Mapping[str, Planner] = MappingProxyType(
     {
         "offload-all": offload_all,
         "vdnn-all": partial(vdnn, offload="all"),
@@ -34,12 +30,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
         "hascoet-all": partial(hascoet, layers="all"),
         "beaumont-greedy": greedy,
         "beaumont-dp": dynamic_program,
-        "autoswap-doa": partial(autoswap, score="doa"),
-        "autoswap-aoa": partial(autoswap, score="aoa"),
-        "autoswap-wdoa": partial(autoswap, score="wdoa"),
-        "autoswap-swdoa": partial(autoswap, score="swdoa"),
-        "autoswap-voting": partial(autoswap, score="voting"),
-        "autoswap-weighted": partial(autoswap, score="weighted"),
+        **{f"autoswap-{score}": partial(autoswap, score=score) for score in get_args(Score)},
         "superneurons-offload": partial(superneurons, offload="checkpoints", recompute="none"),
         "superneurons-recompute": partial(superneurons, offload="none", recompute="cost"),
         "superneurons-both": partial(superneurons, offload="checkpoints", recompute="cost"),
@@ -54,7 +45,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
 """The policies with the switches that their papers compare; docs/policies.md lists all switches."""
 
 
-def policies_named(names: Sequence[str]) -> dict[str, Policy]:
+def policies_named(names: Sequence[str]) -> dict[str, Planner]:
     """The policies called ``names``.
 
     Raises:

@@ -30,16 +30,22 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbtide.decisions import Plan
+from ebbtide.errors import PolicyError
 from ebbtide.machine import Machine
 from ebbtide.plan.problem import Floats, Ints
 from ebbtide.plan.published.chain import Action, Chain, ChainPlan
 from ebbtide.plan.published.cut import stages_of
 from ebbtide.plan.published.mapping import fitted
 from ebbtide.plan.published.remembered import remembered
+from ebbtide.plan.published.switches import check_count
 from ebbtide.step import Step
+from ebbtide.units import format_bytes
 
 SLOTS = 500
 """Into how many equal parts memory is divided; sizes are rounded up to them."""
+
+MOST_BYTES = 4 << 30
+"""Of memory that the table may take while it is made: enough for some 690 stages with `SLOTS` slots."""
 
 METHOD = "rotor"
 _ALL = -1
@@ -113,7 +119,17 @@ class Table:
 
 @remembered
 def table(chain: Chain, memory_bytes: float, slots: int = SLOTS) -> Table:
-    """Solve ``chain`` for every memory up to ``memory_bytes``. Time O(stages^3 slots), memory O(stages^2 slots)."""
+    """Solve ``chain`` for every memory up to ``memory_bytes``. Time O(stages^3 slots), memory O(stages^2 slots).
+
+    Raises:
+        PolicyError: if that memory is more than `MOST_BYTES`.
+    """
+    wanted_bytes = (len(chain.stages) + 1) ** 2 * (slots + 1) * (8 + 8 + 2)
+    if wanted_bytes > MOST_BYTES:
+        raise PolicyError(
+            f"rotor's table of {len(chain.stages)} stages and {slots} slots would take {format_bytes(wanted_bytes)};"
+            " ask for fewer slots, or plan with pofo, which joins neighbouring stages"
+        )
     slot_bytes = max(memory_bytes, 1) / slots
     x = _in_slots([*chain.boundary_bytes, 0], slot_bytes)
     xb = _in_slots([*(stage.saved_bytes for stage in chain.stages), 0], slot_bytes)
@@ -177,8 +193,9 @@ def rotor(step: Step, machine: Machine, limit_bytes: int, *, slots: int = SLOTS)
 
     Raises:
         BudgetError: if no such schedule was found that stays within ``limit_bytes``.
-        PolicyError: if the step is no chain.
+        PolicyError: if the step is no chain or too long a one, or ``slots`` is less than 1.
     """
+    check_count("rotor's slots", slots)
     stages = stages_of(step, machine)
     whole = rounded_up(stages.chain, slots)
     return fitted(stages, limit_bytes, whole, table(stages.chain, whole, slots).plan, METHOD)

@@ -20,6 +20,7 @@ from ebbtide.plan.course import DEEPEST_NESTING
 from ebbtide.plan.follow import Move
 from ebbtide.plan.profile import OFFLOAD, RECOMPUTE, Profile, profile
 from ebbtide.plan.published.layers import forward_readers, is_checkpoint, slot_after, slot_before, turn_moment
+from ebbtide.plan.published.switches import check_choice
 from ebbtide.plan.published.transfers import Ground, Queues, clock_with, held_until
 from ebbtide.plan.replay import check_recipe
 from ebbtide.step import Step
@@ -43,7 +44,8 @@ def superneurons(
 
     Args:
         step, machine, limit_bytes: the problem.
-        offload: ``checkpoints`` sends each of them out as soon as it is saved and fetches it one checkpoint ahead.
+        offload: ``checkpoints`` sends each of them out as soon as it is saved and fetches it one checkpoint ahead;
+            compute waits for a copy out only where its bytes are needed to stay within the limit.
             ``cache`` evicts the least recently used value that is not recomputed when memory is short; compute waits,
             and the value comes back when it is asked for.
         recompute: ``speed`` computes each cheap value once, what lies before it stays; ``memory`` computes each from
@@ -52,9 +54,11 @@ def superneurons(
 
     Raises:
         BudgetError: if the plan holds more than ``limit_bytes``.
-        PolicyError: if the machine has no slow tier, but values are to be offloaded; if cheap values follow one
-            another without a checkpoint for longer than recipes may wait for each other.
+        PolicyError: if a switch is none of the above; if the machine has no slow tier, but values are to be offloaded;
+            if cheap values follow one another without a checkpoint for longer than recipes may wait for each other.
     """
+    check_choice("superneurons' offload", offload, Offloading)
+    check_choice("superneurons' recompute", recompute, Recomputation)
     method = f"superneurons, {offload} offload, {recompute} recompute"
     ground = Ground.of(step, machine, method, needs_tier=offload != "none")
     crossing, cheap = _parted(ground)
@@ -68,8 +72,7 @@ def superneurons(
     modes = np.zeros(len(candidates.absence), dtype=np.int8)
     modes[sorted(dropped)] = RECOMPUTE
     modes[pool] = OFFLOAD
-    unlimited = np.full(step.moments, np.iinfo(np.int64).max // 4, dtype=np.int64)
-    found = profile(ground.problem, candidates, modes, unlimited)
+    found = profile(ground.problem, candidates, modes)
     if found.nested:
         raise PolicyError(
             f"{method}: more than {DEEPEST_NESTING} cheap values follow one another without a checkpoint; recompute"

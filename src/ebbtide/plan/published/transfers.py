@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -50,8 +50,7 @@ class Ground:
         Raises:
             PolicyError: if the machine has no slow memory, but the method needs one.
         """
-        tiers = machine.slow_tiers()
-        if needs_tier and not tiers:
+        if needs_tier and not machine.slow_tiers():
             raise PolicyError(
                 f"{method} offloads, but machine {machine.name} has no slow tier; plan with recomputation"
             )
@@ -72,20 +71,23 @@ class Ground:
         assert self.tier is not None, "only a ground with a slow tier has candidates that may be offloaded"
         return Trip(self.tier, out, release, load)
 
-    def judged(self, limit_bytes: int, moves: dict[int, Move], method: str) -> Plan:
-        """The plan that does ``moves``, by candidate, and keeps the rest. Raises as `judged`."""
-        complete: list[Move] = [None] * len(self.problem.step.absences)
+    def complete(self, moves: Mapping[int, Move]) -> list[Move]:
+        """One move for each absence: ``moves``, by candidate; the rest is kept."""
+        every: list[Move] = [None] * len(self.problem.step.absences)
         for place, move in moves.items():
-            complete[int(self.candidates.absence[place])] = move
-        decisions = decisions_of(self.problem, complete, self.recipes)
+            every[int(self.candidates.absence[place])] = move
+        return every
+
+    def judged(self, limit_bytes: int, moves: Mapping[int, Move], method: str) -> Plan:
+        """The plan that does ``moves``, by candidate, and keeps the rest. Raises as `judged`."""
+        decisions = decisions_of(self.problem, self.complete(moves), self.recipes)
         return judged(self.problem, limit_bytes, decisions, method)
 
 
 @remembered
 def _ground(step: Step, machine: Machine) -> Ground:
-    tiers = machine.slow_tiers()
-    problem, tier = Problem.of(step, machine), tiers[0].name if tiers else None
-    recipes = find_recipes(step)
+    problem = Problem.of(step, machine)
+    tier, recipes = next(iter(problem.routes), None), find_recipes(step)
     return Ground(problem, tier, recipes, Candidates.of(problem, tier, recipes))
 
 

@@ -6,6 +6,7 @@ Neural Network Design. MICRO 2016, arXiv 1602.08124.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Literal
 
@@ -22,11 +23,16 @@ from ebbtide.plan.published.layers import (
     spanning,
     turn_moment,
 )
+from ebbtide.plan.published.switches import check_choice
 from ebbtide.plan.published.transfers import Ground
 from ebbtide.step import Step
 
+Layers = Literal["conv", "all"]
+"""Layers whose inputs go out: convolutions, or all."""
+Offloading = Literal["all", "conv", "dyn"]
 
-def vdnn(step: Step, machine: Machine, limit_bytes: int, *, offload: Literal["all", "conv", "dyn"] = "all") -> Plan:
+
+def vdnn(step: Step, machine: Machine, limit_bytes: int, *, offload: Offloading = "all") -> Plan:
     """vDNN's plan. It does not look at the limit, except for ``dyn``.
 
     An input goes out while the last layer that reads it runs; compute waits for the copy when that layer ends. In the
@@ -39,28 +45,35 @@ def vdnn(step: Step, machine: Machine, limit_bytes: int, *, offload: Literal["al
 
     Raises:
         BudgetError: if the plan holds more than ``limit_bytes``.
-        PolicyError: if no input of such a layer is saved, or the machine has no slow tier.
+        PolicyError: if no input of such a layer is saved, the machine has no slow tier, or ``offload`` is another.
     """
-    ground = Ground.of(step, machine, "vdnn")
+    check_choice("vdnn's offload", offload, Offloading)
+    method = f"vdnn {offload}"
+    ground = Ground.of(step, machine, method)
     if offload != "dyn":
-        return _plan(ground, limit_bytes, _chosen(ground, offload), f"vdnn {offload}")
-    for kind in ("none", "conv"):
-        try:
-            chosen = [] if kind == "none" else layer_inputs(ground, convolutions_only=True)
-            return _plan(ground, limit_bytes, chosen, "vdnn dyn")
-        except BudgetError:
-            continue
-    return _plan(ground, limit_bytes, _chosen(ground, "all"), "vdnn dyn")
+        return _plan(ground, limit_bytes, layer_inputs(ground, offload, method), method)
+    with contextlib.suppress(BudgetError):
+        return _plan(ground, limit_bytes, [], method)
+    with contextlib.suppress(BudgetError, PolicyError):
+        return _plan(ground, limit_bytes, layer_inputs(ground, "conv", method), method)
+    return _plan(ground, limit_bytes, layer_inputs(ground, "all", method), method)
 
 
-def layer_inputs(ground: Ground, *, convolutions_only: bool) -> list[int]:
-    """Candidates that leave in the forward pass, return in the backward pass, and are read by a forward op."""
+def layer_inputs(ground: Ground, layers: Layers, method: str) -> list[int]:
+    """Candidates that leave in the forward pass, return in the backward pass, and are read by one of ``layers``.
+
+    Raises:
+        PolicyError: if there are none, so that ``method`` has nothing to do.
+    """
     step = ground.problem.step
     found = []
     for place in spanning(ground.candidates, turn_moment(ground.problem.facts)):
         readers = forward_readers(step, step.absences[ground.candidates.absence[place]].value)
-        if readers and (not convolutions_only or any(is_convolution(step.ops[tick]) for tick in readers)):
+        if readers and (layers == "all" or any(is_convolution(step.ops[tick]) for tick in readers)):
             found.append(place)
+    if not found:
+        kind = "convolution" if layers == "conv" else "layer"
+        raise PolicyError(f"{method}: this step saves no input of a {kind} that may leave; plan with another method")
     return found
 
 
@@ -83,16 +96,6 @@ def prefetches(layers: Sequence[BackwardLayer], offloaded: dict[int, int]) -> di
             if wanted or later.convolution:
                 break
     return found
-
-
-def _chosen(ground: Ground, offload: Literal["all", "conv"]) -> list[int]:
-    chosen = layer_inputs(ground, convolutions_only=offload == "conv")
-    if not chosen:
-        kind = "convolution" if offload == "conv" else "layer"
-        raise PolicyError(
-            f"vdnn {offload}: this step saves no input of a {kind} that may leave; plan with another method"
-        )
-    return chosen
 
 
 def _plan(ground: Ground, limit_bytes: int, chosen: Sequence[int], method: str) -> Plan:
