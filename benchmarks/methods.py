@@ -6,13 +6,13 @@ import contextlib
 import os
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ebbtide.demo.workloads import Workload
@@ -68,11 +68,16 @@ class Plain:
 
 
 class Ebbtide(Plain):
-    """Steps within a budget of ``limit_bytes``, moving to the directory ``spill``."""
+    """Steps within a budget of ``limit``, moving to the directory ``spill``; other options are those of `Budget`."""
 
-    def __init__(self, limit_bytes: int, spill: str | None) -> None:
+    def __init__(self, limit: int | str, spill: str | None, **options: Any) -> None:
         super().__init__(tuned=False)
-        self._memory = Budget(limit_bytes, spill=spill)
+        self._memory = Budget(limit, spill=spill, **options)
+
+    @property
+    def memory(self) -> Budget:
+        """The budget."""
+        return self._memory
 
     def active(self) -> AbstractContextManager[Any]:
         """The budget's own context."""
@@ -107,20 +112,30 @@ class CheckpointBlocks(Plain):
         super().__init__(tuned=False)
         self._blocks = workload.blocks
 
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> AbstractContextManager[Any]:
         """The blocks' forward passes go through `checkpoint` in here."""
-        for block in self._blocks:
-            block.forward = _checkpointed(block.forward)
-        try:
-            yield
-        finally:
-            for block in self._blocks:
-                del block.forward  # uncovers the class's own
+        return forwards_replaced(self._blocks, [_checkpointed(block.forward) for block in self._blocks])
+
+
+@contextlib.contextmanager
+def forwards_replaced(blocks: Sequence[nn.Module], forwards: Sequence[Callable[..., Any]]) -> Iterator[None]:
+    """Within a ``with`` block, each of ``blocks`` runs its one of ``forwards`` instead of its own."""
+    for block, forward in zip(blocks, forwards, strict=True):
+        block.forward = forward
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward  # uncovers the class's own
 
 
 def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *inputs: checkpoint(forward, *inputs, use_reentrant=False)
+
+
+def parameter_storages(model: nn.Module) -> frozenset[int]:
+    """Addresses of the storages of all parameters."""
+    return frozenset(parameter.untyped_storage().data_ptr() for parameter in model.parameters())
 
 
 class EverythingToDisk(Plain):
@@ -128,7 +143,7 @@ class EverythingToDisk(Plain):
 
     def __init__(self, workload: Workload, spill: str | None) -> None:
         super().__init__(tuned=False)
-        self._parameters = {parameter.untyped_storage().data_ptr() for parameter in workload.model.parameters()}
+        self._parameters = parameter_storages(workload.model)
         self._directory = tempfile.TemporaryDirectory(prefix="benchmark-", dir=spill)
 
     def active(self) -> AbstractContextManager[Any]:

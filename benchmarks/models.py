@@ -357,8 +357,8 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Scores ``(batch, length, vocabulary)`` of the tokens that follow ``tokens`` ``(batch, length)``."""
-        rates = 500000.0 ** (-torch.arange(0, self.angles, 2) / self.angles)
-        angles = torch.outer(torch.arange(tokens.shape[1]), rates).repeat(1, 2)
+        rates = 500000.0 ** (-torch.arange(0, self.angles, 2, device=tokens.device) / self.angles)
+        angles = torch.outer(torch.arange(tokens.shape[1], device=tokens.device), rates).repeat(1, 2)
         cosine, sine = angles.cos().bfloat16(), angles.sin().bfloat16()
         features = self.tokens(tokens)
         for block in self.blocks:

@@ -1,4 +1,4 @@
-"""Tests that need CUDA: not collected where there is none. With it: ``python -m pytest tests/gpu``."""
+"""Tests that need CUDA: not collected where there is none. With it: ``python -m pytest tests/gpu -n 0``."""
 
 from __future__ import annotations
 
@@ -13,17 +13,41 @@ import torch
 
 collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]
 
+IGNORED = (
+    "steps on CUDA are untried",
+    # Plain steps that differ among themselves are told by running them twice.
+    ".*deterministic",
+    "RNN module weights are not part of single contiguous chunk",
+)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/gpu" in item.path.as_posix():
             item.add_marker(pytest.mark.gpu)
-            item.add_marker(pytest.mark.filterwarnings("ignore:steps on CUDA are untried"))
+            for message in IGNORED:
+                item.add_marker(pytest.mark.filterwarnings(f"ignore:{message}"))
 
 
 @pytest.fixture
 def deterministic() -> Iterator[None]:
-    """Kernels that give the same bits each time."""
-    torch.use_deterministic_algorithms(True)
+    """Kernels that give the same bits each time, where there are such."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def on_cuda() -> Iterator[None]:
+    """Programs make their models and data on the current CUDA device."""
+    torch.set_default_device("cuda")
+    yield
+    torch.set_default_device(None)
+
+
+@pytest.fixture
+def strict_about_waiting() -> Iterator[None]:
+    """PyTorch raises an error where one of its ops makes the host wait for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")

@@ -111,6 +111,29 @@ def test_the_host_waits_for_nothing(tier_of: Any) -> None:
     assert device.faults == []
 
 
+def test_copies_run_beside_compute(tier_of: Any) -> None:
+    """A value leaves, and comes back, while the compute stream sleeps all the time."""
+    device = Gpu(0)
+    tier = tier_of(device, "host")
+    slot = tier.write(device.new(1))
+    tier.free(slot)
+    storage = device.new(2)
+    torch.cuda.synchronize()
+    for way in ("out", "back"):
+        transfer = tier.write(storage) if way == "out" else tier.read(slot)
+        if way == "out":
+            slot = transfer
+        copied = transfer.copied if way == "out" else transfer.arrived
+        torch.cuda._sleep(200 * KERNEL_CYCLES)
+        slept = device.compute().record_event()
+        copied.synchronize()
+        assert not slept.query(), f"the copy {way} waited for compute, or compute is quicker than a copy of 8 MiB"
+        torch.cuda.synchronize()
+    device.look(transfer.wait(), 2, "came back beside compute")
+    tier.free(slot)
+    assert device.faults == []
+
+
 def test_memory_is_free_as_soon_as_it_is_let_go_of(tier_of: Any) -> None:
     device = Gpu(0)
     tier = tier_of(device, "host")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import ebbtide
-from ebbtide.decisions import Decision, Plan
+from ebbtide.decisions import Decision, Offload, Plan
 from ebbtide.errors import BudgetError
 from ebbtide.machine import Link, Machine, Tier
 from ebbtide.run.meter import PeakMeter
@@ -26,21 +28,30 @@ METERED = (STEPS - 3, STEPS - 1)
 """Steps that run under a `PeakMeter`; the one between them shows that the result does not depend on the meter."""
 
 
-def machine_with_disk(bandwidth_bytes_per_second: float, latency_seconds: float = 1e-5) -> Machine:
-    """A machine, on paper, whose disk has this speed. What the disk really does is another matter."""
+def paper_machine(fast: str, *slow: Tier, bandwidth_bytes_per_second: float, latency_seconds: float) -> Machine:
+    """A machine, on paper, whose links all have this speed. What they really have is another matter."""
     rate = bandwidth_bytes_per_second
-    links = tuple(Link(a, b, latency_seconds, rate, rate) for a, b in (("ram", "disk"), ("disk", "ram")))
-    return Machine("paper", "ram", (Tier("ram", "device"), Tier("disk", "disk")), links)
+    ways = [way for tier in slow for way in ((fast, tier.name), (tier.name, fast))]
+    links = tuple(Link(*way, latency_seconds, rate, rate) for way in ways)
+    return Machine("paper", fast, (Tier(fast, "device"), *slow), links)
 
 
-FAST_DISK = machine_with_disk(1e12, 1e-7)
-"""Offloading costs nothing: plans offload."""
-SLOW_DISK = machine_with_disk(1e6, 1.0)
-"""Offloading costs seconds: plans recompute whatever has a recipe."""
+def fast_machine(fast: str, *slow: Tier) -> Machine:
+    """Offloading costs nothing: plans offload."""
+    return paper_machine(fast, *slow, bandwidth_bytes_per_second=1e12, latency_seconds=1e-7)
+
+
+def slow_machine(fast: str, *slow: Tier) -> Machine:
+    """Offloading costs seconds: plans recompute whatever has a recipe."""
+    return paper_machine(fast, *slow, bandwidth_bytes_per_second=1e6, latency_seconds=1.0)
+
+
+FAST_DISK = fast_machine("ram", Tier("disk", "disk"))
+SLOW_DISK = slow_machine("ram", Tier("disk", "disk"))
 
 
 class Program:
-    """A user's training loop: a model, an optimizer, and the code of one step.
+    """A user's training loop: a model, an optimizer, and the code of one step, all on PyTorch's default device.
 
     Everything it computes follows from its seed. Subclasses give `build` and `loss`, or `compute` where the step is
     more than ``loss().backward()``.
@@ -70,7 +81,13 @@ class Program:
 
     def data(self, index: int, *shape: int) -> Tensor:
         """The input of step ``index``: normal numbers that do not touch the global random state."""
-        return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 + index))
+        dice = torch.Generator("cpu").manual_seed(1000 + index)
+        return torch.randn(*shape, generator=dice, device="cpu").to(torch.get_default_device())
+
+    def integers(self, index: int, below: int, *shape: int) -> Tensor:
+        """The same with numbers from 0 on."""
+        dice = torch.Generator("cpu").manual_seed(index)
+        return torch.randint(below, shape, generator=dice, device="cpu").to(torch.get_default_device())
 
     def loss(self, index: int) -> Tensor:
         """The loss of step ``index``, inside the step; not needed by a program with its own `compute`."""
@@ -97,6 +114,8 @@ class Program:
         record |= {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
         record |= {f"buffer {name}": buffer.clone() for name, buffer in self.model.named_buffers()}
         record["random state"] = torch.get_rng_state()
+        if torch.get_default_device().type == "cuda":
+            record["random state of the device"] = torch.cuda.get_rng_state()
         return record
 
 
@@ -149,20 +168,23 @@ def run_within(
     machine: Machine,
     spill: Path,
     prepare: Callable[[ebbtide.Budget], None] = lambda memory: None,
+    metered: bool = True,
 ) -> Trial:
     """Run a program under a budget, once it was prepared, and compare every step with plain PyTorch.
+
+    Steps are ``metered`` where tensors are all that a budget counts, as on a CPU.
 
     A budget that no plan meets is asked for again at 1.02 x the least reachable peak; that one must work, if all steps
     are of one kind. Of others, the largest may come late.
     """
     for _ in range(1 if build().steady else 3):
         try:
-            return _run_within(build, expected, limit, machine, spill, prepare)
+            return _run_within(build, expected, limit, machine, spill, prepare, metered)
         except BudgetError as error:
             refused = error
         assert refused.reachable_bytes > refused.limit_bytes, f"refused, but said to be reachable: {refused}"
         limit = int(refused.reachable_bytes * 1.02)
-    return _run_within(build, expected, limit, machine, spill, prepare)
+    return _run_within(build, expected, limit, machine, spill, prepare, metered)
 
 
 def _run_within(
@@ -172,18 +194,34 @@ def _run_within(
     machine: Machine,
     spill: Path,
     prepare: Callable[[ebbtide.Budget], None],
+    metered: bool,
 ) -> Trial:
     program = build()
     states: list[str] = []
     with ebbtide.Budget(limit, spill=spill, machine=machine) as memory:
         prepare(memory)
         for index, record in enumerate(expected):
-            metered = program.steady and index in METERED
-            guard = (lambda: _metered_step(memory)) if metered else memory.step
+            counts = metered and program.steady and index in METERED
+            guard = (lambda: _metered_step(memory)) if counts else memory.step
             states.append(memory.state)
             compare(record, program.run(index, guard), f"step {index} ({states[-1]}), limit {limit}")
         assert memory.limit_bytes is not None
         return Trial(memory.limit_bytes, states, memory.plan)
+
+
+def divided(solve: Callable[..., Plan], tier: str) -> Callable[..., Plan]:
+    """A planner whose plans send about every other value that leaves to ``tier`` instead."""
+    dice = random.Random(0)
+
+    def solve_divided(*arguments: Any, **options: Any) -> Plan:
+        plan = solve(*arguments, **options)
+        decisions = tuple(
+            dataclasses.replace(d, tier=tier) if isinstance(d, Offload) and dice.random() < 0.5 else d
+            for d in plan.decisions
+        )
+        return dataclasses.replace(plan, decisions=decisions)
+
+    return solve_divided
 
 
 @contextlib.contextmanager

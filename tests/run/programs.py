@@ -109,7 +109,7 @@ class Transformer(Program):
         return LanguageModel()
 
     def tokens(self, index: int) -> Tensor:
-        return torch.randint(64, (4, 48), generator=torch.Generator().manual_seed(index))
+        return self.integers(index, 64, 4, 48)
 
     def loss(self, index: int) -> Tensor:
         return self.model(self.tokens(index))
@@ -120,7 +120,7 @@ class MixedPrecision(Transformer):
     """The transformer under bf16 autocast: casts of parameters are made in the step and cached."""
 
     def loss(self, index: int) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
             return self.model(self.tokens(index)).float()
 
 

@@ -90,7 +90,7 @@ class SparseEmbedding(Program):
         return torch.optim.SGD(self.model.parameters(), lr=0.1)
 
     def loss(self, index: int) -> Tensor:
-        picks = torch.randint(512, (256,), generator=torch.Generator().manual_seed(index))
+        picks = self.integers(index, 512, 256)
         return self.model["mlp"](self.model["rows"](picks)).square().mean()
 
 
@@ -233,7 +233,7 @@ class RandomOps(Chain):
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__(seed)
-        self.generator = torch.Generator().manual_seed(7)
+        self.generator = torch.Generator(torch.get_default_device()).manual_seed(7)
 
     def forward(self, index: int) -> Tensor:
         h = self.model[:4](self.data(index, 256, 64))

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.run.harness import Guard, Program, Record, machine_with_disk, run_plain, run_within
+from ebbtide.machine import Tier
+from tests.run.harness import Guard, Program, Record, paper_machine, run_plain, run_within
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
 
@@ -183,7 +184,9 @@ def check(source: str, limit: int | str, bandwidth: float, latency: float, passe
     """Run source text plain and under a budget."""
     expected = run_plain(lambda: Written(source, passes))
     steady = not any(bool(record["refused"]) for record in expected)
-    run_within(lambda: Written(source, passes, steady), expected, limit, machine_with_disk(bandwidth, latency), spill)
+    disk = Tier("disk", "disk")
+    machine = paper_machine("ram", disk, bandwidth_bytes_per_second=bandwidth, latency_seconds=latency)
+    run_within(lambda: Written(source, passes, steady), expected, limit, machine, spill)
 
 
 @hypothesis.given(

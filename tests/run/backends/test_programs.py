@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,12 +14,22 @@ import torch
 import ebbtide
 import tests.run.programs_rare  # noqa: F401  (registers its programs)
 from ebbtide.decisions import Offload
-from ebbtide.machine import Link, Machine, Tier
+from ebbtide.machine import Machine, Tier
 from ebbtide.run import kinds
 from ebbtide.run.backends.threads import InlineBackend, Temper
 from ebbtide.run.tiers import Arena, StagedTier, StreamTier
 from ebbtide.run.tiers.pinned import GROWTH_BYTES
-from tests.run.harness import FAST_DISK, SLOW_DISK, Program, Record, compare, run_plain, run_within
+from tests.run.harness import (
+    FAST_DISK,
+    SLOW_DISK,
+    Program,
+    Record,
+    compare,
+    divided,
+    fast_machine,
+    run_plain,
+    run_within,
+)
 from tests.run.programs import PROGRAMS, Chain
 from tests.run.test_identical import Forbidden
 from tests.run.tiers.stand_ins import MIB
@@ -118,21 +126,8 @@ def test_the_arena_becomes_as_large_as_the_plan_needs(tmp_path: Path) -> None:
 
 def test_two_tiers_in_one_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every other value goes to the second tier: the plan says which, and the numbers are the same."""
-    solve = kinds.solve
-    dice = random.Random(0)
-
-    def divided(*arguments, **options):  # type: ignore[no-untyped-def]
-        plan = solve(*arguments, **options)
-        decisions = tuple(
-            Offload("host", d.out, d.release, d.load) if isinstance(d, Offload) and dice.random() < 0.5 else d
-            for d in plan.decisions
-        )
-        return dataclasses.replace(plan, decisions=decisions)
-
-    monkeypatch.setattr(kinds, "solve", divided)
-    rate = 1e12
-    links = tuple(Link(*pair, 1e-7, rate, rate) for tier in ("disk", "host") for pair in (("ram", tier), (tier, "ram")))
-    machine = Machine("paper", "ram", (Tier("ram", "device"), Tier("disk", "disk"), Tier("host", "host")), links)
+    monkeypatch.setattr(kinds, "solve", divided(kinds.solve, "host"))
+    machine = fast_machine("ram", Tier("disk", "disk"), Tier("host", "host"))
     with InlineBackend(3) as backend:
         host = StreamTier(backend, Arena(torch.UntypedStorage, 64 * MIB, 64 * MIB))
         disks = []

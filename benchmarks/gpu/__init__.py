@@ -1,0 +1,1 @@
+"""The benchmark on a GPU: ``python -m benchmarks.gpu --json FILE``."""
