@@ -20,6 +20,7 @@ from ebbtide.errors import OutOfMemoryError, StepError
 from ebbtide.observe.clock import HostClock
 from ebbtide.run import allocator
 from ebbtide.run.gauges import Gauges, gauges_of, likely_device
+from ebbtide.run.shortage import out_of_memory
 from ebbtide.units import format_bytes
 from tests.run.gauges import UNIT, ArenaMemory, LaggingClock, install
 from tests.run.harness import FAST_DISK, SLOW_DISK, Program, Record, compare
@@ -235,6 +236,19 @@ def test_a_smaller_request_that_failed_for_holes(device: ArenaMemory, tmp_path: 
         Blocks(0, run_out).compute(0, memory.step)
     assert caught.value.fits_bytes is not None
     assert caught.value.fits_bytes < device.allocated_bytes() + (2 << 30) + (64 << 20)
+
+
+@pytest.mark.parametrize(
+    ("fault", "match"),
+    [
+        (torch.OutOfMemoryError(CUDA_MESSAGE), "not the memory that the budget is for"),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 4096 bytes."), "of RAM"),
+    ],
+)
+def test_other_memory_says_nothing_of_the_budget(fault: Exception, match: str, device: ArenaMemory) -> None:
+    error = out_of_memory(fault, torch.device("cuda", 1), device, None, 1 << 30)
+    assert error.fits_bytes is None
+    assert match in str(error)
 
 
 def test_the_error_keeps_no_tensor_alive(device: ArenaMemory, tmp_path: Path) -> None:

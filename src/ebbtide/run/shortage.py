@@ -20,6 +20,9 @@ class _DeviceOutOfMemoryError(OutOfMemoryError, torch.OutOfMemoryError):
     """For those who catch PyTorch's own."""
 
 
+_WHERE = re.compile(r"GPU ([0-9]+)")
+
+
 def is_out_of_memory(fault: BaseException) -> bool:
     """Whether ``fault`` is how PyTorch or Python say that memory has run out."""
     on_cpu = type(fault) is RuntimeError and "DefaultCPUAllocator" in str(fault)
@@ -35,9 +38,11 @@ def out_of_memory(
     """
     asked = _asked_bytes(str(fault))
     fits = None
-    if memory is None:
+    advice = "Make the batch smaller, or give back memory that the step does not need"
+    if not isinstance(fault, torch.OutOfMemoryError):
         state = f"{format_bytes(available_bytes())} of RAM are available"
-        advice = "Make the batch smaller, or give back memory that the step does not need"
+    elif memory is None or _elsewhere(fault, device):
+        state = "it is not the memory that the budget is for"
     else:
         allocated, free = memory.allocated_bytes(), memory.free_bytes()
         fits = allocated + (free if asked is None else min(free, max(0, asked - 1)))
@@ -47,7 +52,8 @@ def out_of_memory(
                 ", but not in one piece (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, set before the start, keeps "
                 "memory in one)"
             )
-        advice = f"A budget of {fits} bytes ({format_bytes(fits)}) would fit: from now on plans stay within that"
+        if limit_bytes is None or fits < limit_bytes:
+            advice = f"A budget of {fits} bytes ({format_bytes(fits)}) would fit: from now on plans stay within that"
     what = "memory" if asked is None else format_bytes(asked)
     message = (
         f"{_first_sentence(fault)} In a step on {device}, {what} was asked for: {state}. {_planned(plan)}"
@@ -58,6 +64,12 @@ def out_of_memory(
     return kind(
         message, planned_bytes=plan.peak_bytes if plan is not None else None, asked_bytes=asked, fits_bytes=fits
     )
+
+
+def _elsewhere(fault: BaseException, device: torch.device) -> bool:
+    """Whether CUDA's allocator says that another device is full."""
+    match = _WHERE.search(str(fault))
+    return device.type == "cuda" and match is not None and int(match[1]) != device.index
 
 
 def _asked_bytes(message: str) -> int | None:
