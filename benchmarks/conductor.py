@@ -133,7 +133,7 @@ def under_script(script: Script, start: Tensor) -> Callable[[], None]:
         raise AssertionError("nothing moves in this chain")
 
     def act() -> None:
-        conductor = Conductor(script, [], tier, SafePolicy(None, tier), timed=False)
+        conductor = Conductor(script, [], tier, SafePolicy(None, tier))
         with torch.autograd.graph.saved_tensors_hooks(conductor.pack, conductor.unpack):
             conductor.start()
             train(start)

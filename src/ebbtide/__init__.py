@@ -7,6 +7,7 @@ from ebbtide.decisions import Plan as Plan
 from ebbtide.decisions import Recompute as Recompute
 from ebbtide.errors import BudgetError as BudgetError
 from ebbtide.errors import EbbtideError as EbbtideError
+from ebbtide.errors import OutOfMemoryError as OutOfMemoryError
 from ebbtide.errors import PlanError as PlanError
 from ebbtide.errors import PolicyError as PolicyError
 from ebbtide.errors import RecipeError as RecipeError

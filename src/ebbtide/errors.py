@@ -36,6 +36,24 @@ class BudgetError(EbbtideError):
         self.module = module
 
 
+class OutOfMemoryError(EbbtideError, RuntimeError, MemoryError):
+    """A step asked for more memory than there was. On a device it is a `torch.OutOfMemoryError`, too.
+
+    Attributes:
+        planned_bytes: the peak that was planned, or None where there was no plan.
+        asked_bytes: what was asked for, or None if PyTorch does not say.
+        fits_bytes: the largest budget that could fit on the device, or None where its allocator does not count.
+    """
+
+    def __init__(
+        self, message: str, *, planned_bytes: int | None, asked_bytes: int | None, fits_bytes: int | None
+    ) -> None:
+        super().__init__(message)
+        self.planned_bytes = planned_bytes
+        self.asked_bytes = asked_bytes
+        self.fits_bytes = fits_bytes
+
+
 class PlanError(EbbtideError):
     """A plan does not fit the step or the machine it is used with."""
 

@@ -11,7 +11,7 @@ class Measured:
 
     Attributes:
         state: ``observe``, ``verify``, ``audit``, ``planned`` or ``idle``.
-        seconds: wall time of the step's context.
+        seconds: time of the step's context, by the clock of its device; None until the device is known to be done.
         peak_bytes: the most bytes of live tensors, where they were counted.
         rss_bytes: the most resident bytes above rest, where they were read.
         left: why the step left its plan, or an empty string.

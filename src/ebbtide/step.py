@@ -74,7 +74,7 @@ class Value:
     """One version of one storage.
 
     Attributes:
-        size_bytes: bytes of the storage.
+        size_bytes: bytes of the storage; on CUDA, bytes that the allocator hands out for it on the training device.
         storage: number of the storage; versions of one storage share it, and its bytes count once.
         maker: tick of the op that made this version, or `EXTERNAL`.
         uses: ticks of the ops that read it, ascending.

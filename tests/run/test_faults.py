@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import ebbtide
 from ebbtide.decisions import Offload
-from ebbtide.errors import BudgetError, EbbtideError, SpillError, StepError
+from ebbtide.errors import BudgetError, EbbtideError, OutOfMemoryError, SpillError, StepError
 from ebbtide.units import format_bytes
 from tests.conftest import hooks_left, modes_left, open_files, runtime_threads
 from tests.run.harness import FAST_DISK, SLOW_DISK, STEPS, Guard, Record, compare
@@ -124,6 +124,25 @@ def test_exception_in_user_code(memory: ebbtide.Budget, where: str, at: int, err
 
     program = Steps(at, forward=fail) if where == "forward" else Steps(at, backward=fail)
     survive(memory, program, error, "by the user")
+
+
+def _too_much() -> None:
+    torch.empty(1 << 48)
+
+
+def _none_left() -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize("at", [OBSERVED, VERIFIED, PLANNED])
+def test_no_memory_left(memory: ebbtide.Budget, at: int) -> None:
+    match = "Out of memory. In a step on cpu, 1024 TiB was asked for: .* of RAM are available"
+    survive(memory, Steps(at, forward=_too_much), OutOfMemoryError, match)
+
+
+def test_no_memory_left_for_python(offloading: ebbtide.Budget) -> None:
+    match = "Out of memory. In a step on cpu, memory was asked for: .* The planned peak is"
+    survive(offloading, Steps(PLANNED, backward=_none_left), OutOfMemoryError, match)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt within a finalizer

@@ -35,6 +35,7 @@ from torch._subclasses.fake_tensor import (
 
 from ebbtide.errors import RecordError, StepError
 from ebbtide.machine import Kernels, Machine
+from ebbtide.observe.clock import Span
 from ebbtide.observe.cuda_choices import cuda_choices
 from ebbtide.observe.ledger import has_storage
 from ebbtide.observe.recorder import Recorder
@@ -157,10 +158,10 @@ class _FakeRecorder(Recorder):
             return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _execute(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float, int]:
+    def _execute(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Span], int]:
         result = func(*args, **kwargs)
         self.works.append(work_of(func, args, kwargs, result))
-        return result, 0.0, 0
+        return result, [], 0
 
     def keep(self, tensor: torch.Tensor) -> _Watched:
         """The pack hook."""

@@ -28,7 +28,7 @@ class StorageRecord:
 
     Attributes:
         number: order of first sight.
-        size_bytes: bytes of the storage.
+        size_bytes: bytes that the storage counts for.
         external: whether the code touched it without having made it.
         cdata: its identity while it lives; the number is reused after its death.
     """
@@ -44,9 +44,18 @@ class StorageRecord:
 
 
 class Ledger:
-    """Counts live bytes, exactly: external storages for as long as the ledger runs, made ones until they die."""
+    """Counts live bytes, exactly: external storages for as long as the ledger runs, made ones until they die.
 
-    def __init__(self, on_death: Callable[[StorageRecord], None] | None = None) -> None:
+    Args:
+        on_death: called when a storage has died.
+        size_of: bytes that a storage counts for.
+    """
+
+    def __init__(
+        self,
+        on_death: Callable[[StorageRecord], None] | None = None,
+        size_of: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage.nbytes,
+    ) -> None:
         self.resting_bytes = 0
         self.made_bytes = 0
         self.peak_made_bytes = 0
@@ -54,6 +63,7 @@ class Ledger:
         self._living: dict[int, StorageRecord] = {}
         self._count = 0
         self._on_death = on_death
+        self._size_of = size_of
 
     @property
     def live_bytes(self) -> int:
@@ -81,7 +91,7 @@ class Ledger:
         return self._enter(storage, external=False), True
 
     def _enter(self, storage: torch.UntypedStorage, external: bool) -> StorageRecord:
-        record = StorageRecord(self._count, storage.nbytes(), external, storage._cdata)
+        record = StorageRecord(self._count, self._size_of(storage), external, storage._cdata)
         self._count += 1
         self._living[record.cdata] = record
         if external:

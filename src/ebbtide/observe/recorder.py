@@ -14,14 +14,16 @@ NOTE [What is a value, and when does it die]
 
 from __future__ import annotations
 
+import dataclasses
 import gc
-import time
 import weakref
 from typing import Any
 
 import torch
 
 from ebbtide.errors import StepError
+from ebbtide.observe.allocated import AllocatedProbe, Memory, with_everything_allocated
+from ebbtide.observe.clock import Clock, HostClock, Span, total_seconds
 from ebbtide.observe.ledger import Ledger, StorageRecord, has_storage, tensors_in
 from ebbtide.observe.mode import DispatchMode
 from ebbtide.observe.modules import ModuleTrail
@@ -71,7 +73,7 @@ class _Storage:
 
 
 class _OpDraft:
-    __slots__ = ("duration", "info", "inputs", "module", "mutated", "outputs", "phase", "replay", "workspace")
+    __slots__ = ("info", "inputs", "module", "mutated", "outputs", "phase", "replay", "spans", "workspace")
 
     def __init__(self, info: OperatorInfo, inputs: tuple[int, ...], phase: Phase, module: str) -> None:
         self.info = info
@@ -79,7 +81,7 @@ class _OpDraft:
         self.inputs = inputs
         self.outputs: tuple[int, ...] = ()
         self.mutated: tuple[tuple[int, int], ...] = ()
-        self.duration = 0.0
+        self.spans: list[Span] = []
         self.workspace = 0
         self.phase = phase
         self.module = module
@@ -99,16 +101,24 @@ class Recorder(DispatchMode):
 
     Args:
         probe: measures the memory that each op takes and gives back inside itself; without one it is read as 0.
+        clock: what ops are timed by. It is read in `finish`, not before.
+        memory: of the training device, if its allocator says what is taken: then all of that is counted. See
+            NOTE [Everything allocated] in `allocated.py`.
 
     Attributes:
         hidden: while true, ops are run without being recorded; the runtime sets it around its own ops.
     """
 
-    def __init__(self, probe: WorkspaceProbe | None = None) -> None:
+    def __init__(
+        self, probe: WorkspaceProbe | None = None, *, clock: Clock | None = None, memory: Memory | None = None
+    ) -> None:
         super().__init__()
         self.hidden = False
-        self.ledger = Ledger(self._died)
-        self._probe = probe
+        self.ledger = Ledger(self._died) if memory is None else Ledger(self._died, memory.size_of)
+        self._memory = memory
+        self._probe = probe if memory is None else AllocatedProbe(memory)
+        self._time = clock if clock is not None else HostClock()
+        self._mark = self._time.mark
         self._trail = ModuleTrail()
         self._wrapper = storage_wrapper_count()
         self._records: dict[StorageRecord, _Storage] = {}
@@ -121,14 +131,14 @@ class Recorder(DispatchMode):
         self._unpacked: list[list[int]] = []
         self._events: list[Event] = []
         self._clock = 0
-        self._left = 0.0
+        self._left: Any = None
         self._backward_module = ""
 
     def __enter__(self) -> Recorder:
         gc.collect()  # garbage of earlier steps must not die in this one
         self._trail.start()
         super().__enter__()
-        self._left = time.perf_counter()
+        self._left = self._mark()
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -142,7 +152,7 @@ class Recorder(DispatchMode):
         kwargs = kwargs or {}
         if self.hidden:
             return func(*args, **kwargs)
-        self._tick_over(time.perf_counter())
+        self._tick_over()
         info = operator_info(func)
         tick = len(self._ops)
         trains = info.replay == "batch_norm" and args[5] is True
@@ -153,31 +163,31 @@ class Recorder(DispatchMode):
             draft.replay = "pure"
         self._ops.append(draft)
         self._clock += 1
-        result, draft.duration, grown = self._execute(func, args, kwargs)
+        result, draft.spans, grown = self._execute(func, args, kwargs)
         made = self._outputs(draft, info, args, kwargs, result, tick)
         draft.workspace = max(0, grown - made)
-        self._left = time.perf_counter()
+        self._left = self._mark()
         return result
 
-    def _execute(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float, int]:
-        """Run the op: its result, its seconds, and the bytes by which memory grew inside it, outputs included."""
+    def _execute(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Span], int]:
+        """Run the op: its result, when it ran, and the bytes by which memory grew inside it, outputs included."""
         if self._probe is not None:
-            self._probe.before()
-        started = time.perf_counter()
+            self._probe.before(self.ledger.made_bytes)
+        started = self._mark()
         result = func(*args, **kwargs)
-        seconds = time.perf_counter() - started
+        ended = self._mark()
         # Before anything else can take memory.
-        return result, seconds, self._probe.after() if self._probe is not None else 0
+        return result, [(started, ended)], self._probe.after() if self._probe is not None else 0
 
     def _place(self) -> tuple[Phase, str]:
         if torch._C._current_graph_task_id() == -1:
             return "forward", self._trail.path
         return "backward", self._backward_module
 
-    def _tick_over(self, now: float) -> None:
+    def _tick_over(self) -> None:
         """What every moment begins with: time since the last belongs to the last op; who has become exclusive."""
         if self._ops:
-            self._ops[-1].duration += now - self._left
+            self._ops[-1].spans.append((self._left, self._mark()))
         if self._watched:
             for number, storage in list(self._watched.items()):
                 if _use_count(storage.cdata) <= storage.aliases + self._wrapper - 1:
@@ -256,7 +266,7 @@ class Recorder(DispatchMode):
 
     def pack(self, tensor: torch.Tensor) -> int:
         """Record a save; returns the number of the saved tensor, or -1 if it cannot be followed."""
-        self._tick_over(time.perf_counter())
+        self._tick_over()
         number = -1
         if has_storage(tensor):
             storage = self._touch(tensor)
@@ -275,23 +285,23 @@ class Recorder(DispatchMode):
             )
             self._events.append(Event("pack", len(self._ops), number))
             self._clock += 1
-        self._left = time.perf_counter()
+        self._left = self._mark()
         return number
 
     def unpack(self, number: int) -> None:
         """Record that autograd asks for saved tensor ``number``."""
         if number < 0 or not self.ledger.open:
             return
-        self._tick_over(time.perf_counter())
+        self._tick_over()
         self._events.append(Event("unpack", len(self._ops), number))
         self._unpacked[number].append(self._clock)
         self._backward_module = self._saved_modules[number]
         self._clock += 1
-        self._left = time.perf_counter()
+        self._left = self._mark()
 
     def resume(self) -> None:
         """The hook that called `pack` or `unpack` is done: what passes from now on is the step's own time."""
-        self._left = time.perf_counter()
+        self._left = self._mark()
 
     def storage_of(self, number: int) -> _Storage:
         """The storage that saved tensor ``number`` shows."""
@@ -329,7 +339,7 @@ class Recorder(DispatchMode):
     # --- the result ----------------------------------------------------------------------------------------------
 
     def finish(self) -> Step:
-        """The step that was recorded, up to now."""
+        """The step that was recorded, up to now. Waits until the device is done with it."""
         moments = len(self._ops) + len(self._events)
         ops = tuple(
             Op(
@@ -337,7 +347,7 @@ class Recorder(DispatchMode):
                 inputs=draft.inputs,
                 outputs=draft.outputs,
                 mutated=draft.mutated,
-                duration_seconds=round(draft.duration, 9),
+                duration_seconds=round(total_seconds(self._time, draft.spans), 9),
                 workspace_bytes=draft.workspace,
                 replay=draft.replay,
                 phase=draft.phase,
@@ -360,7 +370,10 @@ class Recorder(DispatchMode):
             Saved(s.value, s.dtype, s.shape, s.stride, s.offset, tuple(self._unpacked[n]))
             for n, s in enumerate(self._saved)
         )
-        return Step(ops, values, saved, tuple(self._events), self._absences())
+        step = Step(ops, values, saved, tuple(self._events), self._absences())
+        if self._memory is None:
+            return step
+        return with_everything_allocated(dataclasses.replace(step, device=self._memory.device.type))
 
     def _absences(self) -> tuple[Absence, ...]:
         """For each saved value the gap from when only autograd held it to when autograd asked for it."""

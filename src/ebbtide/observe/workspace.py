@@ -8,8 +8,8 @@ from typing import Protocol
 class WorkspaceProbe(Protocol):
     """Measures how much memory is taken while an op runs."""
 
-    def before(self) -> None:
-        """Call right before the op."""
+    def before(self, made_bytes: int, /) -> None:
+        """Call right before the op, with the bytes that the step has made so far and that are alive."""
         ...
 
     def after(self) -> int:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 import threading
-import time
-import warnings
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ebbtide.decisions import Plan
-from ebbtide.errors import PlanError, StepError
+from ebbtide.errors import OutOfMemoryError, PlanError, StepError
 from ebbtide.machine import Machine
 from ebbtide.measured import Measured
 from ebbtide.observe.recorder import Recorder
@@ -21,11 +18,15 @@ from ebbtide.plan import plain_peak_bytes
 from ebbtide.run import allocator
 from ebbtide.run.calibrate import machine_for
 from ebbtide.run.conductor import Conductor
+from ebbtide.run.device import TrainingDevice
+from ebbtide.run.gauges import likely_device
+from ebbtide.run.hooks import LightWatch, forget_failed_backward, pop_hooks, push_hooks
 from ebbtide.run.kinds import Kind
-from ebbtide.run.meter import PeakMeter
+from ebbtide.run.meter import AllocatedMeter, PeakMeter
 from ebbtide.run.native import arena_library
 from ebbtide.run.rehearsed import Rehearsed
 from ebbtide.run.safe import SafePolicy
+from ebbtide.run.shortage import is_out_of_memory
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.tiers.choose import machine_on, settle, tiers_for
 from ebbtide.run.verify import Truth
@@ -47,11 +48,6 @@ _STEPS_BETWEEN_RESTS = 64
 _RSS_SLACK = 0.06
 """Resident bytes above rest may exceed the planned ones by this share before the heap's holes are given back."""
 
-_UNTRIED = (
-    "steps on CUDA are untried: no test of ebbtide has run on a GPU yet, and ops are timed by the host's clock, so "
-    "plans may be slow"
-)
-
 
 class Budget:
     """Runs training steps within a number of bytes, with gradients bit for bit those of plain PyTorch.
@@ -60,14 +56,17 @@ class Budget:
     if it computes values again, the next step verifies them; from then on steps run as planned.
 
     Args:
-        limit: bytes of all tensors alive that a step touches or makes, parameters and gradients included: an int,
-            ``"6GiB"``, or ``"50%"`` of the plain peak.
+        limit: an int, ``"6GiB"``, or ``"50%"`` of the plain peak. On a CPU, bytes of all tensors alive that a step
+            touches or makes, parameters and gradients included. On CUDA, all bytes that PyTorch's allocator has handed
+            out on the step's device: optimizer state and workspaces, too.
         spill: directory on a disk for tensors that leave; the system's directory for temporary files by default.
         verify: compare every value that is computed again with the truth, once.
         tune_allocator: let glibc's allocator keep its pages while this budget lives. See `ebbtide.run.allocator`.
         machine: the links to plan for; measured on first use by default.
         host: pinned host memory for tensors that leave CUDA devices, at most; half of what is available by default.
         checksum: check the bytes that come back from the disk.
+        hard: on CUDA, let PyTorch's allocator refuse, until this budget is closed, what goes beyond the limit, whoever
+            asks for it; not in the step that verifies. It counts whole segments: leave room for the holes in them.
 
     Raises:
         ValueError: if ``limit`` or ``host`` is not a size.
@@ -84,14 +83,17 @@ class Budget:
         machine: Machine | None = None,
         host: int | str | None = None,
         checksum: bool = False,
+        hard: bool = False,
     ) -> None:
         self._fraction = parse_fraction(limit) if isinstance(limit, str) else None
         self._limit_bytes = parse_bytes(limit) if self._fraction is None else None
         self._spill = Path(spill) if spill is not None else Path(tempfile.gettempdir())
         self._verify = verify
-        self._tune = tune_allocator
-        self._machine = machine
-        self._device = torch.device("cpu")
+        self._tune_allocator = tune_allocator
+        self._given_machine = machine
+        self._measured_machine: Machine | None = None
+        self._ground: TrainingDevice | None = None
+        self._hard = hard
         self.tiers: dict[str, SlowTier] = tiers_for(
             self._spill, checksum=checksum, host_bytes=parse_bytes(host) if host is not None else None
         )
@@ -114,10 +116,13 @@ class Budget:
     @property
     def machine(self) -> Machine:
         """The machine that plans are made for; measured on first use."""
-        if self._machine is None:
-            on_cpu = self._device.type == "cpu"
-            self._machine = machine_for(self._spill) if on_cpu else machine_on(self._device, self.tiers)
-        return self._machine
+        if self._given_machine is not None:
+            return self._given_machine
+        if self._measured_machine is None:
+            device = self._ground.device if self._ground is not None else likely_device()
+            on_cpu = device.type == "cpu"
+            self._measured_machine = machine_for(self._spill) if on_cpu else machine_on(device, self.tiers)
+        return self._measured_machine
 
     @property
     def plan(self) -> Plan | None:
@@ -149,6 +154,8 @@ class Budget:
         # The report is a floor above; this is the only call upwards, for the user's convenience.
         from ebbtide.report.summary import summarise
 
+        if self._ground is not None:
+            self._ground.readings.collect(wait=True)
         kind = self._current
         if kind is None or kind.plan is None:
             raise StepError("nothing to report yet: run two steps under `with budget.step():` first")
@@ -166,6 +173,7 @@ class Budget:
             StepError: on entry, if another step of this budget is under way, or the budget was closed.
             BudgetError: on exit of an observed step, if no plan can meet the limit.
             SpillError: inside, if tensors cannot be moved.
+            OutOfMemoryError: on exit, if memory ran out inside.
         """
         return _Running(self)
 
@@ -176,6 +184,8 @@ class Budget:
             for tier in self.tiers.values():
                 tier.drain()
                 tier.close()
+            if self._ground is not None:
+                self._ground.cap(None)
             if self._tune:
                 allocator.set_default()
 
@@ -193,14 +203,31 @@ class Budget:
             raise PlanError(f"the plan moves values to {name!r}; this Budget has {', '.join(self.tiers)}")
         return self.tiers[name]
 
-    def _settle_device(self, device: torch.device) -> None:
-        """What an observed step was seen to run on."""
-        if device.type != "cpu" and self._device.type == "cpu":
-            warnings.warn(_UNTRIED, stacklevel=4)
-        self._device = device
-        if self._tune and device.type != "cpu":
-            self._tune = False  # the allocator of RAM has no part in this
+    @property
+    def _tune(self) -> bool:
+        """Whether to have a part in the allocator of RAM: it has none in steps elsewhere."""
+        return self._tune_allocator and (self._ground is None or self._ground.device.type == "cpu")
+
+    @property
+    def _within(self) -> int | None:
+        """The limit, or what fits if that is less."""
+        return self._ground.within(self._limit_bytes) if self._ground is not None else self._limit_bytes
+
+    def _forget_all(self) -> None:
+        """What was learnt was learnt on another device."""
+        if self._tune_allocator:
             allocator.set_default()
+        self._kinds.clear()
+        self._current = self._measured_machine = None
+
+    def _run_short(self, fault: BaseException, kind: Kind | None) -> OutOfMemoryError:
+        """Memory ran out in a step of ``kind``: the error to raise. The next step is observed."""
+        assert self._ground is not None
+        error = self._ground.run_short(fault, kind.plan if kind is not None else None, self._limit_bytes)
+        if kind is not None:
+            kind.forget_plan()
+        self._observations_left = max(1, self._observations_left)
+        return error
 
     def _rest(self) -> int:
         """Resident bytes at rest. To be called as a step begins."""
@@ -223,7 +250,9 @@ class Budget:
         if self._limit_bytes is None:
             assert self._fraction is not None
             self._limit_bytes = int(self._fraction * plain_peak_bytes(step))
-        kind.make_plan(self.machine, self._limit_bytes, self._verify)
+        limit_bytes = self._within
+        assert limit_bytes is not None
+        kind.make_plan(self.machine, limit_bytes, self._verify)
         self._observations_left = 0
 
 
@@ -235,13 +264,14 @@ class _Running:
         self._recorder: Recorder | None = None
         self._policy: SafePolicy | None = None
         self._conductor: Conductor | None = None
-        self._meter: PeakMeter | None = None
+        self._ground: TrainingDevice
+        self._meter: PeakMeter | AllocatedMeter | None = None
         self._truth: Truth | None = None
-        self._light: _LightWatch | None = None
+        self._light: LightWatch | None = None
         self._places: Rehearsed | None = None
         self._kind: Kind | None = None
         self._state = "observe"
-        self._began = 0.0
+        self._began: Any = None
 
     def __enter__(self) -> None:
         budget = self._budget
@@ -255,37 +285,43 @@ class _Running:
                 )
             budget._running = self
         try:
+            self._ground = budget._ground = budget._ground or TrainingDevice()
             self._state = budget.state
             self._kind = None if self._state == "observe" else budget._current
             self._begin()
         except BaseException:
             budget._running = None
             raise
-        self._began = time.perf_counter()
+        self._began = self._ground.clock.mark()
 
     def _begin(self) -> None:
-        budget, kind = self._budget, self._kind
+        budget, kind, memory = self._budget, self._kind, self._ground.memory
+        if budget._hard:
+            if memory is None:
+                raise StepError("hard=True is for steps on CUDA, and nothing is there yet; leave it out on a CPU")
+            # The step that verifies holds true values besides those computed again.
+            self._ground.cap(None if self._state == "verify" else budget._limit_bytes)
         settle(budget.tiers, kind.places_in if kind is not None else _unplanned)
         if kind is None or kind.script is None or kind.plan is None:
             self._observe()
         elif self._state == "idle":
-            self._light = _LightWatch(kind)
-            _push(self._light.pack, self._light.unpack)
+            self._light = LightWatch(next(iter(kind.step.saved), None))
+            push_hooks(self._light.pack, self._light.unpack)
         else:
             self._truth = Truth() if self._state == "verify" else None
             self._conductor = Conductor(
                 kind.script,
                 [k.script for k in budget._kinds.values() if k.script is not None and k is not kind],
                 budget._tier,
-                SafePolicy(kind.plan.limit_bytes, budget._tier, other_bytes=_assumed_bytes(kind.plan)),
+                SafePolicy(kind.plan.limit_bytes, budget._tier, other_bytes=_assumed_bytes(kind.plan), memory=memory),
                 self._truth,
                 None if kind.places.serves else self._trimmer(kind.plan.peak_bytes - kind.plan.resting_bytes),
-                timed=self._state == "planned" and not kind.pace.done,
+                self._ground.clock if self._state == "planned" and not kind.pace.done else None,
             )
             if self._state == "audit":
-                self._meter = PeakMeter()
+                self._meter = PeakMeter() if memory is None else AllocatedMeter(memory)
                 self._meter.enter()
-            _push(self._conductor.pack, self._conductor.unpack)
+            push_hooks(self._conductor.pack, self._conductor.unpack)
             self._conductor.start()
         if kind is not None and self._state in ("rehearse", *FINAL_STATES) and budget._tune:
             self._places = kind.places
@@ -296,12 +332,14 @@ class _Running:
         again = bool(budget._kinds)
         if budget._tune:
             allocator.set_tuned() if again else allocator.set_exact()
-        self._recorder = Recorder(allocator.arena_probe() if budget._tune and again else None)
+        probe = allocator.arena_probe() if budget._tune and again else None
+        memory = self._ground.memory
+        self._recorder = Recorder(probe, clock=self._ground.clock, memory=memory)
         trimmer = None
         if again and budget._limit_bytes is not None and budget.observed is not None:
             trimmer = self._trimmer(budget._limit_bytes - budget.observed.resting_bytes)
-        self._policy = SafePolicy(budget._limit_bytes, budget._tier, self._recorder, trimmer=trimmer)
-        _push(self._policy.pack, self._policy.unpack)
+        self._policy = SafePolicy(budget._within, budget._tier, self._recorder, trimmer=trimmer, memory=memory)
+        push_hooks(self._policy.pack, self._policy.unpack)
         self._recorder.enter()
 
     def _trimmer(self, above_rest_bytes: int) -> allocator.Trimmer | None:
@@ -315,18 +353,25 @@ class _Running:
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        ended = time.perf_counter()
-        budget = self._budget
+        ended = self._ground.clock.mark()
+        budget, short = self._budget, None
         try:
             self._take_down()
             if fault is not None:
-                _forget_failed_backward()
+                if is_out_of_memory(fault):
+                    short = budget._run_short(fault, self._kind)
+                forget_failed_backward()
                 for tier in budget.tiers.values():
                     tier.drain()
-                return
-            self._note(ended)
+            else:
+                self._note(ended)
         finally:
             budget._running = None
+        if short is not None:
+            try:
+                raise short from fault
+            finally:
+                del short  # it and this frame would keep each other, and with them the tensors of the step
 
     def _take_down(self) -> None:
         if self._conductor is not None:
@@ -338,24 +383,48 @@ class _Running:
         if self._places is not None:
             self._places.end(exact=self._conductor.finished if self._conductor is not None else self._light is not None)
         if self._light is None or self._light.watching:
-            _pop()
+            pop_hooks()
 
-    def _note(self, ended: float) -> None:
+    def _note(self, ended: Any) -> None:
         budget, kind, conductor = self._budget, self._kind, self._conductor
         left = conductor.left if conductor is not None else self._light.left if self._light is not None else ""
         peak = self._meter.peak_bytes if self._meter is not None else None
-        budget.measured.append(Measured(self._state, ended - self._began, peak, left=left))
+        self._time(ended, Measured(self._state, None, peak, left=left))
         if self._recorder is not None and self._policy is not None:
-            budget._settle_device(self._policy.device)
-            budget._learn(self._recorder.finish())
+            if self._ground.was_right(self._policy.seen_bytes):
+                budget._learn(self._recorder.finish())
+            else:
+                budget._forget_all()
         elif left:
             budget._observations_left = _LOOKS_AFTER_LEAVING
         elif kind is not None and conductor is not None:
-            self._advance(kind, conductor, peak, ended)
-        elif kind is not None:
-            kind.watch(budget.machine, self._began, [], ended)
+            self._advance(kind, conductor, peak)
 
-    def _advance(self, kind: Kind, conductor: Conductor, peak: int | None, ended: float) -> None:
+    def _time(self, ended: Any, measured: Measured) -> None:
+        """Note what was measured, its time as soon as the device is done; and watch the pace of planned steps."""
+        budget, kind, conductor = self._budget, self._kind, self._conductor
+        script = kind.script if kind is not None and self._watched(kind, measured.left) else None
+        number = len(budget.measured)
+        budget.measured.append(measured)
+
+        def then(seconds: float, between: list[float]) -> None:
+            budget.measured[number] = dataclasses.replace(measured, seconds=seconds)
+            # It may have been planned for anew meanwhile.
+            if kind is not None and script is not None and kind.script is script:
+                kind.watch(budget.machine, between)
+
+        stamps = conductor.stamps if conductor is not None else []
+        self._ground.readings.add(self._began, stamps, ended, then)
+        self._ground.readings.collect()
+
+    def _watched(self, kind: Kind, left: str) -> bool:
+        """Whether the step ran from beginning to end as steps of its kind will, so that its pace tells theirs."""
+        conductor = self._conductor
+        if left or self._state not in FINAL_STATES:
+            return False
+        return conductor is None or (conductor.finished and conductor.script is kind.script)
+
+    def _advance(self, kind: Kind, conductor: Conductor, peak: int | None) -> None:
         """Move the kind of step along, if the step ran as planned from beginning to end."""
         budget = self._budget
         for other in budget._kinds.values():
@@ -377,48 +446,10 @@ class _Running:
             kind.state = "rehearse" if budget._tune and arena_library() is not None else "planned"
         elif self._state == "rehearse":
             kind.state = "planned"
-        else:
-            kind.watch(budget.machine, self._began, conductor.stamps, ended)
-
-
-class _LightWatch:
-    """Watches a step whose budget does not bind: looks at the first saved tensor, then takes its hooks out."""
-
-    def __init__(self, kind: Kind) -> None:
-        self.watching = True
-        self.left = ""
-        self._first = kind.step.saved[0] if kind.step.saved else None
-
-    def pack(self, tensor: torch.Tensor) -> Any:
-        from ebbtide.run.holdings import Kept
-
-        self.watching = False
-        _pop()
-        first = self._first
-        if first is None or tensor.dim() != len(first.shape) or tensor.numel() > torch.Size(first.shape).numel():
-            self.left = f"the first saved tensor is {list(tensor.shape)}, expected {first.shape if first else 'none'}"
-        return Kept(tensor, -1)
-
-    def unpack(self, handle: Any) -> torch.Tensor:
-        return handle.show()  # type: ignore[no-any-return]
 
 
 def _unplanned(_tier: str) -> None:
     """Nothing is known of what comes."""
-
-
-def _push(pack: Any, unpack: Any) -> None:
-    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-
-
-def _pop() -> None:
-    torch._C._autograd._pop_saved_tensors_default_hooks()
-
-
-def _forget_failed_backward() -> None:
-    """Let go of what was ready to run when a backward pass failed: autograd keeps it until this thread's next one."""
-    with torch.inference_mode(False), torch.enable_grad():
-        torch.zeros((), device="cpu", requires_grad=True).clone().backward()
 
 
 def _assumed_bytes(plan: Plan) -> int:

@@ -12,13 +12,13 @@ policy, and what is asked for comes back on demand.
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from ebbtide.observe.clock import Clock, Span
 from ebbtide.run.allocator import Trimmer
 from ebbtide.run.holdings import Holding, Kept, View, is_plain
 from ebbtide.run.recipes import CaptureMode, Recipe
@@ -40,12 +40,12 @@ class Conductor:
         safe: takes over when the plan is left.
         truth: if given, every value that the plan computes again is also kept and compared.
         trimmer: keeps the resident size near the live bytes; None to leave it alone.
-        timed: whether to take stamps.
+        clock: takes the stamps; None to take none.
 
     Attributes:
         script: the script that is followed, which may have changed since.
         left: why the plan was left, or an empty string.
-        stamps: if timed: time of each event, seconds, and how long the conductor then held it up.
+        stamps: with a clock: for each event its marks before and after what the conductor did there.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class Conductor:
         safe: SafePolicy,
         truth: Truth | None = None,
         trimmer: Trimmer | None = None,
-        timed: bool = True,
+        clock: Clock | None = None,
     ) -> None:
         self.script = script
         self.left = ""
-        self.stamps: list[tuple[float, float]] = []
+        self.stamps: list[Span] = []
         self._others = others
         self._tier = tier
         self._safe = safe
@@ -72,9 +72,9 @@ class Conductor:
         self._exact = True
         self._held: dict[int, weakref.ref[Holding]] = {}
         self._capture = CaptureMode(script.known, self.leave) if script.remakes else None
-        self._timed = timed
+        self._mark = clock.mark if clock is not None else None
         # Where nothing is to be done but to keep and to show, as at most events of most steps, the hooks are short.
-        self._short = not timed and trimmer is None
+        self._short = clock is None and trimmer is None
 
     def start(self) -> None:
         """Call when the step begins."""
@@ -106,7 +106,7 @@ class Conductor:
         return self._pack(tensor)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        began = time.perf_counter()
+        began = self._mark() if self._mark is not None else None
         capture = self._capture
         if capture is not None:
             capture.hidden = True
@@ -122,8 +122,8 @@ class Conductor:
             self._act()
             if self._capture is not None:
                 self._follow(stretch, tensor)
-            if self._timed:
-                self.stamps.append((began, time.perf_counter() - began))
+            if self._mark is not None:
+                self.stamps.append((began, self._mark()))
         if capture is not None:
             capture.hidden = False
         return handle
@@ -144,7 +144,7 @@ class Conductor:
     def _unpack(self, handle: Kept | View) -> torch.Tensor:
         if self.left:
             return self._safe.unpack(handle)
-        began = time.perf_counter()
+        began = self._mark() if self._mark is not None else None
         if self._event >= len(self.script.expected) or self.script.expected[self._event] != ~handle.number:
             self.leave(f"saved tensor {handle.number} was asked for out of turn")
             return handle.show()
@@ -155,8 +155,8 @@ class Conductor:
         self._act()
         if capture is not None:
             capture.hidden = False
-        if self._timed:
-            self.stamps.append((began, time.perf_counter() - began))
+        if self._mark is not None:
+            self.stamps.append((began, self._mark()))
         return tensor
 
     def _act(self) -> None:

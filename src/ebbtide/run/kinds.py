@@ -79,14 +79,21 @@ class Kind:
         """Never again compute these values a second time."""
         self.banned |= {i for i, absence in enumerate(self.step.absences) if absence.value in values}
 
-    def watch(self, machine: Machine, start: float, stamps: Sequence[tuple[float, float]], end: float) -> None:
+    def forget_plan(self) -> None:
+        """Steps of this kind do not run as planned: the next one is observed, and planned for anew."""
+        self.plan = self.script = None
+        self.state = "observe"
+        self.audited_peak_bytes = None
+        self.pace = Pace()
+
+    def watch(self, machine: Machine, between: Sequence[float]) -> None:
         """A step ran as planned: now and then refine the durations, and what the plan predicts from them.
 
-        See `Pace.add` for the times.
+        ``between`` are the seconds from one event to the next: see `Pace.add`.
         """
         if self.pace.done or self.plan is None:
             return
-        self.pace.add(start, stamps, end)
+        self.pace.add(between)
         if not self.pace.due:
             return
         self.step = self.pace.refine(self.step)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ebbtide.observe.allocated import Memory
 from ebbtide.observe.ledger import Ledger, has_storage, tensors_in
 from ebbtide.observe.mode import DispatchMode
 
@@ -63,3 +64,19 @@ class PeakMeter(DispatchMode):
             if has_storage(tensor):
                 self._ledger.make(tensor.untyped_storage())
         return result
+
+
+class AllocatedMeter:
+    """The most that an allocator had handed out at once between `enter` and `leave`, ``peak_bytes``."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self.peak_bytes = 0
+
+    def enter(self) -> None:
+        """Begin to count."""
+        self._memory.start_peak()
+
+    def leave(self) -> None:
+        """Count no more."""
+        self.peak_bytes = self._memory.peak_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from ebbtide.errors import StepError
 from ebbtide.observe.recorder import Recorder
 from ebbtide.run import allocator
+from ebbtide.run.gauges import gauges_of, likely_device
 from ebbtide.run.safe import SafePolicy
 from ebbtide.run.tiers import SlowTier
 from ebbtide.step import Step
@@ -17,10 +19,13 @@ from ebbtide.step import Step
 
 def observe_step(run: Callable[[], Any]) -> Step:
     """Call ``run``, one forward and backward pass during which nothing moves, and return what was seen."""
-    recorder = Recorder(allocator.arena_probe())
-    policy = SafePolicy(None, _nowhere, recorder)
+    gauges = gauges_of(likely_device())
+    on_cpu = gauges.device.type == "cpu"
+    probe = allocator.arena_probe() if on_cpu else None
+    recorder = Recorder(probe, clock=gauges.clock, memory=gauges.memory)
+    policy = SafePolicy(None, _nowhere, recorder, memory=gauges.memory)
     with (
-        allocator.tuned(),
+        allocator.tuned() if on_cpu else contextlib.nullcontext(),
         torch.autograd.graph.saved_tensors_hooks(policy.pack, policy.unpack),
         recorder,
     ):

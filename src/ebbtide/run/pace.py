@@ -8,7 +8,6 @@ proportion to their observed durations, is the better estimate.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -37,13 +36,12 @@ class Pace:
         """Whether no more steps are to be watched."""
         return len(self._runs) == WARM_UP + LOOKS[-1]
 
-    def add(self, start: float, stamps: Sequence[tuple[float, float]], end: float) -> None:
-        """Add a step: when it began and ended, and for each event its time and how long it was held up, seconds.
+    def add(self, seconds: Sequence[float]) -> None:
+        """Add a step: the seconds to its first event, from each event to the next, and from the last one to its end.
 
-        Without ``stamps``, for a step at whose events nobody watches, only its whole time is known.
+        For a step at whose events nobody watches, only its whole time is known.
         """
-        times = [(start, 0.0), *stamps, (end, 0.0)]
-        self._runs.append([max(0.0, b[0] - a[0] - a[1]) for a, b in itertools.pairwise(times)])
+        self._runs.append(list(seconds))
 
     def refine(self, step: Step) -> Step:
         """``step`` with the durations of its ops refined."""

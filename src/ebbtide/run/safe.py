@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ebbtide.observe.allocated import Memory
 from ebbtide.observe.ledger import has_storage
 from ebbtide.observe.recorder import Recorder, storage_wrapper_count
 from ebbtide.run.allocator import Trimmer
@@ -64,9 +65,11 @@ class SafePolicy:
         recorder: writes the step down, and knows the live bytes exactly.
         other_bytes: without a recorder: bytes to assume alive besides what is held here.
         trimmer: keeps the resident size near the live bytes; None to leave it alone.
+        memory: of the device that the limit is for, if its allocator says what is taken: then that is what is live,
+            and nothing that lies elsewhere moves.
 
     Attributes:
-        device: where the last tensor was that may be moved.
+        seen_bytes: by device, the bytes of all tensors that autograd saved and that may be moved.
     """
 
     def __init__(
@@ -76,9 +79,11 @@ class SafePolicy:
         recorder: Recorder | None = None,
         other_bytes: int = 0,
         trimmer: Trimmer | None = None,
+        memory: Memory | None = None,
     ) -> None:
         self.recorder = recorder
-        self.device = torch.device("cpu")
+        self.seen_bytes: collections.Counter[torch.device] = collections.Counter()
+        self._memory = memory
         self._trimmer = trimmer
         self._limit_bytes = limit_bytes
         self._tier = tier
@@ -135,9 +140,10 @@ class SafePolicy:
         holding = _CachedHolding(recorder, recorder.storage_of(number) if recorder is not None else None)
         holding.fill(tensor)
         self._held[identity] = weakref.ref(holding)
-        if holding.size_bytes >= LEAST_MOVED_BYTES:
+        self.seen_bytes[tensor.device] += holding.size_bytes
+        counts = self._memory is None or self._memory.size_of(tensor.untyped_storage()) > 0
+        if counts and holding.size_bytes >= LEAST_MOVED_BYTES:
             self._cache[id(holding)] = self._held[identity]
-            self.device = tensor.device
         if recorder is not None:
             recorder.held(holding.record, 1)
         return holding
@@ -156,6 +162,8 @@ class SafePolicy:
         return tensor
 
     def _live_bytes(self) -> int:
+        if self._memory is not None:
+            return self._memory.allocated_bytes()
         if self.recorder is not None and self.recorder.ledger.open:
             return self.recorder.ledger.live_bytes
         here = (reference() for reference in self._held.values())

@@ -1,4 +1,4 @@
-"""A CUDA device. Streams and events are PyTorch's own; all logic is elsewhere, where it is tested without one."""
+"""A CUDA device: streams, clock, memory. All logic is elsewhere, where it is tested without one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 
 _PORTABLE = 1
 """``cudaHostRegisterPortable``: pinned for every device of the process, not only for the current one."""
+_GRAIN_BYTES = 512
+"""``kMinBlockSize`` in c10/cuda/CUDACachingAllocator: it hands out multiples of this."""
 
 
 class CudaBackend:
@@ -68,6 +70,79 @@ class CudaBackend:
         parts: list[Any] = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
         # Older versions of PyTorch do not say where a device is.
         return cpus_near("{:04x}:{:02x}:{:02x}.0".format(*parts)) if None not in parts else frozenset()
+
+
+class CudaClock:
+    """See `ebbtide.observe.clock.Clock`. Marks are events on the current stream, half a microsecond fine."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> torch.cuda.Event:
+        """See `Clock.mark`."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def passed(self, mark: torch.cuda.Event) -> bool:
+        """See `Clock.passed`."""
+        return bool(mark.query())
+
+    def seconds(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
+        """See `Clock.seconds`."""
+        earlier.synchronize()
+        later.synchronize()
+        return float(earlier.elapsed_time(later)) / 1e3
+
+
+class CudaMemory:
+    """See `ebbtide.run.gauges.DeviceMemory`. What counts is what `torch.cuda.memory_allocated` does.
+
+    `start_peak` resets what `torch.cuda.max_memory_allocated` says.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._fraction: float | None = None
+
+    def size_of(self, storage: torch.UntypedStorage) -> int:
+        """See `Memory.size_of`."""
+        return -(-storage.nbytes() // _GRAIN_BYTES) * _GRAIN_BYTES if storage.device == self.device else 0
+
+    def allocated_bytes(self) -> int:
+        """See `Memory.allocated_bytes`."""
+        return self._count("allocated_bytes", "current")
+
+    def start_peak(self) -> None:
+        """See `Memory.start_peak`."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak_bytes(self) -> int:
+        """See `Memory.peak_bytes`."""
+        return self._count("allocated_bytes", "peak")
+
+    def free_bytes(self) -> int:
+        """See `DeviceMemory.free_bytes`."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        allowed = int(torch.cuda.get_per_process_memory_fraction(self.device) * total)
+        reachable = min(allowed, self._count("reserved_bytes", "current") + free)
+        return max(0, reachable - self.allocated_bytes())
+
+    def cap(self, limit_bytes: int | None) -> None:
+        """See `DeviceMemory.cap`. The allocator counts the segments that it took from the device."""
+        if self._fraction is None:
+            self._fraction = torch.cuda.get_per_process_memory_fraction(self.device)
+        fraction = self._fraction
+        if limit_bytes is not None:
+            fraction = min(fraction, limit_bytes / torch.cuda.mem_get_info(self.device)[1])
+            if self._count("reserved_bytes", "current") > limit_bytes:
+                torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(fraction, self.device)
+
+    def _count(self, what: str, which: str) -> int:
+        # Nested, since `memory_stats` takes ten times as long to sort all of them into one dictionary.
+        counts: Any = torch.cuda.memory_stats_as_nested_dict(self.device)
+        return int(counts[what]["all"][which])
 
 
 def cpus_near(pci_address: str, system: Path = Path("/sys")) -> frozenset[int]:

@@ -21,12 +21,12 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ebbtide.errors import SpillError
+from ebbtide.run.allocator import available_bytes
 from ebbtide.run.backends.base import Backend
 from ebbtide.run.tiers.memory import storage_over
 from ebbtide.run.tiers.places import Places
@@ -112,7 +112,7 @@ class Arena:
     def reserve(self, size_bytes: int) -> Place | None:
         """A place, or None if there is none."""
         rounded = _rounded(size_bytes)
-        offset = self._planned_offset(size_bytes, rounded)
+        offset = self._planned_offset(rounded)
         if offset is None:
             try:
                 offset = self._places.take(rounded)
@@ -141,10 +141,10 @@ class Arena:
             self._memory = self._take(size_bytes)
             self._places = Places(size_bytes)
 
-    def _planned_offset(self, size_bytes: int, rounded: int) -> int | None:
+    def _planned_offset(self, rounded: int) -> int | None:
         planned, number = self._planned, self._next
         self._next += 1
-        if planned is None or number >= len(planned.sizes_bytes) or planned.sizes_bytes[number] != size_bytes:
+        if planned is None or number >= len(planned.sizes_bytes) or _rounded(planned.sizes_bytes[number]) != rounded:
             return None
         offset = planned.offsets_bytes[number]
         return offset if self._places.claim(offset, rounded) else None
@@ -212,5 +212,4 @@ def touch(address: int, size_bytes: int, cpus: frozenset[int]) -> None:
 
 def spare_bytes() -> int:
     """Half of the RAM that the system says is available."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * 512 for line in lines if line.startswith("MemAvailable:"))  # it says KiB
+    return available_bytes() // 2

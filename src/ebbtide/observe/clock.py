@@ -1,0 +1,46 @@
+"""Times of a device's work, noted without waiting for it and read afterwards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+
+class Clock(Protocol):
+    """Notes where a device is in its work. A mark is whatever it likes; the host runs on meanwhile."""
+
+    def mark(self) -> Any:
+        """The point after all that the calling thread has given the device to do. Never waits."""
+        ...
+
+    def passed(self, mark: Any, /) -> bool:
+        """Whether the device has got to ``mark``. Never waits."""
+        ...
+
+    def seconds(self, earlier: Any, later: Any, /) -> float:
+        """Seconds from one mark to another. Waits until the device has got to both."""
+        ...
+
+
+class HostClock:
+    """The clock of a CPU, which has done its work by the time it is back. Marks are seconds."""
+
+    mark = staticmethod(time.perf_counter)
+
+    def passed(self, _mark: float) -> bool:
+        """See `Clock.passed`."""
+        return True
+
+    def seconds(self, earlier: float, later: float) -> float:
+        """See `Clock.seconds`."""
+        return later - earlier
+
+
+Span = tuple[Any, Any]
+"""Two marks of one clock, the earlier one first."""
+
+
+def total_seconds(clock: Clock, spans: Iterable[Span]) -> float:
+    """Seconds of all ``spans`` together, none of them less than 0. Waits for the device."""
+    return sum(max(0.0, clock.seconds(*span)) for span in spans)

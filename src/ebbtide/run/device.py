@@ -1,0 +1,84 @@
+"""The device that the steps of a budget run on: where that is, how its times are read, how much it can give."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+
+import torch
+
+from ebbtide.decisions import Plan
+from ebbtide.errors import OutOfMemoryError
+from ebbtide.observe.clock import Clock
+from ebbtide.run.gauges import DeviceMemory, gauges_of, likely_device
+from ebbtide.run.readings import Readings
+from ebbtide.run.shortage import out_of_memory
+
+_UNTRIED = "steps on CUDA are untried: no test of ebbtide has run on a GPU yet"
+
+
+class TrainingDevice:
+    """Before the first step it is guessed; an observed step shows where it really is.
+
+    Attributes:
+        readings: times of steps there that were not read yet.
+        fits_bytes: the largest budget that may fit, as far as running out of memory has shown; None if it never did.
+    """
+
+    def __init__(self) -> None:
+        self.fits_bytes: int | None = None
+        self._cap_bytes: int | None = None
+        self._confirmed = False
+        self._move(likely_device())
+
+    def _move(self, device: torch.device) -> None:
+        self._gauges = gauges_of(device)
+        self.readings = Readings(self._gauges.clock)
+
+    @property
+    def device(self) -> torch.device:
+        """The device."""
+        return self._gauges.device
+
+    @property
+    def clock(self) -> Clock:
+        """What steps are timed by."""
+        return self._gauges.clock
+
+    @property
+    def memory(self) -> DeviceMemory | None:
+        """Its memory; None on a CPU, where a budget counts the storages that a step touches or makes."""
+        return self._gauges.memory
+
+    def was_right(self, seen_bytes: Mapping[torch.device, int]) -> bool:
+        """Whether an observed step ran here. If not, the next one is expected where this one ran.
+
+        Args:
+            seen_bytes: by device, bytes that autograd saved there.
+        """
+        device = max(seen_bytes, key=lambda device: seen_bytes[device], default=self.device)
+        if device != self.device:
+            self.cap(None)
+            self._move(device)
+            self._confirmed = False
+            return False
+        if device.type == "cuda" and not self._confirmed:
+            warnings.warn(_UNTRIED, stacklevel=4)
+        self._confirmed = True
+        return True
+
+    def cap(self, limit_bytes: int | None) -> None:
+        """Let the allocator refuse what goes beyond ``limit_bytes``; None: what goes beyond the device."""
+        if self.memory is not None and limit_bytes != self._cap_bytes:
+            self.memory.cap(limit_bytes)
+            self._cap_bytes = limit_bytes
+
+    def within(self, limit_bytes: int | None) -> int | None:
+        """``limit_bytes``, or what fits if that is less."""
+        return min((size for size in (limit_bytes, self.fits_bytes) if size is not None), default=None)
+
+    def run_short(self, fault: BaseException, plan: Plan | None, limit_bytes: int | None) -> OutOfMemoryError:
+        """The error to raise where memory ran out, as ``fault`` says, in a step with this plan and budget, if any."""
+        error = out_of_memory(fault, self.device, self.memory, plan, limit_bytes)
+        self.fits_bytes = self.within(error.fits_bytes)
+        return error

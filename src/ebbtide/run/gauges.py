@@ -1,0 +1,53 @@
+"""What a step on some device is timed by, and what is asked about its memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import torch
+
+from ebbtide.observe.allocated import Memory
+from ebbtide.observe.clock import Clock, HostClock
+from ebbtide.run.backends.cuda import CudaClock, CudaMemory
+
+
+class DeviceMemory(Memory, Protocol):
+    """The memory of a device whose allocator counts, and refuses what is too much."""
+
+    def free_bytes(self) -> int:
+        """How much more could be handed out, if none of it was lost between blocks."""
+        ...
+
+    def cap(self, limit_bytes: int | None, /) -> None:
+        """Never take more than ``limit_bytes`` from the device, all told; None: as before the first cap."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gauges:
+    """One device.
+
+    Attributes:
+        device: of the steps that are gauged.
+        clock: what they are timed by.
+        memory: None where the allocator does not count: a budget then counts the storages that a step touches or makes.
+    """
+
+    device: torch.device
+    clock: Clock
+    memory: DeviceMemory | None
+
+
+def gauges_of(device: torch.device) -> Gauges:
+    """The gauges of a CPU or a CUDA device."""
+    if device.type == "cuda":
+        return Gauges(device, CudaClock(device), CudaMemory(device))
+    return Gauges(device, HostClock(), None)
+
+
+def likely_device() -> torch.device:
+    """Where a step will run that nothing is known about: on the current CUDA device, if CUDA is in use."""
+    if torch.cuda.is_initialized():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
