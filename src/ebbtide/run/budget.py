@@ -301,7 +301,7 @@ class _Running:
                 raise StepError("hard=True is for steps on CUDA, and nothing is there yet; leave it out on a CPU")
             # The step that verifies holds true values besides those computed again.
             self._ground.cap(None if self._state == "verify" else budget._limit_bytes)
-        settle(budget.tiers, kind.places_in if kind is not None else _unplanned)
+        settle(budget.tiers, kind.places_in if kind is not None else _unplanned, self._ground.device)
         if kind is None or kind.script is None or kind.plan is None:
             self._observe()
         elif self._state == "idle":

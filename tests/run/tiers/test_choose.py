@@ -65,18 +65,18 @@ def test_a_peer_out_of_reach_is_one_clear_error(tmp_path: Path) -> None:
 
 def test_arenas_follow_the_plan_of_their_tier() -> None:
     planned = {"one": PlannedPlaces((10,), (0,), 3 * MIB), "several": PlannedPlaces((10,), (0,), 5 * MIB)}
+    nothing = PlannedPlaces((), (), 0)
     with InlineBackend() as backend:
         arenas = [Arena(torch.UntypedStorage, 100 * MIB) for _ in range(3)]
         tiers = [StreamTier(backend, arena) for arena in arenas]
         remaining = iter(tiers[1:])
         several = DeviceTiers("several", "host", lambda device: next(remaining))
-        settle({"one": tiers[0], "several": several}, planned.get)
-        assert [arena.size_bytes for arena in arenas] == [4 * MIB, 0, 0]
-        several.of(CPU)
-        settle({"one": tiers[0], "several": several}, planned.get)
-        assert [arena.size_bytes for arena in arenas] == [4 * MIB, 6 * MIB, 0]
+        settle({"one": tiers[0], "several": several}, lambda _: nothing, CPU)
+        assert not several.made, "nothing goes there"
+        settle({"one": tiers[0], "several": several}, planned.get, CPU)
+        assert [arena.size_bytes for arena in arenas] == [4 * MIB, 6 * MIB, 0], "made before values come"
         several.of(torch.device("meta"))
-        settle({"one": tiers[0], "several": several}, planned.get)
+        settle({"one": tiers[0], "several": several}, planned.get, CPU)
         assert [arena.size_bytes for arena in arenas] == [4 * MIB, 6 * MIB, 0], "whose values come in which order?"
         for tier in tiers:
             tier.close()

@@ -89,13 +89,20 @@ def machine_on(device: torch.device, tiers: Mapping[str, SlowTier]) -> Machine:
     return measure_links(CudaBackend(device.index), slow, capacities, name=torch.cuda.get_device_name(device))
 
 
-def settle(tiers: Mapping[str, SlowTier], planned: Callable[[str], PlannedPlaces | None]) -> None:
-    """Between two steps: let arenas grow, and follow a plan. ``planned`` says where values lie in the tier of a name.
+def settle(tiers: Mapping[str, SlowTier], planned: Callable[[str], PlannedPlaces | None], device: torch.device) -> None:
+    """Between two steps on ``device``: make the tiers that a plan wants, let arenas grow, and follow the plan.
 
-    Where several devices share a tier, the order in which their values come is not planned for each of them.
+    ``planned`` says where values lie in the tier of a name. Where several devices share a tier, the order in which
+    their values come is not planned for each of them.
+
+    Raises:
+        SpillError: if a tier cannot be made.
     """
     for name, tier in tiers.items():
+        places = planned(name)
+        if isinstance(tier, DeviceTiers) and places is not None and places.sizes_bytes:
+            tier.of(device)  # in the step itself it would be late, and too small for what the plan moves
         made = tier.made if isinstance(tier, DeviceTiers) else (tier,)
         arenas = [one for one in made if isinstance(one, StreamTier)]
         for one in arenas:
-            one.settle(planned(name) if len(arenas) == 1 else None)
+            one.settle(places if len(arenas) == 1 else None)
