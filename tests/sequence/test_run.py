@@ -220,6 +220,7 @@ def test_loaded_states_cannot_be_written_to() -> None:
 
 
 class TestBackPressure:
+    @pytest.mark.usefixtures("queued_copies")
     def test_a_late_disk_makes_compute_wait(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Never more blocks than slots: at most so many copies are under way at once."""
         under_way: list[int] = []
@@ -309,6 +310,7 @@ class TestBadInput:
         with pytest.raises(SpillError, match="does not exist"):
             self.attempt(spill=tmp_path / "none")
 
+    @pytest.mark.usefixtures("queued_copies")
     @pytest.mark.parametrize("call", ["_pwrite", "_preadv"])
     def test_spill_directory_full_or_broken(self, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         calls = itertools.count()
