@@ -115,10 +115,11 @@ def quickest(
 
 def _quickest_disk() -> SlowMemory:
     """What no disk surpasses."""
-    ways = (("memory", DISK), (DISK, "memory"))
-    return SlowMemory(
-        DISK, *(Link(*way, QUICKEST_DISK_SECONDS, QUICKEST_DISK_RATE, QUICKEST_DISK_RATE) for way in ways)
+    out, back = (
+        Link(*way, QUICKEST_DISK_SECONDS, QUICKEST_DISK_RATE, QUICKEST_DISK_RATE)
+        for way in (("memory", DISK), (DISK, "memory"))
     )
+    return SlowMemory(DISK, out, back)
 
 
 def _paced(
@@ -174,8 +175,10 @@ def _measured(
     ways = (plain.out, plain.back)
     if disk.codec is None or trial.state_bytes < LEAST_CODEC_BYTES:
         return plain
-    quick = [dataclasses.replace(way, bandwidth_bytes_per_second=QUICKEST_CODEC, compute_slowdown=0.0) for way in ways]
-    if chosen([SlowMemory(disk.name, *quick, capacity_bytes)]).seconds >= CODEC_GAIN * chosen([plain]).seconds:
+    out, back = (
+        dataclasses.replace(way, bandwidth_bytes_per_second=QUICKEST_CODEC, compute_slowdown=0.0) for way in ways
+    )
+    if chosen([SlowMemory(disk.name, out, back, capacity_bytes)]).seconds >= CODEC_GAIN * chosen([plain]).seconds:
         return plain
     sample = trial.sample(disk.congruence_bytes).memory()[:PART_BYTES]
     share = paying_share(disk.codec, sample, *(way.seconds(len(sample)) for way in ways))

@@ -147,9 +147,8 @@ class StateStore:
             held = self._memory.pop(step)
             self._free.append(self._wait(*held) if isinstance(held, tuple) else held)
             return
-        held = self._memory.get(step)
-        if isinstance(held, tuple):  # it is still being read
-            self._memory[step] = self._wait(*held)
+        if isinstance(coming := self._memory.get(step), tuple):  # it is still being read
+            self._memory[step] = self._wait(*coming)
         self._settle(step, tier)
         if (place := self._shelves[tier].take(step)) is not None:
             self._tiers[tier].forget(place)
