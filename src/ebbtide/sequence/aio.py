@@ -99,11 +99,11 @@ class Copy:
     @property
     def ready(self) -> bool:
         """Whether `wait` would return at once."""
-        return self._control is None or _library().aio_error(self._control.address) != errno.EINPROGRESS
+        return self._control is None or self._file.library.aio_error(self._control.address) != errno.EINPROGRESS
 
     def settle(self) -> None:
         """Wait until nothing is under way, whatever came of it."""
-        control, library = self._control, _library()
+        control, library = self._control, self._file.library
         while control is not None and library.aio_error(control.address) == errno.EINPROGRESS:
             library.aio_suspend(control.alone, 1, None)
 
@@ -113,7 +113,7 @@ class Copy:
         if control is None:
             return
         self.settle()
-        library = _library()
+        library = self._file.library
         fault = library.aio_error(control.address)
         moved_bytes = library.aio_return(control.address)
         wanted_bytes = control.size_bytes
@@ -132,10 +132,15 @@ class AsyncFile:
         readers: how many copies back are made at a time.
         amend: called with a copy of which not all bytes were moved, how many were, and the system's error number or 0.
             It moves the rest, or raises.
+
+    Attributes:
+        amend: see above.
+        library: the C library.
     """
 
     def __init__(self, fd: int, readers: int, amend: Callable[[Copy, int, int], None]) -> None:
         self.amend = amend
+        self.library = _library()
         # For each descriptor the C library makes one copy at a time.
         self._fds = [os.dup(fd) for _ in range(1 + readers)]
         self._readers = itertools.cycle(self._fds[1:])
@@ -146,11 +151,11 @@ class AsyncFile:
 
     def write(self, storage: torch.UntypedStorage, offset_bytes: int, place: Any) -> Copy:
         """Begin to copy ``storage`` to an offset in the file. Raises `OSError` if that cannot even begin."""
-        return self._begin(_library().aio_write, self._fds[0], storage, offset_bytes, place, True)
+        return self._begin(self.library.aio_write, self._fds[0], storage, offset_bytes, place, True)
 
     def read(self, storage: torch.UntypedStorage, offset_bytes: int, place: Any) -> Copy:
         """Begin to fill ``storage`` from an offset in the file. Raises `OSError` if that cannot even begin."""
-        return self._begin(_library().aio_read, next(self._readers), storage, offset_bytes, place, False)
+        return self._begin(self.library.aio_read, next(self._readers), storage, offset_bytes, place, False)
 
     def _begin(
         self, call: Any, fd: int, storage: torch.UntypedStorage, offset_bytes: int, place: Any, is_write: bool

@@ -206,7 +206,9 @@ class TensorLayout:
             forms = self._forms[int(views.form)]
             self.generators.set([place.clone() for place in views.generators])
             # Detached: a state's tensors are told apart by what they are, and may be wanted more than once.
-            parts = [place.detach().to(leaf.device) for place, leaf in zip(views.parts, self._leaves, strict=True)]
+            parts = [place.detach() for place in views.parts]
+            if self.device_types != ["cpu"]:
+                parts = [part.to(leaf.device) for part, leaf in zip(parts, self._leaves, strict=True)]
             return [form.adopt(part, own=True) for form, part in zip(forms, parts, strict=True)]
 
     def copy(self, state: State) -> State:
