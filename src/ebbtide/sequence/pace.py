@@ -19,6 +19,8 @@ from ebbtide.sequence.store import Block
 TRIALS = 5
 TRIAL_SECONDS = 0.5
 """Calls of a step that are timed before a chain is run: so many, or for so long, but more than the first."""
+COPY_BLOCKS = 16
+"""Copies of a state are timed into so many blocks at most."""
 WARM_SECONDS = 2e-3
 """Short steps are timed for so long."""
 TRANSFERS = 3
@@ -82,10 +84,19 @@ def time_step(trial: Trial) -> float:
 
 
 def time_copy(trial: Trial) -> float:
-    """Median seconds to copy a state into a block; every schedule does that about once for each step."""
-    state, block = trial.prepare(), trial.sample(CONGRUENCE_BYTES)
+    """Median seconds to copy a state into a block; every schedule does that about once for each step.
+
+    Into one block after another, as in a run: one that was just used would be in the processor's caches still.
+    """
+    state = trial.prepare()
+    count = min(trial.slots, COPY_BLOCKS)
+    blocks = [Block(take_memory(trial.state_bytes, 0, CONGRUENCE_BYTES)) for _ in range(count)]
+    for block in blocks:  # the first time memory is faulted in
+        trial.pack(state, block)
+    following = itertools.cycle(blocks)
 
     def time_one() -> float:
+        block = next(following)
         start = time.perf_counter()
         trial.pack(state, block)
         return time.perf_counter() - start
