@@ -161,6 +161,13 @@ def online(spill: SpillFiles, trial: Trial) -> Course:
     return Course(Online(slots, pace.interval, disks[0].name).records, None, True, pace.steps_took, pace.was_late)
 
 
+def _as_if_packed(way: Link) -> Link:
+    """``way`` at the speed of the quickest codec, if that is quicker; compute loses no less beside it."""
+    rate = max(way.bandwidth_bytes_per_second, QUICKEST_CODEC)
+    slowdown = way.compute_slowdown * rate / way.bandwidth_bytes_per_second
+    return dataclasses.replace(way, bandwidth_bytes_per_second=rate, compute_slowdown=slowdown)
+
+
 def _measured(
     disk: StateDisk,
     trial: Trial,
@@ -175,9 +182,7 @@ def _measured(
     ways = (plain.out, plain.back)
     if disk.codec is None or trial.state_bytes < LEAST_CODEC_BYTES:
         return plain
-    out, back = (
-        dataclasses.replace(way, bandwidth_bytes_per_second=QUICKEST_CODEC, compute_slowdown=0.0) for way in ways
-    )
+    out, back = map(_as_if_packed, ways)
     if chosen([SlowMemory(disk.name, out, back, capacity_bytes)]).seconds >= CODEC_GAIN * chosen([plain]).seconds:
         return plain
     sample = trial.sample(disk.congruence_bytes).memory()[:PART_BYTES]
