@@ -26,8 +26,16 @@ from rich.table import Table
 
 PEERS = {"pyrevolve": "pyrevolve", "h-revolve": "checkpoint_schedules"}
 """By method, the package that it needs."""
-SWEEP_STEPS = 1000
+MAIN = ("ours", "pyrevolve")
+OTHER_TURNS = 3
+"""Other methods than these have a turn in one of so many, the first ones."""
+SWEEP_SECONDS = 0.15
+"""A sweep has so many steps that it takes about so long."""
 SWEEP_REPEATS = 5
+CHOSEN_STEPS = 10_000
+"""Length of the chain for which an interval is chosen."""
+COUNTS = (10, 50, 100)
+"""States that fit in memory, the working state included."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,12 +93,14 @@ class Sweep:
     Attributes:
         critical: ``interval`` times the seconds of a step over those of a transfer: from 1 on, transfers are hidden.
         slowdown: time over that of the plain loop, less 1; median over turns.
+        chosen: the numbers of states in memory for which ours chooses this interval.
     """
 
     cell: str
     interval: int
     critical: float
     slowdown: float
+    chosen: tuple[int, ...] = ()
 
 
 def cases(*, small: bool) -> list[Case]:
@@ -100,9 +110,10 @@ def cases(*, small: bool) -> list[Case]:
     if small:
         return [Case(cell, n, 10, (*every, "scan"), 3) for cell in ("wave", "lstm") for n in (300, 1000)]
     found = []
-    for count in (10, 50, 100):
+    for count in COUNTS:
         wave, lstm = (every, (*every, "scan")) if count == 10 else (pair, pair)
         found += [
+            *(Case("wave", n, count, pair, 9) for n in (100, 300)),
             Case("wave", 1_000, count, wave, 7),
             Case("wave", 10_000, count, wave, 3),
             Case("wave", 100_000, count, ("ours", "pyrevolve", "h-revolve") if count == 10 else pair, 1),
@@ -158,8 +169,10 @@ def run_case(case: Case, team: dict[str, Worker]) -> list[Record]:
     """All methods of a case, taking turns."""
     answers: dict[str, list[dict[str, Any]]] = {method: [] for method in case.methods if method in team}
     turn = list(answers)
-    for _ in range(case.repeats):
+    for number in range(case.repeats):
         for method in turn:
+            if number * OTHER_TURNS >= case.repeats and method not in MAIN:
+                continue
             answer = team[method].ask(case.n, case.count)
             if answer is not None:
                 answers[method].append(answer)
@@ -178,7 +191,7 @@ def _record(case: Case, method: str, given: list[dict[str, Any]], own: list[dict
         method=method,
         seconds=seconds,
         microseconds_per_step=seconds / case.n * 1e6,
-        ratio=statistics.median(a["seconds"] / b["seconds"] for a, b in zip(given, own, strict=True)),
+        ratio=statistics.median(a["seconds"] / b["seconds"] for a, b in zip(given, own, strict=False)),
         factor=last.get("recompute_factor"),
         rss_bytes=max(answer["rss_bytes"] for answer in given),
         same=last["adjoint"] == own[-1]["adjoint"] if "adjoint" in last else None,
@@ -192,16 +205,22 @@ def _record(case: Case, method: str, given: list[dict[str, Any]], own: list[dict
 
 def run_sweeps(cell: str, spill: str, repeats: int) -> list[Sweep]:
     """The founding experiment of Kukreja et al. 2018: slowdown of the forward sweep against the interval."""
-    with workers(cell, ("sweep", "transfers"), spill) as team:
+    with workers(cell, ("sweep", "transfers", "interval"), spill) as team:
         costs = team["transfers"].ask(0, 0)
         assert costs is not None
         transfer_steps = costs["out_seconds"] / costs["seconds"]
+        steps = max(round(SWEEP_SECONDS / costs["seconds"]), 100)
+        chosen: dict[int, list[int]] = {}
+        for count in COUNTS:
+            answer = team["interval"].ask(CHOSEN_STEPS, count)
+            if answer is not None:
+                chosen.setdefault(answer["interval"], []).append(count)
         spread = (0.25, 0.5, 1, 1.5, 2, 4, 8, 16)
-        intervals = sorted({max(round(transfer_steps * share), 1) for share in spread})
+        intervals = sorted({*(max(round(transfer_steps * share), 1) for share in spread), *chosen})
         seconds: dict[int, list[float]] = {interval: [] for interval in (0, *intervals)}
         for _ in range(repeats):
             for interval, taken in seconds.items():
-                answer = team["sweep"].ask(SWEEP_STEPS, interval)
+                answer = team["sweep"].ask(steps, interval)
                 assert answer is not None
                 taken.append(answer["seconds"])
     return [
@@ -210,6 +229,7 @@ def run_sweeps(cell: str, spill: str, repeats: int) -> list[Sweep]:
             interval,
             interval / transfer_steps,
             statistics.median(a / b for a, b in zip(seconds[interval], seconds[0], strict=True)) - 1,
+            tuple(chosen.get(interval, ())),
         )
         for interval in intervals
     ]
@@ -245,10 +265,11 @@ def tables(records: Sequence[Record], sweeps: Sequence[Sweep]) -> list[Table]:
             "" if record.predicted_seconds is None else f"{record.seconds / record.predicted_seconds:.3f} of time",
         )
     slowdowns = Table(title="Forward sweep that stores every I-th state")
-    for heading in ("cell", "I", "I / (transfer / step)", "slowdown"):
+    for heading in ("cell", "I", "I / (transfer / step)", "slowdown", "chosen for states"):
         slowdowns.add_column(heading, justify="left" if heading == "cell" else "right")
     for sweep in sweeps:
-        slowdowns.add_row(sweep.cell, str(sweep.interval), f"{sweep.critical:.2f}", f"{sweep.slowdown:+.1%}")
+        counts = ", ".join(map(str, sweep.chosen))
+        slowdowns.add_row(sweep.cell, str(sweep.interval), f"{sweep.critical:.2f}", f"{sweep.slowdown:+.1%}", counts)
     return [chains, slowdowns]
 
 

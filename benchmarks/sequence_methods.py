@@ -6,6 +6,7 @@ All run the same operators. ``count`` states fit in memory, the working state in
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import statistics
@@ -27,12 +28,14 @@ from ebbtide.sequence.disk import StateDisk
 from ebbtide.sequence.executor import Executor
 from ebbtide.sequence.layout import Layout
 from ebbtide.sequence.pace import Trial, time_copy, time_step, time_transfers
-from ebbtide.sequence.schedules import DISK, Advance, Record, Store
+from ebbtide.sequence.planning import quickest
+from ebbtide.sequence.schedules import DISK, Advance, Multistage, Record, Store
+from ebbtide.sequence.spill import open_spill
 from ebbtide.sequence.store import StateStore
 
 PILOT_STEPS = 300
-SWEEP_BLOCKS = 4
-"""Blocks for copies out in `sweep`."""
+SWEEP_BLOCKS = 9
+"""Blocks for copies out in `sweep`: as many as the smallest memory has."""
 STORE_ALL_BYTES = 4 << 30
 """Every state is stored only if they take no more RAM than this."""
 H_REVOLVE_STEPS = 1000
@@ -337,6 +340,16 @@ def _costs(cell: Cell, spill: str) -> Answer:
     }
 
 
+def chosen_interval(cell: Cell, n: int, count: int, spill: str) -> Answer | None:
+    """The interval that `ours` chooses; None if it takes another schedule."""
+    layout = Layout(cell.start)
+    trial = dataclasses.replace(_trial(cell), slots=count - 1)
+    with open_spill(spill, checksum=False, item_bytes=layout.item_bytes) as files:
+        choice = quickest(n, files, trial, reverse_factor=2.0, reverse_seconds=reverse_seconds(cell)).choice
+    assert choice is not None
+    return {"interval": choice.schedule.interval} if isinstance(choice.schedule, Multistage) else None
+
+
 def transfers(cell: Cell, _n: int, _count: int, spill: str) -> Answer:
     """Seconds of a step, of a copy of a state, and of a state to the disk and back beside steps."""
     return _costs(cell, spill)
@@ -351,6 +364,7 @@ METHODS: dict[str, Callable[[Cell, int, int, str], Answer | None]] = {
     "h-revolve": h_revolve,
     "sweep": sweep,
     "transfers": transfers,
+    "interval": chosen_interval,
 }
 
 

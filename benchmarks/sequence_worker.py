@@ -13,6 +13,10 @@ from benchmarks.sequence_cells import make_cell
 from benchmarks.sequence_methods import METHODS
 from ebbtide.sequence import run
 
+WARM_METHODS = ("ours", "scan")
+WARM_STEPS = 1000
+"""These take up modules when they are first wanted: that is no memory of a chain, so one is run before."""
+
 
 def main() -> None:
     """Answer requests until the input ends."""
@@ -26,6 +30,8 @@ def main() -> None:
     cell = make_cell(arguments.cell)
     method = METHODS[arguments.method]
     run(cell.forward, cell.reverse, 50, cell.start, turn=cell.turn, memory="64MiB")  # compiles
+    if arguments.method in WARM_METHODS:
+        method(cell, WARM_STEPS, 10, arguments.spill)
     for line in sys.stdin:
         request = json.loads(line)
         print(json.dumps(method(cell, request["n"], request["count"], arguments.spill)), flush=True)

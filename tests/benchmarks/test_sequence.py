@@ -76,7 +76,7 @@ def test_records_and_tables(tmp_path: Path) -> None:
         ("ours", 1.0, 1000.0, True),
         ("pyrevolve", 2.0, 2000.0, True),
     ]
-    sweeps = [Sweep("wave", 1, 0.5, 1.0), Sweep("wave", 4, 2.0, 0.01)]
+    sweeps = [Sweep("wave", 1, 0.5, 1.0), Sweep("wave", 4, 2.0, 0.01, (10, 50))]
     assert [table.row_count for table in tables(records, sweeps)] == [2, 2]
     pytest.importorskip("matplotlib")
     draw(records, sweeps, tmp_path / "picture.png")
@@ -85,4 +85,4 @@ def test_records_and_tables(tmp_path: Path) -> None:
 
 def test_cases() -> None:
     assert all(isinstance(case, Case) and case.methods[0] == "ours" for case in cases(small=False))
-    assert {case.n for case in cases(small=False)} == {10**3, 10**4, 10**5, 10**6}
+    assert {case.n for case in cases(small=False)} == {100, 300, 10**3, 10**4, 10**5, 10**6}

@@ -113,6 +113,17 @@ def test_slowdown_counts() -> None:
     assert fast < slow
 
 
+def test_what_compute_loses_makes_intervals_longer() -> None:
+    """Transfers that are hidden at every step, but each costs compute 20 of them."""
+    light, heavy = (choose(10**5, SIZE, 1.0, 2.0, 10 * SIZE, [disk(1, 1, slowdown=loss)]) for loss in (0.0, 10.0))
+    assert isinstance(light.schedule, Multistage)
+    assert isinstance(heavy.schedule, Multistage)
+    assert light.schedule.interval == 1
+    assert heavy.schedule.interval >= 9
+    stores = heavy.slow_bytes["disk"] / SIZE
+    assert heavy.seconds == pytest.approx(heavy.forward_steps + 2e5 + 20 * stores, rel=1e-3)
+
+
 def test_least_memory_and_a_long_chain() -> None:
     """With two states in memory nothing can come back beside compute: transfers are waited for."""
     choice = choose(10**5, SIZE, 1.0, 2.0, 2 * SIZE, [disk(5, 5)])

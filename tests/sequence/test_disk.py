@@ -55,6 +55,7 @@ class TestCodec:
         assert codec_for(8) is None
 
 
+@pytest.mark.usefixtures("queued_copies")
 class TestCompressedStates:
     WIDTH = 50_000
 

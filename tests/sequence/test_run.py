@@ -18,7 +18,7 @@ import pytest
 from ebbtide.errors import SequenceError, SpillError
 from ebbtide.machine import Link
 from ebbtide.run.tiers import DiskTier
-from ebbtide.sequence import SlowMemory, planning, run
+from ebbtide.sequence import SlowMemory, planning, run, spill
 from ebbtide.sequence.pace import Pace
 from ebbtide.sequence.schedules import (
     DISK,
@@ -143,6 +143,44 @@ def test_unknown_length(states: int, n: int, spilled: bool, tmp_path: Path) -> N
     assert sum(calls.values()) <= done.forward_steps + 1 + 6  # step 0 is tried, and gives a sample
 
 
+def test_states_that_the_operators_keep() -> None:
+    """Memory that is used again is none that somebody else has: what a step was given stays as it was."""
+    kept: list[tuple[Array, Array]] = []
+
+    def keeping(u: Array, step: int) -> Array:
+        kept.append((u, u.copy()))
+        return forward(u, step)
+
+    done = run(keeping, reverse, 50, START, turn=turn, memory=5 * STATE_BYTES)
+    assert done.adjoint.tobytes() == plain(50)[0].tobytes()
+    assert all(u.tobytes() == copy.tobytes() for u, copy in kept)
+
+
+def test_states_that_are_passed_on() -> None:
+    """A leapfrog that gives the array that it was given as a part of what comes next."""
+
+    def leap(state: tuple[Array, Array], step: int) -> tuple[Array, Array]:
+        now, before = state
+        return forward(now, step) - 0.1 * before, now
+
+    def leap_back(state: tuple[Array, Array], adjoint: tuple[Array, Array], step: int) -> tuple[Array, Array]:
+        return reverse(state[0], adjoint[0], step) + adjoint[1], -0.1 * adjoint[0]
+
+    found = [
+        run(leap, leap_back, 50, (START, START), turn=lambda u: (2 * u[0], u[1]), memory=count * 2 * STATE_BYTES)
+        for count in (3, 5, 60)
+    ]
+    assert len({tuple(part.tobytes() for part in done.adjoint) for done in found}) == 1
+
+
+def test_a_short_chain_needs_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spill, "StateDisk", None)
+    done = run(forward, reverse, 30, START, turn=turn, memory=5 * STATE_BYTES, spill=tmp_path)
+    assert done.choice is not None
+    assert done.choice.schedule == Revolve(30, 4)
+    assert done.adjoint.tobytes() == plain(30)[0].tobytes()
+
+
 THREE_LEVELS = (Level(MEMORY, 2), Level(DISK, 4, 1, 1), Level("disk2", None, 6, 6))
 
 
@@ -220,6 +258,7 @@ def test_loaded_states_cannot_be_written_to() -> None:
 
 
 class TestBackPressure:
+    @pytest.mark.usefixtures("queued_copies")
     def test_a_late_disk_makes_compute_wait(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Never more blocks than slots: at most so many copies are under way at once."""
         under_way: list[int] = []
@@ -309,6 +348,7 @@ class TestBadInput:
         with pytest.raises(SpillError, match="does not exist"):
             self.attempt(spill=tmp_path / "none")
 
+    @pytest.mark.usefixtures("queued_copies")
     @pytest.mark.parametrize("call", ["_pwrite", "_preadv"])
     def test_spill_directory_full_or_broken(self, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         calls = itertools.count()

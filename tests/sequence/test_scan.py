@@ -430,6 +430,7 @@ class TestBadInput:
         with pytest.raises(ebbtide.SequenceError, match="another graph when it was run again"):
             self.attempt(lambda s, x, w: (s * w if next(calls) < 24 else s.detach(), None))
 
+    @pytest.mark.usefixtures("queued_copies")
     @pytest.mark.parametrize("allowed", [4, 20])
     def test_spill_directory_full(self, allowed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         calls = itertools.count()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,8 @@ from ebbtide.sequence.store import Block
 Forward = Callable[[Any, int], Any]
 Reverse = Callable[[Any, Any, int], Any]
 More = Callable[[Any, int], bool]
+UNSEEN_REFERENCES = 3
+"""References to an array in a list, while it is looked at in a loop: if there are more, somebody else has it."""
 
 
 class ArrayChain:
@@ -54,6 +57,7 @@ class ArrayChain:
         self._layout = layout
         self._steps_took = steps_took
         self._checksums = Checksums("forward operator") if check else None
+        self._own_parts: list[Array] = []
         # A step that was run to see whether there is another, and its result.
         self._ahead: tuple[int, Any] | None = None
 
@@ -78,14 +82,14 @@ class ArrayChain:
 
     def look_ahead(self, state: Any, step: int) -> Any:
         """The state after ``step``, which `advance` will give, too."""
-        following = self.advance(self.copy(state), step, step + 1)
+        following = self.advance(self._layout.copy(state), step, step + 1)
         self._ahead = (step, following)
         return following
 
     def reverse(self, state: Any, step: int) -> None:
         """See `Chain.reverse`."""
         if self.steps is None:
-            final = self.advance(self.copy(state), step, step + 1)
+            final = self.advance(self._layout.copy(state), step, step + 1)
             self.steps = step + 1
             self.final = final
             self.adjoint = self._turn(final)
@@ -99,9 +103,12 @@ class ArrayChain:
         """See `Chain.unpack`."""
         return self._layout.unpack(block, writeable=own)
 
-    def copy(self, state: Any) -> Any:
-        """See `Chain.copy`."""
-        return self._layout.copy(state)
+    def own(self, state: Any) -> Any:
+        """See `Chain.own`. The same memory serves again and again: to take new memory costs more than to copy."""
+        parts = self._own_parts
+        if not parts or any(sys.getrefcount(part) > UNSEEN_REFERENCES for part in parts):
+            parts = self._own_parts = self._layout.new_parts()
+        return self._layout.copy_into(parts, state)
 
 
 class Lookahead:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -18,6 +19,8 @@ from ebbtide.sequence.store import Block
 from ebbtide.sequence.tensors import State, TensorLayout, bytes_of
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]
+_LEAF_TYPES = (Tensor, int, type(None))
+_LEAF: TreeSpec = tree_flatten(None)[1]
 
 
 class Inputs(Protocol):
@@ -34,12 +37,14 @@ class _Step:
 
     Attributes:
         inputs, uses: numbers in `Outside` of its inputs and of what else it uses.
+        uses_once: whether it uses each of the latter once.
         same: for each tensor of its output, the tensor of the next state that it is, or -1.
         needs_grad: for each tensor of the next state, whether it requires grad.
     """
 
     inputs: tuple[int, ...]
     uses: tuple[int, ...]
+    uses_once: tuple[bool, ...]
     same: tuple[int, ...]
     needs_grad: tuple[bool, ...]
 
@@ -116,6 +121,7 @@ class CellChain:
         self._position = 0
         self._adjoint: list[Tensor | None] = []
         self._sums: list[Tensor | None] = []
+        self._own_sums: set[int] = set()  # those that nobody else can see
 
     # --- forward -------------------------------------------------------------------------------------------------
 
@@ -139,11 +145,11 @@ class CellChain:
         return [part.detach().requires_grad_(part.requires_grad and not cut) for part in ran.following]
 
     def _run(self, state: State, step: int) -> _Ran:
-        parts, spec = tree_flatten(self._inputs[step])
+        parts, spec = _flatten(self._inputs[step])
         inputs = [part for part in parts if isinstance(part, Tensor) and part.requires_grad]
         given = {id(part): part.detach().requires_grad_() for part in inputs}
         versions = [part._version for part in state]
-        found = self._cell(self._layout.unflatten(state), tree_unflatten([given.get(id(p), p) for p in parts], spec))
+        found = self._cell(self._layout.unflatten(state), _unflatten([given.get(id(p), p) for p in parts], spec))
         if not (isinstance(found, tuple) and len(found) == 2):
             raise SequenceError(
                 f"the cell must return (state, y), but returned a {type(found).__name__} in step {step}"
@@ -153,7 +159,7 @@ class CellChain:
             raise SequenceError(f"the cell has altered its state in place in step {step}; it must return a new one")
         if self._checksums is not None:
             self._checksums.compare(bytes_of(following), step)
-        return _Ran(_once(inputs), list(given.values()), following, *tree_flatten(found[1]))
+        return _Ran(_once(inputs), list(given.values()), following, *_flatten(found[1]))
 
     def _note(self, ran: _Ran, state: State, step: int, since: int) -> None:
         """Take up what the first run of a step shows and puts out."""
@@ -162,7 +168,9 @@ class CellChain:
             [*ran.following, *outputs], [*state, *ran.given], since, step, lambda: self._run_unseen(state, step)
         )
         same = tuple(_find(output, ran.following) for output in outputs)
-        record = _Step(tuple(map(self.outside.input_number, ran.inputs)), uses, same, _needs_grad(ran.following))
+        inputs = tuple(map(self.outside.input_number, ran.inputs))
+        once = tuple(count == 1 for count in uses.values())
+        record = _Step(inputs, tuple(uses), once, same, _needs_grad(ran.following))
         self._steps.append(self._alike.setdefault(record, record))
         numbers = {id(output): _Number(len(self.results) + k) for k, output in enumerate(outputs)}
         self.results += [output.detach() for output in outputs]
@@ -199,7 +207,7 @@ class CellChain:
         def put(parts: Iterable[Any]) -> list[Any]:
             return [results[part.value] if isinstance(part, _Number) else part for part in parts]
 
-        ys = [tree_unflatten(put(parts), spec) for parts, spec in self._ys]
+        ys = [_unflatten(put(parts), spec) for parts, spec in self._ys]
         self._ys = []
         return self._layout.unflatten(put(self._final)), ys
 
@@ -207,7 +215,7 @@ class CellChain:
 
     def begin_reverse(self, grads: Sequence[Tensor | None]) -> None:
         """Take the gradients of the results."""
-        self._sums = [None] * len(self.outside.tensors)
+        self._sums, self._own_sums = [None] * len(self.outside.tensors), set()
         self._grads = list(grads)
         self._adjoint = []
         for part in self._final:
@@ -261,21 +269,43 @@ class CellChain:
         step: int,
     ) -> None:
         """Run a step's graph back: into ``seeds`` what its state gets, into the sums what is outside."""
-        places = [place for place, part in enumerate(state) if part.requires_grad]
-        numbers = [*record.inputs, *record.uses]
-        tensors = self.outside.tensors
-        targets = [*(state[place] for place in places), *ran.given, *(tensors[number] for number in record.uses)]
-        sums = [*(seeds[place] for place in places), *(self._sums[number] for number in numbers)]
         if _needs_grad(ran.following) != record.needs_grad or len(ran.given) != len(record.inputs):
             raise _other_graph(step)
+        places = [place for place, part in enumerate(state) if part.requires_grad]
+        tensors = self.outside.tensors
+        targets = [*(state[place] for place in places), *ran.given, *(tensors[number] for number in record.uses)]
         if not targets:
             return
+        # What is added afterwards is not fed in: see NOTE [The same order of additions] in `graphs.py`.
+        added = [once and _is_dense(self._sums[k]) for k, once in zip(record.uses, record.uses_once, strict=True)]
+        sums = [*(seeds[place] for place in places), *(self._sums[number] for number in record.inputs)]
+        sums += [None if add else self._sums[k] for k, add in zip(record.uses, added, strict=True)]
         keep = any(tensors[number].grad_fn is not None for number in record.uses)
         found = local_gradients(roots, targets, sums, keep=keep)
-        for place, grad in zip(places, found[: len(places)], strict=True):
+        for place, grad in zip(places, found, strict=False):
             seeds[place] = grad
-        for number, grad in zip(numbers, found[len(places) :], strict=True):
+        rest = found[len(places) :]
+        for number, grad, add in zip(
+            (*record.inputs, *record.uses), rest, [False] * len(record.inputs) + added, strict=True
+        ):
+            if add:
+                self._add_to_sum(number, grad)
+            else:
+                self._sums[number] = grad
+                self._own_sums.discard(number)
+
+    def _add_to_sum(self, number: int, grad: Tensor | None) -> None:
+        held = self._sums[number]
+        if grad is None:
+            return
+        if held is None:
             self._sums[number] = grad
+            self._own_sums.discard(number)
+        elif number in self._own_sums:
+            held.add_(grad)
+        else:  # others may hold this one
+            self._sums[number] = held + grad
+            self._own_sums.add(number)
 
     def end_reverse(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """The gradients of `outside` and of state 0; not held here any more."""
@@ -293,9 +323,23 @@ class CellChain:
         """See `Chain.unpack`."""
         return self._layout.unpack(block)
 
-    def copy(self, state: State) -> State:
-        """See `Chain.copy`."""
+    def own(self, state: State) -> State:
+        """See `Chain.own`."""
         return self._layout.copy(state)
+
+
+def _flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
+    """The leaves of a tree and its structure; quicker than PyTorch's where the tree is a leaf."""
+    return ([tree], _LEAF) if type(tree) in _LEAF_TYPES else tree_flatten(tree)
+
+
+def _unflatten(parts: list[Any], spec: TreeSpec) -> Any:
+    return parts[0] if spec is _LEAF else tree_unflatten(parts, spec)
+
+
+def _is_dense(grad: Tensor | None) -> bool:
+    """Whether a sum, if there is one, can be added to in place."""
+    return grad is None or grad.layout is torch.strided
 
 
 def _needs_grad(state: Iterable[Tensor]) -> tuple[bool, ...]:

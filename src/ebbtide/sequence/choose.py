@@ -28,8 +28,10 @@ H_REVOLVE_ROW_SECONDS = 60e-6
 """For each step and level, what they take at least ..."""
 H_REVOLVE_SHARE = 0.02
 """... which may be this part of what the chain takes without them."""
-INTERVALS = 64
-"""Intervals tried between powers of ten, beside the two at which transfers are just hidden."""
+INTERVALS = 16
+"""Intervals up to this are all tried, of longer ones so many to each power of e."""
+SMALL_SHARE = 0.01
+"""No interval is tried only because transfers cost compute a smaller part of its time than this."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -171,8 +173,10 @@ def best_multistage(
     write, read = tier.out.seconds(state_bytes), tier.back.seconds(state_bytes)
     slowdown = write * tier.out.compute_slowdown + read * tier.back.compute_slowdown
     room = tier.slots(state_bytes)
-    # Above the first, copies out are hidden; above the second, those back; longer parts only run more steps again.
+    # Above the first, copies out are hidden; above the second, those back; above the third, what compute loses beside
+    # them is a small part of it. Longer parts only run more steps again.
     exact = [hidden_interval(step_seconds, write), hidden_interval(step_seconds + reverse_seconds, read)]
+    exact.append(hidden_interval(SMALL_SHARE * (step_seconds + reverse_seconds), slowdown))
     if room is not None:
         exact.append(-(-n // max(room, 1)))  # so many that they fit there
     exact = [min(interval, n) for interval in exact]

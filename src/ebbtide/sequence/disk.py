@@ -1,20 +1,27 @@
-"""A spill file for states, which are compressed on their way where that is quicker."""
+"""A spill file for states, which are compressed on their way where that is quicker.
+
+NOTE [Two ways]
+States that are neither packed nor checked, and not large, go by the C library's threads, which cost compute least: see
+`ebbtide.sequence.aio`. All others go by the threads of `DiskTier`, as do those of systems without that.
+"""
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import mmap
+import os
 import threading
 import weakref
 import zlib
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from ebbtide.errors import SpillError
-from ebbtide.run.tiers.base import Load, Slot
-from ebbtide.run.tiers.disk import DiskPlace, DiskTier
+from ebbtide.run.tiers.base import PART_BYTES, Load, Slot
+from ebbtide.run.tiers.disk import PLACE_ALIGNMENT_BYTES, READERS, DiskPlace, DiskTier, memory_view
+from ebbtide.sequence import aio
 from ebbtide.sequence.codec import Codec
 
 LOOK_AGAIN_PARTS = 32
@@ -30,6 +37,25 @@ class StatePlace(DiskPlace):
     """
 
     packed: dict[int, int] = dataclasses.field(default_factory=dict)
+
+
+class Copy(Protocol):
+    """A copy of a state, maybe still under way.
+
+    Attributes:
+        place: where it is in the file, or will be.
+    """
+
+    place: StatePlace
+
+    @property
+    def ready(self) -> bool:
+        """Whether `wait` would return at once."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until it is done; once. Raises `SpillError` if it failed."""
+        ...
 
 
 class StateDisk(DiskTier):
@@ -50,7 +76,64 @@ class StateDisk(DiskTier):
         self.share = 0.0
         self._left_alone = 0
         self._scratch = threading.local()
+        self._file: aio.AsyncFile | None = None
         super().__init__(directory, checksum=checksum, name=name)
+
+    def store(self, storage: torch.UntypedStorage) -> Copy:
+        """Begin to copy a state out, to a place of its own. Raises `SpillError` if that cannot begin."""
+        size_bytes = storage.nbytes()
+        file = self._file_for(storage, size_bytes)
+        if file is None:
+            slot = self.write(storage)
+            return _QueuedCopy(self, slot, slot)
+        with self._lock:
+            self._check_usable()
+            place_bytes = -(-size_bytes // PLACE_ALIGNMENT_BYTES) * PLACE_ALIGNMENT_BYTES
+            place = StatePlace(self._places.take(place_bytes), place_bytes, 0)
+        try:
+            return file.write(storage, place.offset_bytes, place)
+        except OSError as fault:
+            raise SpillError(self.explain(fault, size_bytes, "writing")) from fault
+
+    def bring(self, place: StatePlace, storage: torch.UntypedStorage) -> Copy:
+        """Begin to copy what is at a place back, into memory like that from which it was written. Errors: `store`."""
+        size_bytes = storage.nbytes()
+        is_plain = not (place.packed or place.checksums or place.head_bytes or place.tail)
+        file = self._file_for(storage, size_bytes) if is_plain else None
+        if file is None:
+            slot = self.recall(place, storage)
+            return _QueuedCopy(self, slot, self.read(slot, storage))
+        self._check_usable()
+        try:
+            return file.read(storage, place.offset_bytes, place)
+        except OSError as fault:
+            raise SpillError(self.explain(fault, size_bytes, "reading")) from fault
+
+    def _file_for(self, storage: torch.UntypedStorage, size_bytes: int) -> aio.AsyncFile | None:
+        """See NOTE [Two ways]. None is for the threads of `DiskTier`."""
+        if (
+            self.checksum
+            or (self.codec is not None and self.share > 0)
+            or not 0 < size_bytes <= PART_BYTES
+            or size_bytes % self.block_bytes
+            or storage.data_ptr() % self.block_bytes
+        ):
+            return None
+        if self._file is None and aio.is_there():
+            self._file = aio.AsyncFile(self._fd, READERS, _Amender(self))
+        return self._file
+
+    def drain(self) -> None:
+        """See `SlowTier.drain`."""
+        if self._file is not None:
+            self._file.drain()
+        super().drain()
+
+    def close(self) -> None:
+        """See `SlowTier.close`."""
+        if self._file is not None:
+            self._file.close()
+        super().close()
 
     def _reserve(self, slot: Slot) -> None:
         super()._reserve(slot)
@@ -87,7 +170,7 @@ class StateDisk(DiskTier):
             super()._store(slot, start, stop)
             return
         place: StatePlace = slot.place
-        packed = self.codec.pack(_bytes_at(slot.pointer + place.head_bytes + start, stop - start))
+        packed = self.codec.pack(memory_view(slot.pointer + place.head_bytes + start, stop - start))
         if len(packed) >= self.share * (stop - start):
             self._left_alone = LOOK_AGAIN_PARTS
             super()._store(slot, start, stop)
@@ -113,7 +196,7 @@ class StateDisk(DiskTier):
                 "choose another directory with spill=..."
             )
         assert self.codec is not None
-        self.codec.unpack(view[:size], _bytes_at(load.pointer + place.head_bytes + start, stop - start))
+        self.codec.unpack(view[:size], memory_view(load.pointer + place.head_bytes + start, stop - start))
 
     def _blocks(self, size_bytes: int) -> memoryview:
         """This thread's memory for whole blocks of at least ``size_bytes``, as direct I/O wants it."""
@@ -123,5 +206,43 @@ class StateDisk(DiskTier):
         return memoryview(self._scratch.memory)[:whole]
 
 
-def _bytes_at(pointer: int, size_bytes: int) -> memoryview:
-    return memoryview((ctypes.c_char * size_bytes).from_address(pointer)).cast("B")
+class _QueuedCopy:
+    """A `Copy` made by the threads of `DiskTier`."""
+
+    __slots__ = ("_disk", "_slot", "_transfer", "place")
+
+    def __init__(self, disk: StateDisk, slot: Slot, transfer: Slot | Load) -> None:
+        self.place: StatePlace = slot.place
+        self._disk = disk
+        self._slot = slot
+        self._transfer = transfer
+
+    @property
+    def ready(self) -> bool:
+        return self._transfer.finished.is_set()
+
+    def wait(self) -> None:
+        self._transfer.wait()
+        self._disk.park(self._slot)
+
+
+class _Amender:
+    """Goes on where the C library has left off; without keeping the disk alive."""
+
+    def __init__(self, disk: StateDisk) -> None:
+        self._disk = weakref.ref(disk)
+
+    def __call__(self, copy: aio.Copy, moved_bytes: int, fault: int) -> None:
+        disk = self._disk()
+        assert disk is not None
+        assert copy.storage is not None
+        call, doing = (disk._pwrite, "writing") if copy.is_write else (disk._preadv, "reading")
+        size_bytes = copy.storage.nbytes()
+        moved_bytes -= moved_bytes % disk.block_bytes
+        try:
+            if fault:
+                raise OSError(fault, os.strerror(fault))
+            view = memory_view(copy.storage.data_ptr() + moved_bytes, size_bytes - moved_bytes)
+            disk._move(call, view, copy.place.offset_bytes + moved_bytes)
+        except OSError as error:
+            raise SpillError(disk.explain(error, size_bytes, doing)) from error

@@ -31,8 +31,8 @@ class Chain(Protocol[State]):
         """The state in a block, without copying. Unless it is the caller's ``own``, it must not be altered."""
         ...
 
-    def copy(self, state: State) -> State:
-        """A state of its own memory."""
+    def own(self, state: State) -> State:
+        """A copy that may be altered. The one made before is not needed any more."""
         ...
 
 
@@ -103,4 +103,4 @@ class Executor(Generic[State]):
     def _own(self) -> None:
         """Make the working state one that may be altered."""
         if self._borrowed is not None:
-            self._working, self._borrowed = self._chain.copy(self.working), None
+            self._working, self._borrowed = self._chain.own(self.working), None

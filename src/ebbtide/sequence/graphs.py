@@ -9,7 +9,8 @@ the node is known but not the tensor, so the step is run once more under a dispa
 NOTE [The same order of additions]
 Autograd runs nodes newest first, and adds up what arrives for a tensor one by one, in that order. So for the same bits
 the running sum over the later steps must arrive first, then each use in this step. The sum is therefore fed in through
-an `alias` of the tensor, made after everything else in the graph.
+an `alias` of the tensor, made after everything else in the graph. Of a tensor that a step uses once, one gradient
+arrives: it is added to the sum afterwards, in place, which takes less time.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ class Outside:
 
     def used(
         self, outputs: Iterable[Tensor], own: Sequence[Tensor], since: int, step: int, again: Callable[[], object]
-    ) -> tuple[int, ...]:
-        """The numbers of those that the graph of a step uses. See NOTE [Where a step's graph ends].
+    ) -> dict[int, int]:
+        """The numbers of those that the graph of a step uses, and how often. See NOTE [Where a step's graph ends].
 
         Args:
             outputs: of the step.
@@ -81,7 +82,7 @@ class Outside:
         """
         outputs = list(outputs)
         leaves, results = _ends(outputs, {id(tensor) for tensor in own}, since)
-        numbers = {self._number(leaf, id(leaf)) for leaf in leaves}
+        counts = {self._number(leaf, id(leaf)): count for leaf, count in leaves}
         unknown = {edge for edge in results if edge not in self._numbers}
         if unknown:
             if any(node._sequence_nr() >= self._began for node, _ in unknown):
@@ -100,7 +101,9 @@ class Outside:
                 )
             for edge, tensor in finder.found.items():
                 self._number(tensor, edge)
-        return tuple(sorted(numbers | {self._numbers[edge] for edge in results}))
+        for edge, count in results.items():
+            counts[self._numbers[edge]] = counts.get(self._numbers[edge], 0) + count
+        return dict(sorted(counts.items()))
 
     @contextlib.contextmanager
     def fenced(self) -> Iterator[None]:
@@ -178,26 +181,29 @@ class _Finder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _ends(outputs: Iterable[Tensor], own: set[int], since: int) -> tuple[list[Tensor], set[Edge]]:
-    """Leaves and edges to results of other ops at which the graph of ``outputs`` ends."""
-    leaves: dict[int, Tensor] = {}
-    results: set[Edge] = set()
+def _ends(outputs: Iterable[Tensor], own: set[int], since: int) -> tuple[list[tuple[Tensor, int]], dict[Edge, int]]:
+    """Leaves and edges to results of other ops at which the graph of ``outputs`` ends, and how often it does."""
+    leaves: dict[int, tuple[Tensor, int]] = {}
+    results: dict[Edge, int] = {}
     edges: list[Edge] = []
+
+    def meet(leaf: Tensor) -> None:
+        if id(leaf) not in own:
+            leaves[id(leaf)] = (leaf, leaves[id(leaf)][1] + 1 if id(leaf) in leaves else 1)
+
     for output in outputs:
         if output.grad_fn is not None:
             edges.append((output.grad_fn, output.output_nr))
-        elif output.requires_grad and id(output) not in own:
-            leaves[id(output)] = output
+        elif output.requires_grad:
+            meet(output)
     seen: set[Node] = set()
     while edges:
         edge = edges.pop()
         node = edge[0]
         if type(node) is _LEAF_NODE:
-            leaf: Tensor = node.variable  # type: ignore[attr-defined]
-            if id(leaf) not in own:
-                leaves[id(leaf)] = leaf
+            meet(node.variable)  # type: ignore[attr-defined]
         elif node._sequence_nr() < since:
-            results.add(edge)
+            results[edge] = results.get(edge, 0) + 1
         elif node not in seen:
             seen.add(node)
             edges += [(following, number) for following, number in node.next_functions if following is not None]

@@ -61,8 +61,9 @@ class Layout:
             )
         self.item_bytes = max(found, key=lambda leaf: leaf[1].nbytes)[1].dtype.itemsize
         self._structure = _rebuild(state, iter([None] * len(self._leaves)))
-        # Of a state that is one array, or a tuple or list of some, what each step gives is looked at without recursion.
-        self._container = type(state) if type(state) in (tuple, list, np.ndarray) else None
+        # A state that is one array, or a tuple or list of some, is looked at and copied without recursion.
+        is_flat = type(state) in (tuple, list) and all(type(part) is np.ndarray for part in state)
+        self._container = type(state) if is_flat or type(state) is np.ndarray else None
         self._likes = [(leaf.shape, leaf.dtype) for leaf in self._leaves]
 
     def is_alike(self, state: Any) -> bool:
@@ -105,16 +106,11 @@ class Layout:
 
     def pack(self, state: Any, block: Block) -> None:
         """Copy a state into a block."""
-        places, _ = self._views(block)
-        if self._container is np.ndarray:
-            np.copyto(places[0], state)
-        else:
-            for (_, array), place in zip(_flatten(state), places, strict=True):
-                np.copyto(place, array)
+        self._copy(state, self._views(block)[0])
 
     def unpack(self, block: Block, *, writeable: bool) -> Any:
         """The state in a block. It lives as long as its arrays."""
-        return _rebuild(self._structure, iter(self._views(block)[not writeable]))
+        return self._built(self._views(block)[not writeable])
 
     def view(self, state: Any) -> Any:
         """``state`` as arrays that cannot be written to, without copying them."""
@@ -122,7 +118,30 @@ class Layout:
 
     def copy(self, state: Any) -> Any:
         """A state with arrays of its own."""
-        return _rebuild(self._structure, iter([array.copy() for _, array in _flatten(state)]))
+        return self.copy_into(self.new_parts(), state)
+
+    def new_parts(self) -> list[Array]:
+        """Memory for a state."""
+        return [np.empty(leaf.shape, leaf.dtype) for leaf in self._leaves]
+
+    def copy_into(self, parts: list[Array], state: Any) -> Any:
+        """A copy of a state, in memory of `new_parts`."""
+        self._copy(state, parts)
+        return self._built(parts)
+
+    def _copy(self, state: Any, places: list[Array]) -> None:
+        if self._container is np.ndarray:
+            np.copyto(places[0], state)
+        else:
+            parts = state if type(state) is self._container else [array for _, array in _flatten(state)]
+            for part, place in zip(parts, places, strict=True):
+                np.copyto(place, part)
+
+    def _built(self, arrays: list[Array]) -> Any:
+        """A state of these arrays."""
+        if self._container is np.ndarray:
+            return arrays[0]
+        return _rebuild(self._structure, iter(arrays)) if self._container is None else self._container(arrays)
 
     def _views(self, block: Block) -> tuple[list[Array], list[Array]]:
         """The arrays in a block, and the same to be looked at only."""

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 from ebbtide.machine import Link
-from ebbtide.run.calibrate import time_trip
-from ebbtide.run.tiers import Slot
 from ebbtide.run.tiers.memory import CONGRUENCE_BYTES, take_memory
 from ebbtide.sequence.choose import SlowMemory
-from ebbtide.sequence.disk import StateDisk
+from ebbtide.sequence.disk import Copy, StateDisk, StatePlace
 from ebbtide.sequence.store import Block
 
 TRIALS = 5
 TRIAL_SECONDS = 0.5
 """Calls of a step that are timed before a chain is run: so many, or for so long, but more than the first."""
+COPY_BLOCKS = 16
+"""Copies of a state are timed into so many blocks at most."""
+WARM_SECONDS = 2e-3
+"""Short steps are timed for so long."""
 TRANSFERS = 3
 BESIDE_SECONDS = 0.1
 """Transfers in one direction are timed beside steps for so long at most."""
 UNDER_WAY = 8
 """So many transfers at most are under way then: enough to keep a link busy beside a step."""
+TRIAL_PLACES = 256
+"""So many places in the file are written at most, but then one after another, as in a run: it grows meanwhile."""
 STEADY = 1.5
 """The interval is left as planned while steps take up to this factor more or less than they did when it was."""
 RECENT = 9
@@ -68,29 +73,46 @@ class Trial:
         return block
 
 
+def time_first_steps(trial: Trial) -> float:
+    """Median seconds of a step, from a few calls: enough for a chain that may be short."""
+    return _median_seconds(trial.time, 0.0)
+
+
 def time_step(trial: Trial) -> float:
-    """Median seconds of a step."""
-    return _median_seconds(trial.time)
+    """Median seconds of a step, once all that it touches is warm."""
+    return _median_seconds(trial.time, WARM_SECONDS)
 
 
 def time_copy(trial: Trial) -> float:
-    """Median seconds to copy a state into a block; every schedule does that about once for each step."""
-    state, block = trial.prepare(), trial.sample(CONGRUENCE_BYTES)
+    """Median seconds to copy a state into a block; every schedule does that about once for each step.
+
+    Into one block after another, as in a run: one that was just used would be in the processor's caches still.
+    """
+    state = trial.prepare()
+    count = min(trial.slots, COPY_BLOCKS)
+    blocks = [Block(take_memory(trial.state_bytes, 0, CONGRUENCE_BYTES)) for _ in range(count)]
+    for block in blocks:  # the first time memory is faulted in
+        trial.pack(state, block)
+    following = itertools.cycle(blocks)
 
     def time_one() -> float:
+        block = next(following)
         start = time.perf_counter()
         trial.pack(state, block)
         return time.perf_counter() - start
 
-    return _median_seconds(time_one)
+    return _median_seconds(time_one, 0.0)
 
 
-def _median_seconds(call: Callable[[], float]) -> float:
+def _median_seconds(call: Callable[[], float], least_seconds: float) -> float:
+    """Of `TRIALS` calls, or as many as it takes for them to last so long; the first of these do not count."""
     seconds: list[float] = []
-    end = time.perf_counter() + TRIAL_SECONDS
-    while len(seconds) < TRIALS and (len(seconds) < 2 or time.perf_counter() < end):
+    start = time.perf_counter()
+    while (taken := time.perf_counter() - start) < TRIAL_SECONDS or len(seconds) < 2:
+        if len(seconds) >= TRIALS and taken >= least_seconds:
+            break
         seconds.append(call())
-    return statistics.median(seconds)
+    return statistics.median(seconds[len(seconds) // 4 :])
 
 
 def time_transfers(
@@ -116,36 +138,39 @@ def time_transfers(
     """
     blocks = [trial.sample(disk.congruence_bytes)]
     state = trial.prepare()
-    trips = [time_trip(disk, blocks[0].storage) for _ in range(TRANSFERS)]
-    out, back = (statistics.median(way) for way in zip(*trips, strict=True))
+    places: collections.deque[StatePlace] = collections.deque()
+    ways = [_time_trip(disk, blocks[0], places) for _ in range(TRANSFERS)]
+    out, back = (statistics.median(way) for way in zip(*ways, strict=True))
     out_loss = back_loss = 0.0
     seconds = min(seconds / 2, BESIDE_SECONDS)
     if step_seconds < seconds / 4 and trial.slots >= 2:
+        room = (
+            TRIAL_PLACES if capacity_bytes is None else min(TRIAL_PLACES, capacity_bytes // blocks[0].storage.nbytes())
+        )
         count = min(UNDER_WAY, trial.slots, 2 + int(step_seconds / max(min(out, back), 1e-9)))
         blocks += [trial.sample(disk.congruence_bytes) for _ in range(count - 1)]
-        slots = [disk.write(block.storage) for block in blocks]
 
-        def write(number: int) -> Slot:
-            disk.free(slots[number])
+        def write(number: int) -> Copy:
+            if len(places) >= max(room, count + 1):
+                disk.forget(places.popleft())
             trial.pack(state, blocks[number])
-            slots[number] = disk.write(blocks[number].storage)
-            return slots[number]
+            copy = disk.store(blocks[number].storage)
+            places.append(copy.place)
+            return copy
 
-        out, out_loss = _beside(trial, write, lambda slot: slot.wait(), count, step_seconds, seconds, out)
+        out, out_loss = _beside(trial, write, count, step_seconds, seconds, out)
         out_loss = max(out_loss - copy_seconds, 0.0)
-        disk.drain()
+        following = itertools.cycle(places)
         back, back_loss = _beside(
             trial,
-            lambda number: disk.read(slots[number], blocks[number].storage),
-            lambda load: load.wait(),
+            lambda number: disk.bring(next(following), blocks[number].storage),
             count,
             step_seconds,
             seconds,
             back,
         )
-        for slot in slots:
-            disk.free(slot)
-        disk.drain()
+    for place in reversed(places):
+        disk.forget(place)
     return SlowMemory(
         disk.name,
         _link("memory", disk.name, trial.state_bytes, out, out_loss),
@@ -154,10 +179,21 @@ def time_transfers(
     )
 
 
+def _time_trip(disk: StateDisk, block: Block, places: collections.deque[StatePlace]) -> tuple[float, float]:
+    """Seconds of a state to the disk and of the way back; notes its place, which is not given back."""
+    start = time.perf_counter()
+    copy = disk.store(block.storage)
+    copy.wait()
+    written = time.perf_counter()
+    disk.bring(copy.place, block.storage).wait()
+    end = time.perf_counter()
+    places.append(copy.place)
+    return written - start, end - written
+
+
 def _beside(
     trial: Trial,
-    begin: Callable[[int], Any],
-    wait: Callable[[Any], object],
+    begin: Callable[[int], Copy],
     count: int,
     step_seconds: float,
     seconds: float,
@@ -169,7 +205,7 @@ def _beside(
 
     Args:
         trial: the steps.
-        begin, wait: begin a transfer with some buffer, and wait for it.
+        begin: begins a transfer with some buffer.
         count: buffers, and so transfers under way.
         step_seconds: a step alone.
         seconds: how long to try.
@@ -183,15 +219,15 @@ def _beside(
         stepping.append(trial.time())
         whole.append(time.perf_counter() - began)
         for _ in range(count):
-            if not under_way[0].finished.is_set():
+            if not under_way[0].ready:
                 break
-            wait(under_way.popleft())
             began = time.perf_counter()
+            under_way.popleft().wait()
             under_way.append(begin(done % count))
             beginning.append(time.perf_counter() - began)
             done += 1
     for transfer in under_way:
-        wait(transfer)
+        transfer.wait()
     steps_each = len(whole) / done
     begin_seconds = statistics.median(beginning)
     step_loss = max(statistics.median(stepping) - step_seconds, 0.0)

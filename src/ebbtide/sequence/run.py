@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 from ebbtide.errors import SequenceError
 from ebbtide.sequence.arrays import ArrayChain, Forward, Lookahead, More, Reverse
 from ebbtide.sequence.choose import Choice, memory_slots, predicted
-from ebbtide.sequence.disk import StateDisk, StatePlace
+from ebbtide.sequence.disk import StatePlace
 from ebbtide.sequence.executor import Executor
 from ebbtide.sequence.layout import Layout
-from ebbtide.sequence.named import NamedDisk, resumed
+from ebbtide.sequence.named import resumed
 from ebbtide.sequence.pace import Trial
-from ebbtide.sequence.planning import Course, Spill, online, open_named, open_spill, quickest
+from ebbtide.sequence.planning import Course, online, quickest
 from ebbtide.sequence.progress import is_wanted, watch
 from ebbtide.sequence.schedules import DISK, MEMORY, Schedule
+from ebbtide.sequence.spill import Spill, SpillFiles, open_named, open_spill
 from ebbtide.sequence.store import StateStore
 from ebbtide.units import format_bytes
 
@@ -107,32 +108,30 @@ def run(
     trial = Trial(
         lambda: layout.copy(first), lambda u: forward(u, 0), layout.pack, layout.size_bytes, layout.item_bytes, slots
     )
-    with _spill(spill, name, n, layout, first, check) as disks:
-        there = disks[0].there if disks and isinstance(disks[0], NamedDisk) else {}
+    with _spill(spill, name, n, layout, first, check) as files:
         if schedule is not None:
-            plan = _given(schedule, n, slots, layout.size_bytes, disks, there)
+            plan = _given(schedule, n, slots, layout.size_bytes, files)
         elif callable(n):
-            plan = online(disks, trial)
+            plan = online(files, trial)
         else:
-            plan = quickest(n, disks, trial, reverse_factor=REVERSE_FACTOR, reverse_seconds=reverse_seconds)
+            plan = quickest(n, files, trial, reverse_factor=REVERSE_FACTOR, reverse_seconds=reverse_seconds)
         chain = ArrayChain(forward, reverse, turn, layout, steps_took=plan.steps_took, check=check)
 
         def written(step: int, place: StatePlace) -> None:
-            if isinstance(disks[0], NamedDisk) and chain.steps is None:
-                disks[0].note(step, place)
+            if files.named is not None and chain.steps is None:
+                files.named.note(step, place)
 
-        tiers = {disk.name: disk for disk in disks}
+        tiers = files.tiers() if plan.spills else {}
         with StateStore(layout.size_bytes, slots, tiers, late=plan.was_late, written=written) as store:
-            for step, place in there.items():
-                store.adopt(step, disks[0].name, place)
+            for step, place in files.there.items() if plan.spills else ():
+                store.adopt(step, DISK, place)
             executor: Executor[Any] = Executor(chain, store, first)
             more = Lookahead(chain, executor, n) if callable(n) else range(n).__contains__
             records = plan.records(more)
             if is_wanted(progress, plan.choice.seconds if plan.choice else 0.0):
                 records = watch(records, plan.choice.forward_steps + plan.choice.schedule.n if plan.choice else None)
             executor.run(records)
-            for disk in disks:
-                disk.drain()
+            files.drain()
         assert chain.steps is not None
         return Outcome(
             adjoint=chain.adjoint,
@@ -149,7 +148,7 @@ def run(
 
 def _spill(
     spill: Spill, name: str | None, n: int | More, layout: Layout, first: Any, check: bool
-) -> AbstractContextManager[Sequence[StateDisk]]:
+) -> AbstractContextManager[SpillFiles]:
     if name is None:
         return open_spill(spill, checksum=check, item_bytes=layout.item_bytes)
     if callable(n):
@@ -163,8 +162,7 @@ def _given(
     n: int | More,
     slots: int,
     state_bytes: int,
-    disks: Sequence[StateDisk],
-    there: Iterable[int],
+    files: SpillFiles,
 ) -> Course:
     if callable(n) or schedule.n != n:
         raise SequenceError(f"the schedule is for {schedule.n} steps, not for {'any number' if callable(n) else n}")
@@ -175,10 +173,14 @@ def _given(
             f"the schedule holds {states} states in memory, the working state included, and {slots + 1} fit; "
             f"give at least {format_bytes(states * state_bytes)}"
         )
-    names = [disk.name for disk in disks]
     for tier, count in wanted.items():
-        if tier != MEMORY and count and tier not in names:
-            known = f"spill=... is called {' and '.join(map(repr, names))}" if names else "spill=... is not given"
+        if tier != MEMORY and count and tier not in files.names:
+            known = (
+                f"spill=... is called {' and '.join(map(repr, files.names))}"
+                if files.names
+                else "spill=... is not given"
+            )
             raise SequenceError(f"the schedule stores states in a tier called {tier!r}, but {known}")
     choice = predicted(schedule, state_bytes, math.nan)
-    return Course(lambda _: resumed(schedule.records(), there, DISK), choice)
+    spills = any(choice.slow_bytes.values()) or bool(files.there)
+    return Course(lambda _: resumed(schedule.records(), files.there, DISK), choice, spills)

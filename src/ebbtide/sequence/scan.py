@@ -14,13 +14,13 @@ from torch import Tensor
 from ebbtide.errors import SequenceError
 from ebbtide.sequence.cells import Cell, CellChain, Inputs
 from ebbtide.sequence.choose import memory_slots
-from ebbtide.sequence.disk import StateDisk
 from ebbtide.sequence.executor import Executor
 from ebbtide.sequence.graphs import without_saved_tensor_hooks
 from ebbtide.sequence.pace import Trial
-from ebbtide.sequence.planning import Course, Spill, open_spill, quickest
+from ebbtide.sequence.planning import Course, quickest
 from ebbtide.sequence.progress import is_wanted, watch
 from ebbtide.sequence.schedules import Record, Reverse
+from ebbtide.sequence.spill import Spill, SpillFiles, open_spill
 from ebbtide.sequence.store import StateStore
 from ebbtide.sequence.tensors import State, TensorLayout
 
@@ -159,7 +159,7 @@ class _Sweep:
         self._turn_generators = self._start_generators
         self._course: Course | None = None
         self._resources = contextlib.ExitStack()
-        self._disks: tuple[StateDisk, ...] = ()
+        self._files: SpillFiles | None = None
         self._executor: Executor[State] | None = None
         self._records: Iterator[Record] = iter(())
 
@@ -187,29 +187,29 @@ class _Sweep:
                 assert self._executor is not None
                 self.chain.begin_reverse(grads)
                 self._executor.run(self._watched(self._records, forward=False))
-                for disk in self._disks:
-                    disk.drain()
+                if self._files is not None:
+                    self._files.drain()
                 return self.chain.end_reverse()
             finally:
                 self.close()
 
     def close(self) -> None:
         """Give back memory and files."""
-        self._executor, self._disks, self._records = None, (), iter(())
+        self._executor, self._files, self._records = None, None, iter(())
         self._resources.close()
 
     def _to_the_turn(self) -> None:
         """Run all records before the first reverse step."""
         layout = self._layout
         spill = open_spill(self._spill, checksum=self._check, item_bytes=layout.item_bytes)
-        self._disks = disks = self._resources.enter_context(spill)
+        self._files = files = self._resources.enter_context(spill)
         if self._course is None:
             trial = Trial(
                 lambda: self._start, self.chain.trial, layout.pack, layout.size_bytes, layout.item_bytes, self._slots
             )
-            self._course = quickest(self._n, disks, trial, reverse_factor=REVERSE_FACTOR)
+            self._course = quickest(self._n, files, trial, reverse_factor=REVERSE_FACTOR)
             _log.info("%s", self._course.choice)
-        tiers = {disk.name: disk for disk in disks}
+        tiers = files.tiers() if self._course.spills else {}
         store = StateStore(layout.size_bytes, self._slots, tiers, late=self._course.was_late)
         self._resources.enter_context(store)
         self._executor = Executor(self.chain, store, self._start)

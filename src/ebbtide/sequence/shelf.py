@@ -32,22 +32,36 @@ class Shelf:
                 return
         self._runs.insert(index, (step, place, 0, 1))
 
+    def find(self, step: int) -> StatePlace | None:
+        """The place of a state; None if there is none."""
+        if step in self._others:
+            return self._others[step]
+        found = self._run_with(step)
+        return None if found is None else _moved(self._runs[found[0]][1], found[1])
+
     def take(self, step: int) -> StatePlace | None:
         """The place of a state, which is not here any more; None if there is none."""
         if step in self._others:
             return self._others.pop(step)
-        index = bisect.bisect(self._runs, step, key=lambda run: run[0]) - 1
-        if index < 0:
+        found = self._run_with(step)
+        if found is None:
             return None
+        index, number = found
         first, place, spacing, count = self._runs[index]
-        number, rest = divmod(step - first, spacing) if spacing else (step - first, 0)
-        if rest or number >= count:
-            return None
         before = [(first, place, spacing if number > 1 else 0, number)] if number else []
         left = count - number - 1
         after = [(step + spacing, _moved(place, number + 1), spacing if left > 1 else 0, left)] if left else []
         self._runs[index : index + 1] = before + after
         return _moved(place, number)
+
+    def _run_with(self, step: int) -> tuple[int, int] | None:
+        """Which row a step is in, and at which place."""
+        index = bisect.bisect(self._runs, step, key=lambda run: run[0]) - 1
+        if index < 0:
+            return None
+        first, _, spacing, count = self._runs[index]
+        number, rest = divmod(step - first, spacing) if spacing else (step - first, 0)
+        return None if rest or number >= count else (index, number)
 
 
 def _moved(place: StatePlace, places: int) -> StatePlace:

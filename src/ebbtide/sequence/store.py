@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 from ebbtide.errors import SequenceError
-from ebbtide.run.tiers import Load, Slot
 from ebbtide.run.tiers.memory import CONGRUENCE_BYTES, take_memory
-from ebbtide.sequence.disk import StateDisk, StatePlace
+from ebbtide.sequence.disk import Copy, StateDisk, StatePlace
 from ebbtide.sequence.schedules import MEMORY
 from ebbtide.sequence.shelf import Shelf
 from ebbtide.units import format_bytes
@@ -85,10 +84,9 @@ class StateStore:
         self._block_bytes = -(-state_bytes // self._alignment_bytes) * self._alignment_bytes if tiers else state_bytes
         self._blocks = 0
         self._free: list[Block] = []
-        self._memory: dict[int, Block | tuple[Load, Block]] = {}  # the latter while it comes back
-        self._slow: dict[str, dict[int, Slot]] = {name: {} for name in tiers}  # those in use; the others:
-        self._shelves = {name: Shelf() for name in tiers}
-        self._writing: collections.deque[tuple[int, str, Slot, Block]] = collections.deque()
+        self._memory: dict[int, Block | tuple[Copy, Block]] = {}  # the latter while it comes back
+        self._shelves = {name: Shelf() for name in tiers}  # what is on the slow tiers, but for what is on its way there
+        self._writing: collections.deque[tuple[int, str, Copy, Block]] = collections.deque()
 
     def __enter__(self) -> StateStore:
         return self
@@ -99,7 +97,6 @@ class StateStore:
         self._writing.clear()
         self._memory.clear()
         self._free.clear()
-        self._slow.clear()
         self._shelves.clear()
 
     def take(self) -> Block:
@@ -108,7 +105,7 @@ class StateStore:
         Raises:
             SpillError: if a copy out has failed.
         """
-        while self._writing and (self._writing[0][2].finished.is_set() or self._full):
+        while self._writing and (self._writing[0][2].ready or self._full):
             self._reap()
         if self._free:
             return self._free.pop()
@@ -122,9 +119,7 @@ class StateStore:
         if tier == MEMORY:
             self._memory[step] = block
         else:
-            slot = self._tiers[tier].write(block.storage)
-            self._slow[tier][step] = slot
-            self._writing.append((step, tier, slot, block))
+            self._writing.append((step, tier, self._tiers[tier].store(block.storage), block))
             self.stored[tier] += 1
 
     def adopt(self, step: int, tier: str, place: StatePlace) -> None:
@@ -151,22 +146,25 @@ class StateStore:
         if tier == MEMORY:
             held = self._memory.pop(step)
             self._free.append(self._wait(*held) if isinstance(held, tuple) else held)
-        else:
-            slot = self._slow[tier].pop(step, None)
-            if slot is not None:
-                self._tiers[tier].free(slot)
-            elif (place := self._shelves[tier].take(step)) is not None:
-                self._tiers[tier].forget(place)
+            return
+        if isinstance(coming := self._memory.get(step), tuple):  # it is still being read
+            self._memory[step] = self._wait(*coming)
+        self._settle(step, tier)
+        if (place := self._shelves[tier].take(step)) is not None:
+            self._tiers[tier].forget(place)
 
-    def _read(self, step: int, tier: str, block: Block) -> Load:
+    def _read(self, step: int, tier: str, block: Block) -> Copy:
         """Begin to bring a state back into a block."""
-        slots = self._slow[tier]
-        if step not in slots:
-            place = self._shelves[tier].take(step)
-            if place is None:
-                raise SequenceError(f"the schedule loads state {step} from tier {tier!r}, where it is not")
-            slots[step] = self._tiers[tier].recall(place, block.storage)
-        return self._tiers[tier].read(slots[step], block.storage)
+        self._settle(step, tier)
+        place = self._shelves[tier].find(step)
+        if place is None:
+            raise SequenceError(f"the schedule loads state {step} from tier {tier!r}, where it is not")
+        return self._tiers[tier].bring(place, block.storage)
+
+    def _settle(self, step: int, tier: str) -> None:
+        """Wait until a state is on its tier, if it is on its way there."""
+        while any(writing[:2] == (step, tier) for writing in self._writing):
+            self._reap()
 
     @property
     def _full(self) -> bool:
@@ -181,24 +179,23 @@ class StateStore:
 
     def _reap(self) -> None:
         """Take back the block of the oldest copy out."""
-        step, tier, slot, block = self._writing.popleft()
-        if not slot.finished.is_set():
-            start = time.perf_counter()
-            slot.wait()
-            seconds = time.perf_counter() - start
-            self.waited_seconds += seconds
-            self._late(seconds)
-        slot.wait()
+        step, tier, copy, block = self._writing.popleft()
+        self._late(self._waited(copy))
         self._free.append(block)
-        self._written(step, slot.place)
-        if self._slow[tier].get(step) is slot and (place := self._tiers[tier].park(slot)) is not None:
-            del self._slow[tier][step]
-            self._shelves[tier].put(step, place)
+        self._written(step, copy.place)
+        self._shelves[tier].put(step, copy.place)
 
-    def _wait(self, load: Load, block: Block) -> Block:
-        if not load.ready:
-            start = time.perf_counter()
-            load.wait()
-            self.waited_seconds += time.perf_counter() - start
-        load.wait()
+    def _wait(self, copy: Copy, block: Block) -> Block:
+        self._waited(copy)
         return block
+
+    def _waited(self, copy: Copy) -> float:
+        """Wait for a copy; the seconds that it took."""
+        if copy.ready:
+            copy.wait()
+            return 0.0
+        start = time.perf_counter()
+        copy.wait()
+        seconds = time.perf_counter() - start
+        self.waited_seconds += seconds
+        return seconds

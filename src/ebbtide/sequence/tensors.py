@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
@@ -20,6 +21,8 @@ ALIGNMENT_BYTES = 64
 """Tensors begin at multiples of this, as PyTorch's own do: kernels may choose their code by alignment."""
 FORM_BYTES = 8
 """The number of a state's form is stored with it."""
+
+_NO_MODES = contextlib.nullcontext()
 
 State = list[Tensor]
 """The tensors of a state, detached; those that take part in the gradient have ``requires_grad`` set."""
@@ -131,6 +134,9 @@ class TensorLayout:
                     f"the state has {what} at {keystr(path) or 'its root'}; each part of it must be a dense tensor "
                     "(what does not change from step to step, the cell can take from outside)"
                 )
+        # A state that is one tensor, or a tuple or list of some, is taken apart without PyTorch's help, which is slow.
+        is_flat = type(state) in (tuple, list) and all(isinstance(part, Tensor) for part in state)
+        self._container = type(state) if is_flat else None
         self._leaves = [_Leaf(keystr(path), part.shape, part.dtype, part.device) for path, part in found]
         if not found:
             raise SequenceError("the state has no tensors; give state 0 as a tensor, or a tuple, list or dict of them")
@@ -155,6 +161,11 @@ class TensorLayout:
 
     def flatten(self, state: Any, step: int) -> list[Tensor]:
         """The tensors of the state before ``step``. Raises `SequenceError` if it is not like the first one."""
+        if type(state) is self._container and len(state) == len(self._leaves):
+            if all(map(_is_like, state, self._leaves)):
+                return list(state)
+        elif isinstance(state, Tensor) and self._spec.is_leaf() and _is_like(state, self._leaves[0]):
+            return [state]
         parts, spec = tree_flatten(state)
         if spec == self._spec and all(map(_is_like, parts, self._leaves)):
             return parts
@@ -172,7 +183,7 @@ class TensorLayout:
 
     def unflatten(self, state: State) -> Any:
         """The state as the user knows it."""
-        return tree_unflatten(state, self._spec)
+        return tree_unflatten(state, self._spec) if self._container is None else self._container(state)
 
     def pack(self, state: State, block: Block) -> None:
         """Copy a state, and the state of the generators, into a block."""
@@ -180,7 +191,7 @@ class TensorLayout:
         if forms not in self._form_numbers:
             self._form_numbers[forms] = len(self._forms)
             self._forms.append(forms)
-        with torch.no_grad(), _disable_current_modes():
+        with torch.no_grad(), _unseen():
             views = self._views(block)
             views.form.fill_(self._form_numbers[forms])
             for place, generator in zip(views.generators, self.generators.read(), strict=True):
@@ -190,17 +201,19 @@ class TensorLayout:
 
     def unpack(self, block: Block) -> State:
         """The state in a block, copied only where it must be; the generators go back to where they were."""
-        with torch.no_grad(), _disable_current_modes():
+        with torch.no_grad(), _unseen():
             views = self._views(block)
             forms = self._forms[int(views.form)]
             self.generators.set([place.clone() for place in views.generators])
             # Detached: a state's tensors are told apart by what they are, and may be wanted more than once.
-            parts = [place.detach().to(leaf.device) for place, leaf in zip(views.parts, self._leaves, strict=True)]
+            parts = [place.detach() for place in views.parts]
+            if self.device_types != ["cpu"]:
+                parts = [part.to(leaf.device) for part, leaf in zip(parts, self._leaves, strict=True)]
             return [form.adopt(part, own=True) for form, part in zip(forms, parts, strict=True)]
 
     def copy(self, state: State) -> State:
         """A state of its own memory, in which it lies alike."""
-        with torch.no_grad(), _disable_current_modes():
+        with torch.no_grad(), _unseen():
             return [_Form.of(part).adopt(part, own=False) for part in state]
 
     def _views(self, block: Block) -> _Views:
@@ -222,6 +235,12 @@ def bytes_of(state: State) -> Iterator[memoryview]:
     """The bytes of each tensor."""
     for part in state:
         yield part.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _unseen() -> contextlib.AbstractContextManager[object]:
+    """No dispatch mode sees what is done inside; without any, this takes no time."""
+    there = torch._C._len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch()
+    return _disable_current_modes() if there else _NO_MODES
 
 
 def _is_like(part: Any, leaf: _Leaf) -> bool:

@@ -118,14 +118,14 @@ class DiskTier(QueuedTier):
 
     def _put(self, place: DiskPlace, pointer: int, start: int, stop: int) -> None:
         """Write what is at ``pointer`` as a part of the whole blocks."""
-        view = _memory_view(pointer, stop - start)
+        view = memory_view(pointer, stop - start)
         if self.checksum:
             place.checksums[start] = zlib.crc32(view)
         self._move(self._pwrite, view, place.offset_bytes + start)
 
     def _get(self, place: DiskPlace, pointer: int, start: int, stop: int) -> None:
         """Read a part of the whole blocks to ``pointer``."""
-        view = _memory_view(pointer, stop - start)
+        view = memory_view(pointer, stop - start)
         self._move(self._preadv, view, place.offset_bytes + start)
         if self.checksum and zlib.crc32(view) != place.checksums[start]:
             raise SpillError(
@@ -165,7 +165,11 @@ class DiskTier(QueuedTier):
         return os.preadv(fd, [view], offset_bytes)
 
     def _explain(self, fault: BaseException, transfer: Slot | Load) -> str:
-        size, doing = format_bytes(transfer.size_bytes), "writing" if isinstance(transfer, Slot) else "reading"
+        return self.explain(fault, transfer.size_bytes, "writing" if isinstance(transfer, Slot) else "reading")
+
+    def explain(self, fault: BaseException, size_bytes: int, doing: str) -> str:
+        """Say what happened while ``doing`` something with so many bytes, and what to do about it."""
+        size = format_bytes(size_bytes)
         if isinstance(fault, OSError) and fault.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return (
                 f"spill directory {self.directory} is full ({fault.strerror}): {doing} a tensor of {size} failed, "
@@ -185,10 +189,7 @@ def open_unlinked(directory: Path) -> int:
     Raises:
         SpillError: if the directory is missing, is none, or no file can be made in it.
     """
-    if not directory.exists():
-        raise SpillError(f"spill directory {directory} does not exist; make it, or choose another with spill=...")
-    if not directory.is_dir():
-        raise SpillError(f"spill directory {directory} is not a directory; choose one with spill=...")
+    check_directory(directory)
     try:
         try:
             return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -200,9 +201,21 @@ def open_unlinked(directory: Path) -> int:
             os.unlink(path)
             return fd
     except OSError as fault:
-        raise SpillError(
-            f"spill directory {directory} is not writable ({fault.strerror}); choose another with spill=..."
-        ) from fault
+        raise _not_writable(directory, fault.strerror) from fault
+
+
+def check_directory(directory: Path) -> None:
+    """Raise `SpillError` if a directory is missing, is none, or is not writable."""
+    if not directory.exists():
+        raise SpillError(f"spill directory {directory} does not exist; make it, or choose another with spill=...")
+    if not directory.is_dir():
+        raise SpillError(f"spill directory {directory} is not a directory; choose one with spill=...")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise _not_writable(directory, os.strerror(errno.EACCES))
+
+
+def _not_writable(directory: Path, reason: str | None) -> SpillError:
+    return SpillError(f"spill directory {directory} is not writable ({reason}); choose another with spill=...")
 
 
 def switch_to_direct(fd: int) -> int:
@@ -250,5 +263,6 @@ def _warn_if_ram(directory: Path) -> None:
         )
 
 
-def _memory_view(pointer: int, size_bytes: int) -> memoryview:
+def memory_view(pointer: int, size_bytes: int) -> memoryview:
+    """Bytes at an address."""
     return memoryview((ctypes.c_char * size_bytes).from_address(pointer)).cast("B")
