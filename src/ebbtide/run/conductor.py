@@ -74,7 +74,8 @@ class Conductor:
         self._capture = CaptureMode(script.known, self.leave) if script.remakes else None
         self._mark = clock.mark if clock is not None else None
         # Where nothing is to be done but to keep and to show, as at most events of most steps, the hooks are short.
-        self._short = clock is None and trimmer is None
+        self._is_short = clock is None and trimmer is None
+        self._shorten()
 
     def start(self) -> None:
         """Call when the step begins."""
@@ -92,17 +93,27 @@ class Conductor:
         """Whether everything that the script expects has happened, as it expects it."""
         return not self.left and self._exact and self._event == len(self.script.expected)
 
+    def _shorten(self) -> None:
+        """Choose the events at which the hooks may be short."""
+        self._kept, self._shown = self.script.kept, self.script.shown
+        self._shorts = len(self._kept) if self._is_short else 0
+
     # --- hooks ---------------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The pack hook."""
         event = self._event
-        if self._short and event < len(self.script.kept) and (self._capture is None or not self._capture.entered):
-            saving = self.script.kept[event]
-            if saving is not None and tensor.shape == saving.shape and tensor.dtype is saving.dtype:
+        if event < self._shorts:
+            saving = self._kept[event]
+            if (
+                saving is not None
+                and tensor.dtype is saving.dtype
+                and tensor.shape == saving.shape
+                and (self._capture is None or not self._capture.entered)
+            ):
                 self._event = event + 1
-                self._packed += 1
-                return Kept(tensor, self._packed - 1)
+                self._packed = number = self._packed + 1
+                return Kept(tensor, number - 1)
         return self._pack(tensor)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
@@ -132,9 +143,8 @@ class Conductor:
         """The unpack hook."""
         event = self._event
         if (
-            self._short
-            and event < len(self.script.shown)
-            and self.script.shown[event] == handle.number
+            event < self._shorts
+            and self._shown[event] == handle.number
             and (self._capture is None or not self._capture.entered)
         ):
             self._event = event + 1
@@ -286,6 +296,7 @@ class Conductor:
         if number > 0:
             self._exact = False  # what was done so far followed another plan
         self.script = script
+        self._shorten()
         if self._capture is not None:
             self._capture.forget()
             self._outdated.append(self._capture)
@@ -295,7 +306,8 @@ class Conductor:
         """Leave the plan. See NOTE [Leaving the plan]."""
         if not self.left:
             self.left = reason
-            self._short = False
+            self._is_short = False
+            self._shorten()
             if self._capture is not None:
                 self._capture.forget()
 
