@@ -23,12 +23,23 @@ _NO_STATISTICS = {torch.ops.aten._native_batch_norm_legit.default: torch.ops.ate
 
 @dataclasses.dataclass(slots=True)
 class _Argument:
-    """A tensor among the captured arguments: a view of value ``value``, or an external tensor and its version."""
+    """A tensor among the captured arguments: a view of value ``value``, or an external tensor and its version.
+
+    A view may be lazily conjugated or negated: marks of the tensor, of which its storage shows nothing.
+    """
 
     value: int
     view: View
+    conjugated: bool
+    negated: bool
     external: torch.Tensor | None = None
     version: int = 0
+
+    def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The argument, shown by ``storage``."""
+        tensor = self.view.over(storage)
+        tensor = torch.conj(tensor) if self.conjugated else tensor
+        return torch._neg_view(tensor) if self.negated else tensor
 
 
 @dataclasses.dataclass(slots=True)
@@ -65,10 +76,11 @@ def capture(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: Kno
             value = numbers.get(identity)
             if value is None:
                 value = numbers[identity] = next(remaining, -1)
+            view, marks = View(_NOWHERE, item, -1), (item.is_conj(), item.is_neg())
             if value in known.external or value < 0:
                 kept = item.detach()
-                return _Argument(value, View(_NOWHERE, item, -1), kept, kept._version)
-            return _Argument(value, View(_NOWHERE, item, -1))
+                return _Argument(value, view, *marks, kept, kept._version)
+            return _Argument(value, view, *marks)
         if isinstance(item, (list, tuple)):
             return type(item)(remember(part) for part in item) if type(item) in (list, tuple) else item
         return item
@@ -174,12 +186,12 @@ def _filled(item: Any, made: dict[int, torch.Tensor], leaves: dict[int, Holding]
                 )
             return item.external
         if item.value in made:
-            return item.view.over(made[item.value].untyped_storage())
+            return item.over(made[item.value].untyped_storage())
         leaf = leaves[item.value]
         tensor = leaf.arrive()
         if not leaf.intact:
             raise changed_error(tensor, leaf.version)
-        return item.view.over(tensor.untyped_storage())
+        return item.over(tensor.untyped_storage())
     if type(item) in (list, tuple):
         return type(item)(_filled(part, made, leaves) for part in item)
     return item
