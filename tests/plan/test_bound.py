@@ -16,7 +16,8 @@ from ebbtide.machine import Link, Machine, Tier
 from ebbtide.plan import NO_CAUTION, find_recipes, least_peak_bytes, lower_bound, plain_peak_bytes, solve
 from ebbtide.plan.follow import Move, follow
 from ebbtide.plan.linear import Program, solve_program
-from ebbtide.plan.problem import Problem
+from ebbtide.plan.problem import Facts, Problem
+from ebbtide.plan.recipes import deeper_recipes
 from ebbtide.plan.simulate import moves_of
 from ebbtide.step import Step
 from tests.plan.random_steps import KIB, MIB, Tape, disk_machine, lone_machine, network_step, random_step, tiny_step
@@ -36,8 +37,8 @@ def limit_at(step: Step, fraction: float) -> int:
     return step.resting_bytes + int(fraction * (plain_peak_bytes(step) - step.resting_bytes))
 
 
-def every_decision(step: Step, number: int) -> Iterator[Decision]:
-    """All that may be done with an absence: every choice of ticks, and its shortest recipe."""
+def every_decision(step: Step, number: int, *, deeper: bool = True) -> Iterator[Decision]:
+    """All that may be done with an absence: every choice of ticks, its shortest recipe and perhaps the deeper ones."""
     absence = step.absences[number]
     slots = {event.tick: moment for event, moment in zip(step.events, step.event_moments(), strict=True)}
     packed = min(
@@ -52,6 +53,8 @@ def every_decision(step: Step, number: int) -> Iterator[Decision]:
     recipe = find_recipes(step)[number]
     if recipe is not None:
         yield Recompute(recipe)
+    if recipe is not None and deeper:
+        yield from map(Recompute, deeper_recipes(Facts.of(step), absence, recipe))
 
 
 def all_plans(step: Step, machine: Machine) -> Iterator[tuple[int, float]]:

@@ -93,3 +93,67 @@ def _seconds(
         seen.update(fresh)
         wanted.extend(fresh)
     return math.fsum(facts.step.ops[tick].duration_seconds for tick in ticks)
+
+
+class Returns:
+    """How soon a value that has to be absent can be back, if it is computed again: what its recipe reads comes first.
+
+    A recipe reads values that are there, or brings them back, or makes them again itself. Just before an event at which
+    its target may first be back, other values have to be absent, too. So before it runs one of them has to be loaded,
+    after that event, or a longer recipe has to run. Both are done one after the other, as `follow` does them.
+
+    Args:
+        facts: the indexed step.
+        banned: absences whose values no recipe may make.
+        gone: values that have to be away for some time.
+        load_seconds: by absence the least time of a load; infinite if it cannot be loaded.
+    """
+
+    def __init__(self, facts: Facts, banned: Set[int], gone: Gone, load_seconds: Mapping[int, float]) -> None:
+        self.facts, self.gone, self.load_seconds = facts, gone, load_seconds
+        self.never = {facts.step.absences[number].value for number in banned}
+        self.absences: dict[int, list[int]] = {}
+        for number in gone:
+            self.absences.setdefault(facts.step.absences[number].value, []).append(number)
+
+    def seconds(self, number: int, moment: int, kept: Set[int]) -> tuple[float, set[int]]:
+        """The least time from the event at which absence ``number`` may be back until it is, if it is recomputed.
+
+        Args:
+            number: the absence, one of those that have to be away.
+            moment: the event from which on its value can be computed again.
+            kept: absences that are not loaded before.
+
+        Returns:
+            The time, infinite if it cannot be recomputed, and the absences whose loads were thought of.
+        """
+        facts, target = self.facts, self.facts.step.absences[number].value
+        values, start, last = facts.step.values, self.gone[number][1], facts.step.absences[number].closes
+        known: dict[int, float] = {}
+        loaded: set[int] = set()
+
+        def made(value: int) -> float:
+            maker = values[value].maker
+            if maker < 0 or value in self.never or not is_replayable(facts.step.ops[maker]):
+                return math.inf
+            before = max((there(operand) for operand in operands(facts.step.ops[maker])), default=0.0)
+            return before + facts.step.ops[maker].duration_seconds
+
+        def there(value: int) -> float:
+            if values[value].storage in facts.external or len(known) >= FARTHEST:
+                return 0.0
+            if value not in known:
+                known[value] = math.inf
+                best = math.inf
+                if moment < min(facts.superseded[value], facts.dies[value]) and is_leaf(facts, value, target):
+                    away = [n for n in self.absences.get(value, ()) if self.gone[n][0] < start <= self.gone[n][1]]
+                    if not away:
+                        known[value] = 0.0
+                        return 0.0
+                    back = [n for n in away if self.gone[n][1] <= last]
+                    loaded.update(back)
+                    best = min((self.load_seconds[n] for n in back if n not in kept), default=math.inf)
+                known[value] = min(best, made(value))
+            return known[value]
+
+        return made(target), loaded
