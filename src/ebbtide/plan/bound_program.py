@@ -370,6 +370,13 @@ class _Builder:
         earliest = self.needed.again_from[self.replayed]
         self.program.put(self.ready_rows[self.blocks.group[earliest]], replays, -self.replay)
         self.program.put(self.ahead_rows[self.blocks.group[place.closes]], replays, self.replay)
+        # What can be computed again nowhere else is so there: pools alone would let one value's time pass for another's.
+        group = self.blocks.group[place.closes]
+        fixed = self.blocks.group[earliest] == group
+        there = np.unique(group[fixed])
+        rows = self.program.rows(0.0, np.inf, len(there))
+        self.program.put(rows, self.work[there], 1.0)
+        self.program.put(rows[np.searchsorted(there, group[fixed])], replays[fixed], -self.replay[fixed])
         moments, which = np.unique(self.moments, return_inverse=True)
         absent = self.program.columns(len(moments), float(size.sum()))
         rows = self.program.rows(0.0, 0.0, len(moments))

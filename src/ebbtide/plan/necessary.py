@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from types import MappingProxyType
 
 import numpy as np
@@ -14,7 +14,8 @@ from ebbtide.plan.replay import is_leaf, is_replayable, operands
 FARTHEST = 64
 """Ops looked at for one value. Beyond them ops are taken to cost nothing and to be replayable, which only lowers the
 bound; a step in which nothing can be read again would otherwise take quadratic time."""
-
+MOST_EXACT = 600
+"""Absences at most for which it is looked up what their recipes may read; with more, it is all that is older."""
 
 Gone = Mapping[int, tuple[int, int]]
 """By absence: the event at which its value has to be released at the latest, and the first at which it may be back."""
@@ -52,20 +53,49 @@ def recompute_seconds(facts: Facts, banned: Set[int], gone: Gone = MappingProxyT
 def recompute_moments(facts: Facts, gone: Gone = MappingProxyType({})) -> list[int]:
     """For each absence the first event at which its value can be computed again.
 
-    That is where its absence closes, or before, where another one does whose recipe may read it: one of a value that is
-    made later, by an op that can run again.
+    That is where its absence closes, or before, where another one does whose recipe may read it: see `_sources`.
     """
     step = facts.step
     order = sorted(range(len(step.absences)), key=lambda number: step.absences[number].closes)
     closes = np.array([step.absences[number].closes for number in order], dtype=np.int64)
-    makers = [step.values[step.absences[number].value].maker for number in order]
+    values = [step.absences[number].value for number in order]
+    makers = [step.values[value].maker for value in values]
     readers = np.array([maker if maker >= 0 and is_replayable(step.ops[maker]) else -1 for maker in makers], np.int64)
+    sources = _sources(facts, values) if len(order) <= MOST_EXACT else [None] * len(order)
     found = []
     for number, absence in enumerate(step.absences):
         begin = max(absence.opens, gone[number][1]) if number in gone else absence.opens
         first, last = np.searchsorted(closes, (begin, absence.closes))
-        reads = readers[first:last] > step.values[absence.value].maker
-        found.append(int(closes[first + np.argmax(reads)]) if reads.any() else absence.closes)
+        places = first + np.flatnonzero(readers[first:last] > step.values[absence.value].maker)
+        reads = (place for place in places.tolist() if (known := sources[place]) is None or absence.value in known)
+        place = next(reads, None)
+        found.append(absence.closes if place is None else int(closes[place]))
+    return found
+
+
+def _sources(facts: Facts, targets: Sequence[int]) -> list[set[int] | None]:
+    """For each target all values that some recipe of it reads, or a recipe of one of these, and so on; None if these are
+    too many.
+
+    An op is part of a recipe only if all that it reads can be had: saved by somebody, or made again by such ops.
+    """
+    step, made = facts.step, [False] * len(facts.step.values)
+    for op in step.ops:
+        if is_replayable(op):
+            read = (v for v in operands(op) if step.values[v].storage not in facts.external and v not in facts.held)
+            again = all(made[value] for value in read)
+            for value in op.outputs:
+                made[value] = again
+    found: list[set[int] | None] = []
+    for target in targets:
+        known, wanted = set[int](), [target]
+        while wanted and len(known) < FARTHEST:
+            value = wanted.pop()
+            if made[value]:
+                fresh = [operand for operand in operands(step.ops[step.values[value].maker]) if operand not in known]
+                known.update(fresh)
+                wanted.extend(fresh)
+        found.append(None if wanted else known)
     return found
 
 
