@@ -370,13 +370,7 @@ class _Builder:
         earliest = self.needed.again_from[self.replayed]
         self.program.put(self.ready_rows[self.blocks.group[earliest]], replays, -self.replay)
         self.program.put(self.ahead_rows[self.blocks.group[place.closes]], replays, self.replay)
-        # What can be computed again nowhere else is so there: pools alone would let one value's time pass for another's.
-        group = self.blocks.group[place.closes]
-        fixed = self.blocks.group[earliest] == group
-        there = np.unique(group[fixed])
-        rows = self.program.rows(0.0, np.inf, len(there))
-        self.program.put(rows, self.work[there], 1.0)
-        self.program.put(rows[np.searchsorted(there, group[fixed])], replays[fixed], -self.replay[fixed])
+        self._put_replays(self.blocks.group[earliest], self.blocks.group[place.closes], replays)
         moments, which = np.unique(self.moments, return_inverse=True)
         absent = self.program.columns(len(moments), float(size.sum()))
         rows = self.program.rows(0.0, 0.0, len(moments))
@@ -391,6 +385,15 @@ class _Builder:
         for moment, row in zip(self.counted.tolist(), self.counts.tolist(), strict=True):
             here = self.large[self.replayed] & (place.opens <= moment) & (moment < place.closes)
             self.program.put(np.full(int(here.sum()), row), replays[here], 1.0)
+
+    def _put_replays(self, first: Ints, last: Ints, replays: Ints) -> None:
+        """What can be computed again in some groups alone is so there; pools mix up the times of all values."""
+        windows = np.unique(np.stack((first, last), axis=1), axis=0)
+        for begin, end in windows[windows[:, 1] - windows[:, 0] < NARROW].tolist():
+            inside = np.flatnonzero((first >= begin) & (last <= end))
+            row = self.program.rows(0.0, np.inf, 1)
+            self.program.put(np.repeat(row, end + 1 - begin), self.work[begin : end + 1], 1.0)
+            self.program.put(np.repeat(row, len(inside)), replays[inside], -self.replay[inside])
 
     def add_storages(self) -> None:
         """One thing at a time happens to a storage: rule 1."""

@@ -74,8 +74,7 @@ def recompute_moments(facts: Facts, gone: Gone = MappingProxyType({})) -> list[i
 
 
 def _sources(facts: Facts, targets: Sequence[int]) -> list[set[int] | None]:
-    """For each target all values that some recipe of it reads, or a recipe of one of these, and so on; None if these are
-    too many.
+    """For each target what a recipe of it may read, or a recipe of one of these, and so on; None if it is too much.
 
     An op is part of a recipe only if all that it reads can be had: saved by somebody, or made again by such ops.
     """
