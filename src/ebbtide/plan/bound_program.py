@@ -45,7 +45,8 @@ NOTE [Groups of blocks]
 Long steps have their blocks merged into groups. What is written per block above then says less, and stays true: sums of
 rows over the group for flows; pools are checked at the group's end only; 3 and 5 allow the plain time from the group's
 start to its last event; and within the group ``away`` is at most what was away before plus all that the group releases.
-Each is implied by the rows of the blocks, so the merged program is a relaxation of the finer one.
+Each is implied by the rows of the blocks, so the merged program is a relaxation of the finer one. The rows of rule 12,
+which are about single events, are left out.
 
 NOTE [Boxes]
 Each column has a finite upper bound that some best solution respects: flows and pools cannot exceed what is moved in
@@ -388,6 +389,8 @@ class _Builder:
 
     def _put_replays(self, first: Ints, last: Ints, replays: Ints) -> None:
         """What can be computed again in some groups alone is so there; pools mix up the times of all values."""
+        if self.blocks.merged:
+            return
         windows = np.unique(np.stack((first, last), axis=1), axis=0)
         for begin, end in windows[windows[:, 1] - windows[:, 0] < NARROW].tolist():
             inside = np.flatnonzero((first >= begin) & (last <= end))
@@ -436,7 +439,7 @@ class _Builder:
             again = place.replay[number] / self.unit_seconds
             delays = np.array([*(in_seconds - plain), again][: len(columns)])
             self._delayed(back_from, closes, columns, delays)
-            if np.isfinite(again):
+            if np.isfinite(again) and not self.blocks.merged:
                 self._returned(number, columns, delays, plain, where)
                 self._queued(number, [back for _, back in ways])
 
