@@ -61,15 +61,16 @@ def recompute_moments(facts: Facts, gone: Gone = MappingProxyType({})) -> list[i
     values = [step.absences[number].value for number in order]
     makers = [step.values[value].maker for value in values]
     readers = np.array([maker if maker >= 0 and is_replayable(step.ops[maker]) else -1 for maker in makers], np.int64)
-    sources = _sources(facts, values) if len(order) <= MOST_EXACT else [None] * len(order)
+    sources = _sources(facts, values) if len(order) <= MOST_EXACT else []
     found = []
     for number, absence in enumerate(step.absences):
         begin = max(absence.opens, gone[number][1]) if number in gone else absence.opens
         first, last = np.searchsorted(closes, (begin, absence.closes))
-        places = first + np.flatnonzero(readers[first:last] > step.values[absence.value].maker)
-        reads = (place for place in places.tolist() if (known := sources[place]) is None or absence.value in known)
-        place = next(reads, None)
-        found.append(absence.closes if place is None else int(closes[place]))
+        reads = readers[first:last] > step.values[absence.value].maker
+        if sources:
+            known = (sources[place] for place in range(first, last))
+            reads &= np.array([some is None or absence.value in some for some in known], dtype=np.bool_)
+        found.append(int(closes[first + np.argmax(reads)]) if reads.any() else absence.closes)
     return found
 
 
