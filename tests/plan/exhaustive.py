@@ -64,20 +64,21 @@ def _turn(dice: random.Random, values: int, opaque: float) -> Step:
 def best_plans(step: Step, machine: Machine) -> list[tuple[int, float]]:
     """Peak and time of the plans that no other beats in both, by falling time; empty if there are too many to try.
 
-    Every plan is tried: each absence kept, recomputed, or offloaded with any three ticks.
+    Every plan is tried: each absence kept, recomputed by its shortest recipe, or offloaded with any three ticks. Plans
+    with deeper recipes are not, so that one may be faster still.
     """
     problem, count = Problem.of(step, machine), len(step.absences)
     kept: list[Decision] = [Keep()] * count
-    replays: list[Replay | None] = [None] * count
+    replays: list[Replay] = []
     rows, first = [], [0]
     for number in range(count):
-        for decision in every_decision(step, number):
+        for decision in every_decision(step, number, deeper=False):
             if hasattr(decision, "tier") and not problem.routes:
                 continue
             move = moves_of(problem, [*kept[:number], decision, *kept[number + 1 :]])[number]
             if isinstance(move, Replay):
-                replays[number] = move
-                rows.append((-1, number, -1, -1, -1))
+                rows.append((-1, len(replays), -1, -1, -1))
+                replays.append(move)
             else:
                 rows.append((0, -1, move.out, move.release, move.load) if isinstance(move, Trip) else (-1,) * 5)
         first.append(len(rows))

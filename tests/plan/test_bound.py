@@ -15,7 +15,8 @@ from ebbtide.machine import Link, Machine, Tier
 from ebbtide.plan import NO_CAUTION, find_recipes, least_peak_bytes, lower_bound, plain_peak_bytes, solve
 from ebbtide.plan.follow import Move, follow
 from ebbtide.plan.linear import Program, solve_program
-from ebbtide.plan.problem import Problem
+from ebbtide.plan.problem import Facts, Problem
+from ebbtide.plan.recipes import deeper_recipes
 from ebbtide.plan.simulate import moves_of
 from ebbtide.step import Step
 from tests.plan.limits import limit_at, solve_or_least
@@ -31,8 +32,8 @@ MACHINES = {
 LEAST = 1 - 1e-9
 
 
-def every_decision(step: Step, number: int) -> Iterator[Decision]:
-    """All that may be done with an absence: every choice of ticks, and its shortest recipe."""
+def every_decision(step: Step, number: int, *, deeper: bool = True) -> Iterator[Decision]:
+    """All that may be done with an absence: every choice of ticks, its shortest recipe and perhaps the deeper ones."""
     absence = step.absences[number]
     slots = {event.tick: moment for event, moment in zip(step.events, step.event_moments(), strict=True)}
     packed = min(
@@ -47,6 +48,8 @@ def every_decision(step: Step, number: int) -> Iterator[Decision]:
     recipe = find_recipes(step)[number]
     if recipe is not None:
         yield Recompute(recipe)
+    if recipe is not None and deeper:
+        yield from map(Recompute, deeper_recipes(Facts.of(step), absence, recipe))
 
 
 def all_plans(step: Step, machine: Machine) -> Iterator[tuple[int, float]]:

@@ -14,6 +14,7 @@ from ebbtide.plan import find_recipes, plain_peak_bytes, simulate, solve
 from ebbtide.plan.follow import Move, Trip, follow
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, profile
+from ebbtide.plan.recipes import deeper_recipes
 from ebbtide.step import Step
 from tests.plan.limits import limit_at
 from tests.plan.random_steps import KIB, MIB, Tape, disk_machine, lone_machine, network_step, random_step
@@ -22,23 +23,36 @@ from tests.plan.random_steps import KIB, MIB, Tape, disk_machine, lone_machine, 
 def random_modes(candidates: Candidates, seed: int) -> list[int]:
     """Any possible mode for each candidate, by chance."""
     dice = random.Random(seed)
+    columns = zip(candidates.can_offload, candidates.can_recompute, candidates.deepest().tolist(), strict=True)
     return [
-        dice.choice([KEEP, *([OFFLOAD] * bool(possible)), *([RECOMPUTE] * (replay is not None))])
-        for possible, replay in zip(candidates.can_offload, candidates.replays, strict=True)
+        dice.choice([KEEP, *([OFFLOAD] * bool(possible)), *(range(RECOMPUTE, deepest + 1) if again else ())])
+        for possible, again, deepest in columns
     ]
+
+
+def with_deeper(step: Step, problem: Problem) -> Candidates:
+    """The candidates of a step with all their recipes."""
+    candidates = Candidates.of(problem, "disk", find_recipes(step))
+    deeper = [
+        [] if shortest is None else deeper_recipes(problem.facts, step.absences[number], shortest)
+        for number, shortest in zip(candidates.absence.tolist(), candidates.ops, strict=True)
+    ]
+    return candidates.deepened(problem, deeper)
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_profile_is_what_the_simulator_finds(seed: int) -> None:
     step = random_step(seed, length=6 + seed % 14) if seed % 3 else network_step(6, size_bytes=MIB, seed=seed)
     problem = Problem.of(step, disk_machine())
-    candidates = Candidates.of(problem, "disk", find_recipes(step))
+    candidates = with_deeper(step, problem)
     modes = random_modes(candidates, seed)
+    recipes = candidates.recipe(np.array(modes, dtype=np.int8)).tolist()
     moves: list[Move] = [None] * len(step.absences)
     for place, mode in enumerate(modes):
         number = int(candidates.absence[place])
-        if mode == RECOMPUTE:
-            moves[number] = candidates.replays[place]
+        if mode >= RECOMPUTE:
+            assert candidates.mode(place, recipes[place]) == mode
+            moves[number] = candidates.replays[recipes[place]]
         elif mode == OFFLOAD:
             first, end = int(candidates.release[place]), int(candidates.closes[place])
             moves[number] = Trip("disk", int(candidates.out[place]), first, end)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ebbtide.plan import find_recipes
+from ebbtide.plan.problem import Facts
+from ebbtide.plan.recipes import NEAREST, deeper_recipes
 from ebbtide.step import Replay, Step
 from tests.plan.random_steps import KIB, Tape
 
@@ -88,3 +90,33 @@ def test_ops_of_the_backward_pass_are_not_replayed() -> None:
     tape.unpack(saved)
     tape.op([a], [KIB], phase="backward")
     assert find_recipes(tape.step()) == [None]
+
+
+def test_deeper_recipes_make_again_what_shorter_ones_read() -> None:
+    step = saved_chain(*["pure"] * 4, save_all=True)
+    facts = Facts.of(step)
+    assert deeper_recipes(facts, step.absences[3], (3,)) == [(2, 3), (1, 2, 3), (0, 1, 2, 3)]
+    assert deeper_recipes(facts, step.absences[3], (3,), {2}) == [(2, 3)]
+    assert deeper_recipes(facts, step.absences[0], (0,)) == []
+
+
+def test_deeper_recipes_far_back_read_a_single_value() -> None:
+    """Two chains are joined: going back along one of them, recipes read its value and all that the other one needs."""
+    tape = Tape()
+    x = tape.external(64 * KIB)
+    (left,) = (right,) = (x,)
+    numbers = []
+    for _ in range(NEAREST):
+        (left,), (right,) = tape.op([left], [64 * KIB]), tape.op([right], [64 * KIB])
+        numbers += [tape.pack(left), tape.pack(right)]
+    (joined,) = tape.op([left, right], [64 * KIB])
+    numbers.append(tape.pack(joined))
+    tape.op(tape.op([joined], [KIB], replay="opaque"), [KIB], replay="opaque")
+    for number in reversed(numbers):
+        tape.unpack(number)
+        tape.op([tape.saved[number][0]], [KIB], phase="backward")
+    step = tape.step()
+    last = len(step.absences) - 1
+    found = deeper_recipes(Facts.of(step), step.absences[last], find_recipes(step)[last] or ())
+    ops = 2 * NEAREST + 1
+    assert [len(recipe) for recipe in found] == [*range(2, NEAREST + 2), ops - 1, ops]

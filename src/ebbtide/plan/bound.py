@@ -34,12 +34,15 @@ class Bound:
     Attributes:
         seconds: no plan within the limit takes less; infinite if there is no such plan.
         prices: per moment, seconds by which the bound would fall for each byte that the limit rose then.
+        offloaded, recomputed: per absence, the share of it that is in the program's best solution.
         rows, columns: size of the linear program, 0 if none was needed.
         merged: whether moments were merged to keep it small.
     """
 
     seconds: float
     prices: Floats
+    offloaded: Floats
+    recomputed: Floats
     rows: int = 0
     columns: int = 0
     merged: bool = False
@@ -69,11 +72,12 @@ def bound_of(
     problem: Problem, limit_bytes: int | Ints, *, banned: Set[int] = frozenset(), most_groups: int = MOST_GROUPS
 ) -> Bound:
     """`lower_bound` of a step and a machine that are indexed already; the limit may differ from moment to moment."""
+    nothing = np.zeros(len(problem.step.absences))
     plain_seconds, moments = min(problem.step.plain_seconds, float(problem.clock[-1])), problem.step.moments
     if problem.resting_bytes <= np.min(limit_bytes) and bool((problem.plain <= limit_bytes).all()):
-        return Bound(plain_seconds, np.zeros(moments))
+        return Bound(plain_seconds, np.zeros(moments), nothing, nothing)
     if not moments or not problem.step.absences:
-        return Bound(math.inf, np.zeros(moments))
+        return Bound(math.inf, np.zeros(moments), nothing, nothing)
     formulation = formulate(problem, limit_bytes, banned, most_groups)
     program = formulation.program
     rows, columns = len(program.row_lower), len(program.cost)
@@ -88,4 +92,7 @@ def bound_of(
     )
     delay = solution.value * formulation.unit_seconds
     seconds = max(plain_seconds, (plain_seconds + delay) * (1 - ROUNDING))
-    return Bound(seconds, prices, rows, columns, formulation.merged)
+    offloaded, recomputed = nothing.copy(), nothing.copy()
+    for shares, pairs in ((offloaded, formulation.trips), (recomputed, formulation.replays)):
+        np.add.at(shares, pairs[:, 0], solution.columns[pairs[:, 1]])
+    return Bound(seconds, prices, offloaded, recomputed, rows, columns, formulation.merged)

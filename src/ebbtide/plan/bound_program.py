@@ -37,12 +37,16 @@ seconds and ``w + h`` its delay, ``h`` being what recomputation and slowed compu
    first event after the last one on. No recipe that runs in between reads it. A link's work on it is done between its
    first possible event and its last one, together with that on others whose work has to be done between these. As it
    is moved in one way, whole, compute is delayed between these events as that way demands.
+12. Where such a value is computed again, loads that are due before it can be are done first. Of what its recipe reads,
+   what has to be absent just before the first event from which on it may be back is loaded after that, or made again by
+   a longer recipe: one thing after the other (`Returns`). That takes longer the fewer of those values are loaded.
 
 NOTE [Groups of blocks]
 Long steps have their blocks merged into groups. What is written per block above then says less, and stays true: sums of
 rows over the group for flows; pools are checked at the group's end only; 3 and 5 allow the plain time from the group's
 start to its last event; and within the group ``away`` is at most what was away before plus all that the group releases.
-Each is implied by the rows of the blocks, so the merged program is a relaxation of the finer one.
+Each is implied by the rows of the blocks, so the merged program is a relaxation of the finer one. The rows of rule 12,
+which are about single events, are left out.
 
 NOTE [Boxes]
 Each column has a finite upper bound that some best solution respects: flows and pools cannot exceed what is moved in
@@ -52,7 +56,8 @@ all; more delay in a block than the largest of the flows that it serves is of no
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Set
+import math
+from collections.abc import Mapping, Sequence, Set
 
 import numpy as np
 
@@ -60,7 +65,7 @@ from ebbtide.machine import Link
 from ebbtide.plan.absent import Absences, Needed, absences_of, needed_absences
 from ebbtide.plan.blocks import AFTER, CLOSING, WITHIN, Blocks, memory_rows
 from ebbtide.plan.linear import Assembled, Program
-from ebbtide.plan.necessary import recompute_seconds
+from ebbtide.plan.necessary import Returns, recompute_seconds
 from ebbtide.plan.problem import Floats, Ints, Problem
 from ebbtide.plan.profile import Mask
 
@@ -82,6 +87,7 @@ class Formulation:
         unit_seconds, unit_bytes: what 1 means in it.
         memory_rows: its rows of memory.
         memory_moments: the moment of each.
+        trips, replays: rows of an absence and the column that says whether it goes to a tier, or is computed again.
         merged: whether it has fewer groups than the step has blocks.
     """
 
@@ -90,6 +96,8 @@ class Formulation:
     unit_bytes: float
     memory_rows: Ints
     memory_moments: Ints
+    trips: Ints
+    replays: Ints
     merged: bool
 
 
@@ -99,7 +107,8 @@ def formulate(problem: Problem, limit_bytes: int | Ints, banned: Set[int], most_
     needed = needed_absences(problem, absences, plain - limit_bytes)
     replay = np.array(recompute_seconds(problem.facts, banned, needed.gone(absences)))[absences.number]
     absences = dataclasses.replace(absences, replay=replay)
-    builder = _Builder(problem, absences, needed, plain - limit_bytes, most_groups)
+    returns = Returns(problem.facts, banned, needed.gone(absences), _load_seconds(problem, absences))
+    builder = _Builder(problem, absences, needed, returns, plain - limit_bytes, most_groups)
     for out, back in problem.routes.values():
         builder.add_tier(out, back)
     builder.add_recomputation()
@@ -108,11 +117,29 @@ def formulate(problem: Problem, limit_bytes: int | Ints, banned: Set[int], most_
     return builder.finish()
 
 
+def _load_seconds(problem: Problem, absences: Absences) -> dict[int, float]:
+    """By absence the least time of a load, over all tiers; infinite if it cannot be loaded."""
+    links = [back for _, back in problem.routes.values()]
+    size, numbers = absences.size.astype(np.int64).tolist(), absences.number.tolist()
+    return {
+        number: min((link.seconds(bytes_) for link in links), default=math.inf) if movable else math.inf
+        for number, bytes_, movable in zip(numbers, size, absences.movable.tolist(), strict=True)
+    }
+
+
 class _Builder:
     """Puts the program together. Seconds and bytes are in its own units, in which a step has about 100 of each."""
 
-    def __init__(self, problem: Problem, absences: Absences, needed: Needed, excess: Floats, most_groups: int) -> None:
-        self.problem, self.absences = problem, absences
+    def __init__(
+        self,
+        problem: Problem,
+        absences: Absences,
+        needed: Needed,
+        returns: Returns,
+        excess: Floats,
+        most_groups: int,
+    ) -> None:
+        self.problem, self.absences, self.returns = problem, absences, returns
         self.blocks = Blocks(problem, most_groups)
         self.unit_seconds = max(problem.step.plain_seconds, 1e-9) / 100
         self.unit_bytes = max(float(problem.plain.max(initial=0)) - problem.resting_bytes, 1.0) / 100
@@ -344,6 +371,7 @@ class _Builder:
         earliest = self.needed.again_from[self.replayed]
         self.program.put(self.ready_rows[self.blocks.group[earliest]], replays, -self.replay)
         self.program.put(self.ahead_rows[self.blocks.group[place.closes]], replays, self.replay)
+        self._put_replays(self.blocks.group[earliest], self.blocks.group[place.closes], replays)
         moments, which = np.unique(self.moments, return_inverse=True)
         absent = self.program.columns(len(moments), float(size.sum()))
         rows = self.program.rows(0.0, 0.0, len(moments))
@@ -358,6 +386,17 @@ class _Builder:
         for moment, row in zip(self.counted.tolist(), self.counts.tolist(), strict=True):
             here = self.large[self.replayed] & (place.opens <= moment) & (moment < place.closes)
             self.program.put(np.full(int(here.sum()), row), replays[here], 1.0)
+
+    def _put_replays(self, first: Ints, last: Ints, replays: Ints) -> None:
+        """What can be computed again in some groups alone is so there; pools mix up the times of all values."""
+        if self.blocks.merged:
+            return
+        windows = np.unique(np.stack((first, last), axis=1), axis=0)
+        for begin, end in windows[windows[:, 1] - windows[:, 0] < NARROW].tolist():
+            inside = np.flatnonzero((first >= begin) & (last <= end))
+            row = self.program.rows(0.0, np.inf, 1)
+            self.program.put(np.repeat(row, end + 1 - begin), self.work[begin : end + 1], 1.0)
+            self.program.put(np.repeat(row, len(inside)), replays[inside], -self.replay[inside])
 
     def add_storages(self) -> None:
         """One thing at a time happens to a storage: rule 1."""
@@ -387,6 +426,7 @@ class _Builder:
             for out, back in self.problem.routes.values()
         ]
         rank = np.cumsum(place.movable) - 1
+        where = {number: here for here, number in enumerate(place.number.tolist())}
         for number in np.flatnonzero(needed.absent).tolist():
             columns = np.array(self.columns_of[number], dtype=np.int64)
             self.program.put(np.repeat(self.program.rows(1.0, np.inf, 1), len(columns)), columns, 1.0)
@@ -395,8 +435,63 @@ class _Builder:
             opens, leaves_by = int(place.out[number]), int(needed.leaves_by[number])
             back_from, closes = int(needed.back_from[number]), int(place.closes[number])
             self._delayed(opens, leaves_by, columns[: len(tiers)], out_seconds - (clock[leaves_by] - clock[opens]))
-            delays = [*(in_seconds - (clock[closes] - clock[back_from])), place.replay[number] / self.unit_seconds]
-            self._delayed(back_from, closes, columns, np.array(delays[: len(columns)]))
+            plain = float(clock[closes] - clock[back_from])
+            again = place.replay[number] / self.unit_seconds
+            delays = np.array([*(in_seconds - plain), again][: len(columns)])
+            self._delayed(back_from, closes, columns, delays)
+            if np.isfinite(again) and not self.blocks.merged:
+                self._returned(number, columns, delays, plain, where)
+                self._queued(number, [back for _, back in ways])
+
+    def _queued(self, number: int, in_seconds: Sequence[Floats]) -> None:
+        """What has to be loaded before a value is computed again is loaded before that: rule 12."""
+        place, needed, clock = self.absences, self.needed, self.problem.clock / self.unit_seconds
+        begin, end = int(needed.back_from[number]), int(place.closes[number])
+        groups = np.arange(self.blocks.group[begin], self.blocks.group[end] + 1)
+        starts = np.maximum(place.release, needed.back_from)
+        inside = place.movable & (starts >= begin) & (place.closes < needed.again_from[number])
+        inside[number] = place.movable[number]
+        others = np.flatnonzero(inside)
+        rank = np.cumsum(place.movable) - 1
+        for tier, seconds in enumerate(in_seconds):
+            if len(groups) > NARROW or not len(others):
+                break
+            columns = np.array([self.columns_of[other][tier] for other in others], dtype=np.int64)
+            row = self.program.rows(float(clock[begin] - clock[end]), np.inf, 1)
+            self._delay(np.repeat(row, len(groups)), groups, 1.0)
+            self.program.put(np.repeat(row, len(columns)), columns, -seconds[rank[others]])
+            self.program.put(
+                row, np.array(self.columns_of[number][-1:]), np.array([-place.replay[number] / self.unit_seconds])
+            )
+
+    def _returned(self, number: int, columns: Ints, delays: Floats, plain: float, where: Mapping[int, int]) -> None:
+        """What is computed again comes back after what it is computed from: rule 12."""
+        place, needed = self.absences, self.needed
+        begin, end = int(needed.back_from[number]), int(place.closes[number])
+        groups = np.arange(self.blocks.group[begin], self.blocks.group[end] + 1)
+        if len(groups) > NARROW:
+            return
+        again_from = int(needed.again_from[number])
+
+        def seconds(kept: Set[int]) -> tuple[float, set[int]]:
+            found, loaded = self.returns.seconds(int(place.number[number]), again_from, kept)
+            return max(found / self.unit_seconds - plain, float(delays[-1])), loaded
+
+        least, loaded = seconds(frozenset())
+        load_seconds = {other: self.returns.load_seconds[other] for other in loaded}
+        for longest in (-1.0, *sorted(filter(math.isfinite, set(load_seconds.values())))):
+            kept = {other for other in loaded if load_seconds[other] <= longest}
+            longer = max(least, seconds(kept)[0])
+            trips = [column for other in kept for column in self.columns_of[where[other]][: len(self.problem.routes)]]
+            others = np.array(trips, dtype=np.int64)
+            row = self.program.rows(0.0, np.inf, 1)
+            if math.isinf(longer):
+                self.program.put(np.repeat(row, len(others)), others, 1.0)
+                self.program.put(row, columns[-1:], -1.0)
+                return
+            self._delay(np.repeat(row, len(groups)), groups, 1.0)
+            self.program.put(np.repeat(row, len(columns)), columns, -np.array([*delays[:-1], longer]))
+            self.program.put(np.repeat(row, len(others)), others, longer - least)
 
     def _delayed(self, begin: int, end: int, columns: Ints, seconds: Floats) -> None:
         """Between two events compute is delayed by ``seconds`` for the one of ``columns`` that is chosen."""
@@ -408,6 +503,20 @@ class _Builder:
 
     def finish(self) -> Formulation:
         """The program."""
+        trips: list[tuple[int, int]] = []
+        replays: list[tuple[int, int]] = []
+        again = set(self.replayed.tolist())
+        for place, (number, columns) in enumerate(zip(self.absences.number.tolist(), self.columns_of, strict=True)):
+            tiers = len(columns) - (place in again)
+            trips += [(number, column) for column in columns[:tiers]]
+            replays += [(number, column) for column in columns[tiers:]]
         return Formulation(
-            self.program.assemble(), self.unit_seconds, self.unit_bytes, self.memory, self.moments, self.blocks.merged
+            self.program.assemble(),
+            self.unit_seconds,
+            self.unit_bytes,
+            self.memory,
+            self.moments,
+            np.array(trips, dtype=np.int64).reshape(-1, 2),
+            np.array(replays, dtype=np.int64).reshape(-1, 2),
+            self.blocks.merged,
         )

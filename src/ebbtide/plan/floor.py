@@ -71,7 +71,7 @@ def _peak(found: Found) -> int:
 
 def _everything(candidates: Candidates) -> list[Modes]:
     """Modes that move nothing, and all that can be moved, by offloading first and by recomputing first."""
-    can_recompute = np.array([replay is not None for replay in candidates.replays], dtype=np.bool_)
+    can_recompute = candidates.can_recompute
     offload_first = np.where(candidates.can_offload, OFFLOAD, np.where(can_recompute, RECOMPUTE, KEEP))
     recompute_first = np.where(can_recompute, RECOMPUTE, np.where(candidates.can_offload, OFFLOAD, KEEP))
     return [np.zeros(len(can_recompute), dtype=np.int8), offload_first.astype(np.int8), recompute_first.astype(np.int8)]

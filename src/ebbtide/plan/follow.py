@@ -156,25 +156,23 @@ class Follower:
     """
 
     def __init__(self, problem: Problem, replays: Sequence[Replay | None], caution: Caution = NO_CAUTION) -> None:
-        step = problem.step
-        values = [step.values[absence.value] for absence in step.absences]
-        storages = {storage: place for place, storage in enumerate(dict.fromkeys(value.storage for value in values))}
+        spans = problem.spans
         named = [replay or Replay((), 0.0, 0, 0, 0) for replay in replays]
-        leaves = [[storages[leaf] for leaf in replay.leaves if leaf in storages] for replay in named]
+        leaves = [[spans.storages[leaf] for leaf in replay.leaves if leaf in spans.storages] for replay in named]
         self.replays = replays
         self.tiers = {tier: place for place, tier in enumerate(problem.routes)}
-        self.unlimited = np.full(step.moments, NO_CEILING, dtype=np.int64)
+        self.unlimited = np.full(problem.step.moments, NO_CEILING, dtype=np.int64)
         links = [[part for link in route for part in _rates(link)] for route in problem.routes.values()]
         replay_bytes = [(replay.peak_bytes, replay.physical_peak_bytes, replay.valid_until) for replay in named]
         self.scene = Scene(
             clock=problem.clock,
             plain=problem.plain,
             workspace=problem.workspace,
-            opens=_column(absence.opens for absence in step.absences),
-            closes=_column(absence.closes for absence in step.absences),
-            size_bytes=_column(value.size_bytes for value in values),
-            storage=_column(storages[value.storage] for value in values),
-            storages=len(storages),
+            opens=spans.opens,
+            closes=spans.closes,
+            size_bytes=spans.size_bytes,
+            storage=spans.storage,
+            storages=len(spans.storages),
             links=np.array(links, dtype=np.float64).reshape(-1, 6),
             late=caution.late * EXPECTED,
             first_leaf=_column(np.cumsum([0, *map(len, leaves)])),

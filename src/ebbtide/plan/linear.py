@@ -85,10 +85,12 @@ class Assembled:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Solution:
-    """A certified lower bound of a program's minimum, infinite if it has no solution, and the rows' multipliers."""
+    """A certified lower bound of a program's minimum, infinite if it has no solution, the rows' multipliers, and the
+    columns of the best solution found, which nothing vouches for."""
 
     value: float
     multipliers: Floats
+    columns: Floats
 
 
 def solve_program(program: Assembled, seconds: float) -> Solution:
@@ -116,11 +118,14 @@ def solve_program(program: Assembled, seconds: float) -> Solution:
     solver.passModel(model)
     solver.run()
     if solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
-        return Solution(math.inf, np.zeros(height))
-    multipliers = np.array(solver.getSolution().row_dual, dtype=np.float64)
+        return Solution(math.inf, np.zeros(height), np.zeros(count))
+    solution = solver.getSolution()
+    multipliers, columns = np.array(solution.row_dual, dtype=np.float64), np.array(solution.col_value, dtype=np.float64)
     if len(multipliers) != height:
         multipliers = np.zeros(height)
-    return Solution(program.certify(multipliers), multipliers)
+    if len(columns) != count:
+        columns = np.zeros(count)
+    return Solution(program.certify(multipliers), multipliers, columns)
 
 
 def _filled(count: int, values: Scalars) -> Floats:

@@ -9,6 +9,7 @@ import numpy as np
 from ebbtide.plan.course import DEEPEST_NESTING
 
 KEEP, OFFLOAD, RECOMPUTE = range(3)
+"""Modes. `RECOMPUTE` is by a candidate's shortest recipe; each number above it is one of its deeper recipes."""
 
 
 def bring_back(
@@ -20,6 +21,7 @@ def bring_back(
     closes: Any,
     release: Any,
     order: Any,
+    first_deeper: Any,
     first_leaf: Any,
     leaves: Any,
     replay_seconds: Any,
@@ -33,9 +35,10 @@ def bring_back(
         plain, headroom: per moment, bytes without a plan, and what workspaces of recomputed ops may take besides.
         modes, size_bytes, opens, closes, release: per candidate.
         order: candidates by moment of need.
-        first_leaf, leaves: per candidate where the candidates begin that its recipe reads, with one entry more.
-        replay_seconds: per candidate.
-        replay_bytes: per candidate the most bytes of its recipe, and the same with workspaces.
+        first_deeper: per candidate the number of its first deeper recipe; that of the shortest is the candidate's own.
+        first_leaf, leaves: per recipe where the candidates begin that it reads, with one entry more.
+        replay_seconds: per recipe.
+        replay_bytes: per recipe the most bytes, and the same with workspaces.
 
     Returns:
         The columns of `Profile`, in its order.
@@ -43,12 +46,15 @@ def bring_back(
     moments, count = len(plain), len(modes)
     begin = np.where(modes == OFFLOAD, release, opens)
     end, parent = closes.copy(), np.full(count, -1, np.int64)
-    done = np.zeros(count, np.bool_)
+    done, recipe = np.zeros(count, np.bool_), np.arange(count)
+    for place in range(count):
+        if modes[place] > RECOMPUTE:
+            recipe[place] = first_deeper[place] + modes[place] - RECOMPUTE - 1
     extra_seconds, excess = np.zeros(moments), np.zeros(moments, np.int64)
     waiting, position = np.empty(DEEPEST_NESTING + 2, np.int64), np.empty(DEEPEST_NESTING + 2, np.int64)
     nested = False
     for first in order:
-        if modes[first] != RECOMPUTE or done[first]:
+        if modes[first] < RECOMPUTE or done[first]:
             continue
         moment, added, high, depth = closes[first], 0, 0, 0
         waiting[0], position[0], parent[first] = first, -1, -1
@@ -56,12 +62,12 @@ def bring_back(
             place = waiting[depth]
             if position[depth] < 0:
                 done[place], end[place] = True, moment
-                position[depth] = first_leaf[place]
-                if modes[place] == RECOMPUTE and depth >= DEEPEST_NESTING:
+                position[depth] = first_leaf[recipe[place]]
+                if modes[place] >= RECOMPUTE and depth >= DEEPEST_NESTING:
                     nested = True
-                    position[depth] = first_leaf[place + 1]
-            if modes[place] == RECOMPUTE:
-                if position[depth] < first_leaf[place + 1]:
+                    position[depth] = first_leaf[recipe[place] + 1]
+            if modes[place] >= RECOMPUTE:
+                if position[depth] < first_leaf[recipe[place] + 1]:
                     leaf = leaves[position[depth]]
                     position[depth] += 1
                     # A release happens after the recomputations of its own event: the value is still there in them.
@@ -70,8 +76,9 @@ def bring_back(
                         depth += 1
                         waiting[depth], position[depth], parent[leaf] = leaf, -1, place
                     continue
-                high = max(high, added + max(replay_bytes[place, 0], replay_bytes[place, 1] - headroom[moment]))
-                extra_seconds[moment] += replay_seconds[place]
+                taken = max(replay_bytes[recipe[place], 0], replay_bytes[recipe[place], 1] - headroom[moment])
+                high = max(high, added + taken)
+                extra_seconds[moment] += replay_seconds[recipe[place]]
             added += size_bytes[place]
             high = max(high, added)
             depth -= 1

@@ -102,6 +102,37 @@ def _versions(step: Step) -> dict[int, list[int]]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Spans:
+    """The absences of a step as columns, in their order.
+
+    Attributes:
+        opens, closes: moments.
+        size_bytes: of the value.
+        storage: the number of its storage among ``storages``.
+        storages: the storages that have absences, numbered from 0.
+    """
+
+    opens: Ints
+    closes: Ints
+    size_bytes: Ints
+    storage: Ints
+    storages: dict[int, int]
+
+    @classmethod
+    def of(cls, step: Step) -> Spans:
+        """Those of ``step``."""
+        values = [step.values[absence.value] for absence in step.absences]
+        storages = {storage: place for place, storage in enumerate(dict.fromkeys(value.storage for value in values))}
+        return cls(
+            np.array([absence.opens for absence in step.absences], dtype=np.int64),
+            np.array([absence.closes for absence in step.absences], dtype=np.int64),
+            np.array([value.size_bytes for value in values], dtype=np.int64),
+            np.array([storages[value.storage] for value in values], dtype=np.int64),
+            storages,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Problem:
     """A step on a machine.
 
@@ -115,6 +146,7 @@ class Problem:
         resting_bytes: bytes of external storages.
         earliest_out: per absence, the first moment at which its bytes may be copied: after its value was first saved
             and after the storage's former absence has ended; None if it was never saved.
+        spans: the absences as columns.
     """
 
     facts: Facts
@@ -125,6 +157,7 @@ class Problem:
     workspace: Ints
     resting_bytes: int
     earliest_out: list[int | None]
+    spans: Spans
 
     @classmethod
     def of(cls, step: Step, machine: Machine) -> Problem:
@@ -143,7 +176,8 @@ class Problem:
             for tier in machine.slow_tiers()
         }
         plain = _plain_memory(facts)
-        return cls(facts, machine, routes, clock, plain, workspace, step.resting_bytes, _earliest_outs(facts))
+        rest, outs, spans = step.resting_bytes, _earliest_outs(facts), Spans.of(step)
+        return cls(facts, machine, routes, clock, plain, workspace, rest, outs, spans)
 
     @property
     def step(self) -> Step:

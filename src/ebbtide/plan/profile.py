@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,11 +42,13 @@ class Candidates:
         release: first slot at which it can be released.
         out_seconds, in_seconds: time of its transfers.
         can_offload: whether a slow tier may take it.
-        replays: its checked recipe, or None.
-        first_leaf, leaves: where the candidates begin that its recipe may have to bring back first, with one entry more
-            than candidates; these candidates, in order of first use.
-        replay_seconds: time of its recipe, 0 without one.
-        replay_bytes: most bytes that its recipe holds, and the same with workspaces.
+        replays: recipes, checked: first the shortest of each candidate, or None, then the deeper ones of all.
+        ops: the ops of each recipe.
+        first_deeper: where the deeper ones of a candidate begin among the recipes, with one entry more than candidates.
+        first_leaf, leaves: per recipe where the candidates begin that it may have to bring back first, with one entry
+            more than recipes; these candidates, in order of first use.
+        replay_seconds: per recipe its time, 0 without one.
+        replay_bytes: per recipe the most bytes that it holds, and the same with workspaces.
         order: candidates by moment of need.
     """
 
@@ -59,6 +62,8 @@ class Candidates:
     in_seconds: Floats
     can_offload: Mask
     replays: list[Replay | None]
+    ops: list[tuple[int, ...] | None]
+    first_deeper: Ints
     first_leaf: Ints
     leaves: Ints
     replay_seconds: Floats
@@ -75,12 +80,8 @@ class Candidates:
         opens = np.array([absence.opens for absence in absences], dtype=np.int64)
         closes = np.array([absence.closes for absence in absences], dtype=np.int64)
         outs, releases, in_time = first_slots(problem, numbers)
-        replays: list[Replay | None] = []
-        for number, absence in zip(numbers, absences, strict=True):
-            recipe = recipes[number]
-            replays.append(None if recipe is None else check_recipe(facts, absence.value, recipe))
-        leaves = _leaf_candidates(problem, numbers, replays)
         out_link, in_link = problem.routes[tier] if tier is not None else (None, None)
+        ops = [recipes[number] for number in numbers]
         return cls(
             absence=np.array(numbers, dtype=np.int64),
             size_bytes=sizes,
@@ -91,16 +92,41 @@ class Candidates:
             out_seconds=_transfer_seconds(out_link, sizes),
             in_seconds=_transfer_seconds(in_link, sizes),
             can_offload=_offloadable(problem, tier, sizes, in_time),
-            replays=replays,
-            first_leaf=np.cumsum([0, *map(len, leaves)], dtype=np.int64),
-            leaves=np.array([leaf for found in leaves for leaf in found], dtype=np.int64),
-            replay_seconds=np.array([replay.seconds if replay else 0.0 for replay in replays], dtype=np.float64),
-            replay_bytes=np.array(
-                [(replay.peak_bytes, replay.physical_peak_bytes) if replay else (0, 0) for replay in replays],
-                dtype=np.int64,
-            ).reshape(-1, 2),
+            ops=ops,
+            first_deeper=np.full(len(numbers) + 1, len(numbers), dtype=np.int64),
             order=np.argsort(closes, kind="stable"),
+            **_recipe_columns(problem, numbers, _replays(problem, numbers, ops)),
         )
+
+    def deepened(self, problem: Problem, deeper: Sequence[Sequence[tuple[int, ...]]]) -> Candidates:
+        """The same candidates with ``deeper`` recipes for each besides its shortest one."""
+        numbers: list[int] = self.absence.tolist()
+        ops = [recipe for found in deeper for recipe in found]
+        makes = [number for number, found in zip(numbers, deeper, strict=True) for _ in found]
+        replays = [*self.replays[: len(numbers)], *_replays(problem, makes, ops)]
+        return dataclasses.replace(
+            self,
+            ops=[*self.ops[: len(numbers)], *ops],
+            first_deeper=len(numbers) + np.cumsum([0, *map(len, deeper)], dtype=np.int64),
+            **_recipe_columns(problem, numbers, replays),
+        )
+
+    @property
+    def can_recompute(self) -> Mask:
+        """Whether each candidate has a recipe."""
+        return np.array([replay is not None for replay in self.replays[: len(self.absence)]], dtype=np.bool_)
+
+    def recipe(self, modes: Modes) -> Ints:
+        """The number of the recipe that each mode means; of what is not computed again, that of the shortest."""
+        return np.where(modes > RECOMPUTE, self.first_deeper[:-1] + modes - RECOMPUTE - 1, np.arange(len(modes)))
+
+    def mode(self, place: int, recipe: int) -> int:
+        """The mode that means a recipe of a candidate."""
+        return RECOMPUTE if recipe == place else RECOMPUTE + 1 + recipe - int(self.first_deeper[place])
+
+    def deepest(self) -> Modes:
+        """The highest mode of each candidate."""
+        return (RECOMPUTE + np.diff(self.first_deeper)).astype(np.int8)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -177,15 +203,35 @@ def movable(facts: Facts, number: int) -> bool:
     return value.size_bytes >= SMALLEST_BYTES and value.storage not in facts.external
 
 
-def _leaf_candidates(problem: Problem, numbers: list[int], replays: list[Replay | None]) -> list[list[int]]:
+def _replays(
+    problem: Problem, numbers: Sequence[int], recipes: Sequence[tuple[int, ...] | None]
+) -> list[Replay | None]:
+    """The recipes of absences, checked."""
+    values = [problem.step.absences[number].value for number in numbers]
+    return [
+        None if recipe is None else check_recipe(problem.facts, value, recipe)
+        for value, recipe in zip(values, recipes, strict=True)
+    ]
+
+
+def _recipe_columns(problem: Problem, numbers: Sequence[int], replays: list[Replay | None]) -> dict[str, Any]:
+    """Columns of `Candidates` that follow from its recipes."""
     step = problem.step
     by_storage: dict[int, list[int]] = {}
     for place, number in enumerate(numbers):
         by_storage.setdefault(step.values[step.absences[number].value].storage, []).append(place)
-    return [
+    leaves = [
         [] if replay is None else [place for storage in replay.leaves for place in by_storage.get(storage, [])]
         for replay in replays
     ]
+    replay_bytes = [(replay.peak_bytes, replay.physical_peak_bytes) if replay else (0, 0) for replay in replays]
+    return {
+        "replays": replays,
+        "first_leaf": np.cumsum([0, *map(len, leaves)], dtype=np.int64),
+        "leaves": np.array([leaf for found in leaves for leaf in found], dtype=np.int64),
+        "replay_seconds": np.array([replay.seconds if replay else 0.0 for replay in replays], dtype=np.float64),
+        "replay_bytes": np.array(replay_bytes, dtype=np.int64).reshape(-1, 2),
+    }
 
 
 @dataclasses.dataclass(slots=True)
@@ -231,6 +277,7 @@ def profile(problem: Problem, candidates: Candidates, modes: Modes, headroom: In
         candidates.closes,
         candidates.release,
         candidates.order,
+        candidates.first_deeper,
         candidates.first_leaf,
         candidates.leaves,
         candidates.replay_seconds,

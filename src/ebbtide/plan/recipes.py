@@ -11,6 +11,10 @@ from ebbtide.step import Absence, Step
 
 LONGEST_RECIPE = 12
 """Ops in a recipe at most. A longer one costs about as much as the part of the step it repeats."""
+LONGEST_DEEPER = 64
+"""Ops in a deeper recipe at most."""
+NEAREST = 4
+"""How many times a deeper recipe may go further back and be told whatever it reads."""
 
 
 def find_recipes(step: Step, banned: Set[int] = frozenset()) -> list[tuple[int, ...] | None]:
@@ -29,6 +33,42 @@ def find_recipes(step: Step, banned: Set[int] = frozenset()) -> list[tuple[int, 
         recipe_of(facts, absence, never) if first else None
         for absence, first in zip(step.absences, asked_first(step), strict=True)
     ]
+
+
+def deeper_recipes(
+    facts: Facts, absence: Absence, shortest: tuple[int, ...], banned: Set[int] = frozenset()
+) -> list[tuple[int, ...]]:
+    """Longer recipes of the value of ``absence`` than its ``shortest``, each of which reads further back.
+
+    Where little memory is left, what a recipe reads has to be brought back for it, and then stays. A deeper recipe
+    makes it again instead, and drops it at once. Each of these makes again what the one before read and was made last.
+    Of those that go back more than `NEAREST` times, only the ones that read a single value, or none, are told.
+
+    Args:
+        facts: the step.
+        absence: the gap at whose end the value is wanted.
+        shortest: from `find_recipes`.
+        banned: values that no op of a recipe may make.
+    """
+    values, external = facts.step.values, facts.external
+    found: list[tuple[int, ...]] = []
+    ticks, settled, times = set(shortest), set[int](), 0
+    while True:
+        made = {value for tick in ticks for value in facts.step.ops[tick].outputs}
+        read = {value for tick in ticks for value in operands(facts.step.ops[tick])} - made
+        inner = {value for value in read if values[value].storage not in external}
+        if times and (times <= NEAREST or len(inner) <= 1) and _is_recipe(facts, absence, ticks):
+            found.append(tuple(sorted(ticks)))
+        while inner := inner - settled:
+            last = max(inner, key=lambda value: (values[value].maker, value))
+            settled.add(last)
+            more = _makers(facts, absence, last, made, banned)
+            if more is not None:
+                break
+        if not inner or more is None or len(ticks | more) > LONGEST_DEEPER:
+            return found
+        ticks |= more
+        times += 1
 
 
 def asked_first(step: Step) -> list[bool]:
@@ -62,18 +102,32 @@ def recipe_of(
         first_tick: no op before this one is replayed.
         longest: most ops.
     """
-    step, target, moment = facts.step, absence.value, absence.closes
-    if step.values[target].storage in facts.external:
+    if facts.step.values[absence.value].storage in facts.external:
         return None
+    ticks = _makers(facts, absence, absence.value, set(), banned, leaves, first_tick, longest)
+    return None if ticks is None or not _is_recipe(facts, absence, ticks) else tuple(sorted(ticks))
+
+
+def _makers(
+    facts: Facts,
+    absence: Absence,
+    made: int,
+    known: Set[int],
+    banned: Set[int],
+    leaves: Callable[[int], bool] | None = None,
+    first_tick: int = 0,
+    longest: int = LONGEST_DEEPER,
+) -> set[int] | None:
+    """The ops that make the value ``made`` in a recipe of ``absence`` that makes those of ``known`` anyway."""
+    step, moment = facts.step, absence.closes
     ticks: set[int] = set()
-    seen = {target}
-    wanted = [target]
+    seen, wanted = {made, *known}, [made]
     while wanted:
         number = wanted.pop()
         value = step.values[number]
         unchanged = moment < min(facts.superseded[number], facts.dies[number])
         allowed = leaves is None or leaves(number) or value.storage in facts.external
-        if number != target and unchanged and allowed and is_leaf(facts, number, target):
+        if number != made and unchanged and allowed and is_leaf(facts, number, absence.value):
             continue
         if value.maker < first_tick or number in banned or not is_replayable(step.ops[value.maker]):
             return None
@@ -83,10 +137,14 @@ def recipe_of(
         fresh = [operand for operand in operands(step.ops[value.maker]) if operand not in seen]
         seen.update(fresh)
         wanted.extend(fresh)
-    recipe = tuple(sorted(ticks))
+    return ticks
+
+
+def _is_recipe(facts: Facts, absence: Absence, ticks: set[int]) -> bool:
+    """Whether these ops make the value of ``absence`` where it closes."""
     try:
-        replay = check_recipe(facts, target, recipe)
+        replay = check_recipe(facts, absence.value, tuple(sorted(ticks)))
     except PlanError:
-        # The target is a by-product that its maker's replay does not give, such as a running statistic.
-        return None
-    return recipe if moment < replay.valid_until else None
+        # The value is a by-product that its maker's replay does not give, such as a running statistic.
+        return False
+    return absence.closes < replay.valid_until

@@ -43,7 +43,7 @@ class Scheduler:
         """A move for each absence of the step, or None if the modes cannot stay within the cap.
 
         Args:
-            modes: one for each candidate; a recomputed one's recipe is named by the candidate's place.
+            modes: one for each candidate.
             rows: the tier of each candidate that is offloaded, as a row of `Trips`.
             profile: memory under these modes.
             starts: expected start of each moment, seconds.
@@ -67,8 +67,8 @@ class Scheduler:
             profile.end, candidates.closes, trips.in_seconds[links, queue], starts[profile.end[queue]], self.late[1],
         )  # fmt: skip
         moves = Moves.none(self.absences)
-        recomputed, numbers = np.flatnonzero(modes == RECOMPUTE), candidates.absence[queue]
-        moves.replay[candidates.absence[recomputed]] = recomputed
+        recomputed, numbers = np.flatnonzero(modes >= RECOMPUTE), candidates.absence[queue]
+        moves.replay[candidates.absence[recomputed]] = candidates.recipe(modes)[recomputed]
         moves.tier[numbers] = trips.tiers[links]
         moves.out[numbers], moves.release[numbers], moves.load[numbers] = out[queue], release, load
         return moves

@@ -7,6 +7,7 @@ not timed, so that the same step gives the same plan on every machine.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 
@@ -27,7 +28,6 @@ PRICE_MEMORY = 0.6
 """Share of the former price that remains when new stalls are seen; prices of links swing without it."""
 TIE_SECONDS = 1e-6
 """Added to every price, so that among what costs nothing the largest values are taken first."""
-
 STAGES = ((0.4, False), (0.25, True), (0.15, False), (0.2, True))
 """Shares of the work, in turn, and whether it goes into small changes."""
 
@@ -65,17 +65,29 @@ class Search:
     ) -> None:
         self.problem, self.trips = problem, Trips.of(problem, candidates, tiers)
         can_offload = np.logical_or.reduce(self.trips.possible, axis=0, dtype=np.bool_)
-        self.candidates = candidates = dataclasses.replace(candidates, can_offload=can_offload)
-        self.room = room
-        self.selector = Selector(problem, candidates, room)
-        self.scheduler = Scheduler(problem, candidates, self.trips, room.cap, caution)
-        self.follower = Follower(problem, candidates.replays, caution)
+        self.room, self.caution = room, caution
+        self._equip(dataclasses.replace(candidates, can_offload=can_offload))
         self.random = np.random.default_rng(seed)
-        self.choices = _choices(problem, candidates, self.trips)
         self.best: Found | None = None
         self.count = len(candidates.absence)
         self.out_price, self.in_price = np.zeros((len(tiers), self.count)), np.zeros((len(tiers), self.count))
         self.follows, self.walked = 0, 0.0
+
+    def _equip(self, candidates: Candidates) -> None:
+        self.candidates = candidates
+        self.selector = Selector(self.problem, candidates, self.room)
+        self.scheduler = Scheduler(self.problem, candidates, self.trips, self.room.cap, self.caution)
+        self.follower = Follower(self.problem, candidates.replays, self.caution)
+        self.choices = _choices(self.problem, candidates, self.trips)
+        self.has_deeper = len(candidates.replays) > len(candidates.absence)
+
+    def deepened(self, deeper: Sequence[Sequence[tuple[int, ...]]], seed: int) -> Search:
+        """A search with ``deeper`` recipes of each candidate besides its shortest one, that goes on from here."""
+        search = copy.copy(self)
+        search._equip(self.candidates.deepened(self.problem, deeper))
+        search.random = np.random.default_rng(seed)
+        search.out_price, search.in_price = self.out_price.copy(), self.in_price.copy()
+        return search
 
     def offer(self, modes: Modes, profile: Profile, rows: Ints | None = None) -> Found | None:
         """Schedule and judge ``modes``; keeps them if they are the fastest so far. None if they do not fit.
@@ -118,7 +130,7 @@ class Search:
         candidates, trips = self.candidates, self.trips
         learnt = self.out_price * trips.out_seconds + self.in_price * trips.in_seconds
         offload = trips.compute_seconds + learnt + TIE_SECONDS
-        recompute = candidates.replay_seconds + TIE_SECONDS
+        recompute = candidates.replay_seconds[: self.count] + TIE_SECONDS
         if noise:
             offload = offload * np.exp(noise * self.random.standard_normal(offload.shape))
             recompute = recompute * np.exp(noise * self.random.standard_normal(self.count))
@@ -129,27 +141,45 @@ class Search:
         return Prices(offload[rows, np.arange(self.count)], recompute, rows)
 
     def choose(
-        self, modes: Modes, prices: Prices, stay: Mask, peak_only: bool, pivot: float, rows: Ints | None = None
+        self,
+        modes: Modes,
+        prices: Prices,
+        stay: Mask,
+        peak_only: bool,
+        pivot: float,
+        rows: Ints | None = None,
+        deepen: bool = False,
     ) -> Found | None:
         """Complete ``modes`` and judge them; ``rows`` are the tiers of what they offload."""
         rows = prices.rows if rows is None else np.where(modes == OFFLOAD, rows, prices.rows)
-        profile = self.selector.fill(modes, prices, stay, peak_only, pivot)
+        profile = self.selector.fill(modes, prices, stay, peak_only, pivot, deepen)
         if profile is None:
             return None
         self.selector.prune(modes, profile, prices)
         return self.offer(modes, self.selector.profile(modes), rows)
 
-    def start(self) -> None:
+    def start(self, deepen: bool = False) -> None:
         """Greedy choices from nothing, with prices that follow the stalls of the one before."""
         nothing = np.zeros(self.count, dtype=np.bool_)
         for turn in range(PRICE_ROUNDS):
             modes = np.zeros(self.count, dtype=np.int8)
-            found = self.choose(modes, self.prices(), nothing, turn % 3 == 2, 0.5)
+            found = self.choose(modes, self.prices(), nothing, turn % 3 == 2, 0.5, deepen=deepen)
             if found is None:
                 pivot = float(self.random.uniform(0.2, 0.8))
-                self.choose(np.zeros(self.count, dtype=np.int8), self.prices(0.3), nothing, turn % 2 == 0, pivot)
+                modes = np.zeros(self.count, dtype=np.int8)
+                self.choose(modes, self.prices(0.3), nothing, turn % 2 == 0, pivot, deepen=deepen)
             else:
                 self._learn(found)
+
+    def start_from(self, offloaded: Floats, recomputed: Floats) -> None:
+        """Start with what is moved by a larger share than kept; shares are per absence."""
+        number, nothing = self.candidates.absence, np.zeros(self.count, dtype=np.bool_)
+        offload = np.where(self.candidates.can_offload, offloaded[number], 0.0)
+        recompute = np.where(self.candidates.can_recompute, recomputed[number], 0.0)
+        moved = np.where(offload > recompute, OFFLOAD, RECOMPUTE)
+        for peak_only in (False, True):
+            modes = np.where(offload + recompute > 0.5, moved, KEEP).astype(np.int8)
+            self.choose(modes, self.prices(), nothing, peak_only, 0.5, deepen=True)
 
     def _learn(self, found: Found) -> None:
         """Raise the price of transfers that compute waited for, and of those right before them on the same link."""
@@ -204,7 +234,9 @@ class Search:
             pivot = float(self.random.uniform(0.2, 0.8))
             noise = float(self.random.choice([0.1, 0.3, 0.8]))
             prices = self.prices(noise)
-            found = self.choose(modes, prices, stay, bool(self.random.integers(2)), pivot, current.rows)
+            peak_only = bool(self.random.integers(2))
+            deepen = self.has_deeper and bool(self.random.integers(2))
+            found = self.choose(modes, prices, stay, peak_only, pivot, current.rows, deepen)
             if found is not None and found.course.seconds <= current.course.seconds * 1.0005:
                 current = found
             elif self.random.random() < 0.02:
@@ -229,13 +261,21 @@ class Search:
         places = {number: place for place, number in enumerate(self.candidates.absence.tolist())}
         for number, move in enumerate(moves):
             if isinstance(move, Replay):
-                place = places.get(number)
-                if place is None or self.candidates.replays[place] != move:
+                recipe = self._recipe(places.get(number), move)
+                if recipe is None:
                     return
-                columns.replay[number] = place
+                columns.replay[number] = recipe
             elif move is not None:
                 columns.send(number, self.follower.tiers[move.tier], move)
         self.adopt(columns)
+
+    def _recipe(self, place: int | None, replay: Replay) -> int | None:
+        """The number of the candidate's recipe that is the same as ``replay``, or None."""
+        if place is None:
+            return None
+        first, last = self.candidates.first_deeper[place : place + 2].tolist()
+        same = (number for number in (place, *range(first, last)) if self.candidates.replays[number] == replay)
+        return next(same, None)
 
     def adopt(self, moves: Moves) -> None:
         """Judge complete moves, and keep them if they fit and are the fastest so far."""
@@ -244,7 +284,9 @@ class Search:
             return
         number = self.candidates.absence
         tier, replay = moves.tier[number], moves.replay[number]
-        modes = np.where(tier >= 0, OFFLOAD, np.where(replay >= 0, RECOMPUTE, KEEP)).astype(np.int8)
+        modes = np.where(tier >= 0, OFFLOAD, KEEP).astype(np.int8)
+        for place in np.flatnonzero(replay >= 0).tolist():
+            modes[place] = self.candidates.mode(place, int(replay[place]))
         rows = self.prices().rows
         if len(self.trips.tiers):
             rows = np.where(modes == OFFLOAD, np.searchsorted(self.trips.tiers, tier), rows)
@@ -267,11 +309,13 @@ class Search:
             chosen = ranked[first : first + count]
         else:
             chosen = self.random.choice(moved, size=min(count, moved.size), replace=False)
-        kind = self.random.random()
+        kind, deepest = self.random.random(), self.selector.deepest
         for place in chosen.tolist():
-            if kind < 0.35 and modes[place] == OFFLOAD and self.candidates.replays[place] is not None:
+            if kind < 0.35 and modes[place] >= RECOMPUTE < deepest[place] and self.random.random() < 0.5:
+                modes[place] = self.random.integers(RECOMPUTE, deepest[place] + 1)
+            elif kind < 0.35 and modes[place] == OFFLOAD and self.candidates.replays[place] is not None:
                 modes[place] = RECOMPUTE
-            elif kind < 0.35 and modes[place] == RECOMPUTE and self.candidates.can_offload[place]:
+            elif kind < 0.35 and modes[place] >= RECOMPUTE and self.candidates.can_offload[place]:
                 modes[place] = OFFLOAD
             else:
                 modes[place] = KEEP
@@ -285,7 +329,8 @@ def _choices(problem: Problem, candidates: Candidates, trips: Trips) -> Choices:
         closes=candidates.closes,
         out=candidates.out,
         release=candidates.release,
-        can_recompute=np.array([replay is not None for replay in candidates.replays], dtype=np.bool_),
+        can_recompute=candidates.can_recompute,
+        first_deeper=candidates.first_deeper,
         possible=trips.possible,
         in_seconds=trips.in_seconds,
         tiers=trips.tiers,

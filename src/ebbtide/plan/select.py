@@ -54,15 +54,17 @@ class Selector:
 
     def __init__(self, problem: Problem, candidates: Candidates, room: Room) -> None:
         self.problem, self.candidates, self.room = problem, candidates, room
-        self.can_recompute = np.array([replay is not None for replay in candidates.replays], dtype=np.bool_)
-        self.profiles = 0
+        self.can_recompute, self.deepest = candidates.can_recompute, candidates.deepest()
+        self.profiles = self.cuts = 0
 
     def profile(self, modes: Modes) -> Profile:
         """Memory under ``modes``."""
         self.profiles += 1
         return profile(self.problem, self.candidates, modes, self.room.headroom)
 
-    def fill(self, modes: Modes, prices: Prices, stay: Mask, peak_only: bool, pivot: float) -> Profile | None:
+    def fill(
+        self, modes: Modes, prices: Prices, stay: Mask, peak_only: bool, pivot: float, deepen: bool = False
+    ) -> Profile | None:
         """Move candidates, in place, until memory fits; returns the profile, or None if that was not reached.
 
         Args:
@@ -71,6 +73,8 @@ class Selector:
             stay: candidates that must not be moved if they are kept now.
             peak_only: whether to value what is freed at the worst moment only, rather than wherever memory is short.
             pivot: where to cut a chain of recipes that brings back too much at once, as a share of its bytes.
+            deepen: whether a chain is cut by deeper recipes, which make again what others bring back, before it is cut
+                by moving something in another way.
         """
         locked = ~self.can_recompute
         while True:
@@ -80,7 +84,7 @@ class Selector:
             if over[moment] <= 0 and not found.nested:
                 return found
             if not self._move(modes, prices, stay, locked, over, moment, peak_only) and not self._cut(
-                modes, locked, found, moment, pivot
+                modes, locked, found, moment, pivot, deepen
             ):
                 return None
 
@@ -114,13 +118,15 @@ class Selector:
             missing -= int(candidates.size_bytes[place])
         return True
 
-    def _cut(self, modes: Modes, locked: Mask, found: Profile, moment: int, pivot: float) -> bool:
-        """Stop recomputing one candidate of those whose recipes bring back too much too early; False if there is none.
+    def _cut(self, modes: Modes, locked: Mask, found: Profile, moment: int, pivot: float, deepen: bool) -> bool:
+        """Stop recomputing one candidate of those whose recipes bring back too much too early, or do it by a deeper
+        recipe; False if there is none.
 
         It is one that brings back, directly or not, about the share ``pivot`` of what is too early, so that a chain
         falls into two; the smallest of such.
         """
         candidates = self.candidates
+        self.cuts += 1
         early = (modes != KEEP) & (found.end <= moment) & (candidates.closes > moment)
         if found.nested and not early.any():
             early = modes != KEEP
@@ -131,13 +137,18 @@ class Selector:
                 brought[found.parent[place]] += brought[place]
         cause = np.zeros(len(modes), dtype=np.bool_)
         cause[found.parent[early & (found.parent >= 0)]] = True
-        cause |= (modes == RECOMPUTE) & (candidates.closes == moment)
+        cause |= (modes >= RECOMPUTE) & (candidates.closes == moment)
         places = np.flatnonzero(cause)
-        if not places.size:
+        if deepen and (deeper := places[modes[places] < self.deepest[places]]).size:
+            places = deeper
+        elif not places.size:
             return False
         distance = np.abs(brought[places] / max(1, int(brought[places].max())) - pivot)
         near = places[distance <= max(MIDDLE, float(distance.min()))]
         place = int(near[np.argmin(candidates.size_bytes[near])])
+        if deepen and modes[place] < self.deepest[place]:
+            modes[place] += 1
+            return True
         locked[place] = True
         modes[place] = OFFLOAD if candidates.can_offload[place] else KEEP
         return True
@@ -145,7 +156,8 @@ class Selector:
     def prune(self, modes: Modes, found: Profile, prices: Prices) -> None:
         """Keep, in place, what need not be moved, the dearest first."""
         candidates = self.candidates
-        cost = np.where(modes == OFFLOAD, prices.offload, prices.recompute)
+        again = candidates.replay_seconds[candidates.recipe(modes)] - candidates.replay_seconds[: len(modes)]
+        cost = np.where(modes == OFFLOAD, prices.offload, prices.recompute + again)
         moved = np.flatnonzero(modes)
         dearest = moved[np.argsort(-cost[moved], kind="stable")]
         compiled(keep_where_room)(

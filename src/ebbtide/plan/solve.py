@@ -10,13 +10,13 @@ import numpy as np
 from ebbtide.decisions import Decision, Keep, Plan
 from ebbtide.errors import BudgetError, PlanError, PolicyError
 from ebbtide.machine import Machine
-from ebbtide.plan.bound import bound_of
+from ebbtide.plan.bound import Bound, bound_of
 from ebbtide.plan.caution import CAUTION, Caution
 from ebbtide.plan.floor import least_peak
 from ebbtide.plan.follow import Course, follow
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.profile import Candidates
-from ebbtide.plan.recipes import find_recipes
+from ebbtide.plan.recipes import deeper_recipes, find_recipes
 from ebbtide.plan.search import Search
 from ebbtide.plan.select import Room
 from ebbtide.plan.simulate import decisions_of, moves_of
@@ -38,6 +38,12 @@ STARTS_SHARE = 0.4
 """Share of the work that may go into them."""
 POLICY_COST = 40.0
 """Microseconds that one of them takes for each moment, on a common machine."""
+
+FAR, AHEAD = 1.05, 0.05
+"""How many times the bound a plan takes to be far from it; share of the time lost by which it has to be faster than
+another one to be ahead."""
+DEEPENED = 0.01
+"""Deeper recipes are looked for where a value has at least this share of the bytes that have to be absent."""
 
 METHOD = "learnt prices, ruin and recreate"
 
@@ -90,15 +96,48 @@ def solve(
         search = Search(problem, candidates, tiers, room, seed, caution)
         search.adopt(least.moves)
         search.start()
-    bound_seconds = bound_of(problem, search.room.cap, banned=banned).seconds
+    bound = bound_of(problem, search.room.cap, banned=banned)
     assert search.best is not None
-    enough_seconds = (1 + caution.near_share) * bound_seconds
+    enough_seconds = (1 + caution.near_share) * bound.seconds
     if search.best.course.seconds > enough_seconds:
         _try_published(search, machine, seconds * 1e6)
+        if search.selector.cuts:
+            search = _deepened(search, bound, limit_bytes, seed, banned)
         search.improve(seconds * 1e6, enough_seconds)
     assert search.best is not None
-    decisions = decisions_of(problem, search.follower.listed(search.best.moves), recipes)
-    return _plan(problem, decisions, limit_bytes, bound_seconds)
+    moves = search.best.moves
+    chosen = [search.candidates.ops[recipe] if recipe >= 0 else None for recipe in moves.replay.tolist()]
+    return _plan(problem, decisions_of(problem, search.follower.listed(moves), chosen), limit_bytes, bound.seconds)
+
+
+def _deepened(search: Search, bound: Bound, limit_bytes: int, seed: int, banned: Set[int]) -> Search:
+    """A search that starts with deeper recipes, and with what is moved in the bound's program, if they are of use.
+
+    That is where even so the bound is far, and plans are faster as soon as it starts. Elsewhere the many recipes would
+    only make the search slower.
+    """
+    trial = search.deepened(_deeper(search, limit_bytes, banned), seed)
+    trial.start(deepen=True)
+    trial.start_from(bound.offloaded, bound.recomputed)
+    assert search.best is not None
+    assert trial.best is not None
+    lost, found = search.best.course.seconds - search.problem.step.plain_seconds, trial.best.course.seconds
+    ahead = search.best.course.seconds - found > AHEAD * lost
+    return trial if ahead and found > FAR * bound.seconds else search
+
+
+def _deeper(search: Search, limit_bytes: int, banned: Set[int]) -> list[list[tuple[int, ...]]]:
+    """The deeper recipes of large candidates."""
+    problem, candidates, step = search.problem, search.candidates, search.problem.step
+    never = {step.absences[number].value for number in banned}
+    least_bytes = DEEPENED * (int(problem.plain.max()) - limit_bytes)
+    deeper: list[list[tuple[int, ...]]] = [[] for _ in candidates.absence]
+    for place in np.flatnonzero(candidates.size_bytes >= least_bytes).tolist():
+        shortest = candidates.ops[place]
+        if shortest is not None:
+            absence = step.absences[candidates.absence[place]]
+            deeper[place] = deeper_recipes(problem.facts, absence, shortest, never)
+    return deeper
 
 
 def _try_published(search: Search, machine: Machine, work: float) -> None:

@@ -25,6 +25,8 @@ LOCAL = 0.75
 """Share of changes that are made near such a moment; the others are made anywhere."""
 ONE, TWO = 0.5, 0.85
 """How often one candidate, and how often at most two, are changed together; else three."""
+DEEPER = 0.3
+"""How often another recipe is tried, where there are several."""
 HEAT = 0.006
 """How much worse than the plan before a plan may be at first, as a mean share of the time lost."""
 PLAN_COST, ABSENCE_COST, MOMENT_COST = 2.0, 0.03, 0.012
@@ -37,6 +39,7 @@ class Choices(NamedTuple):
     Attributes:
         absence, opens, closes, out, release: per candidate, as in `Candidates`.
         can_recompute: whether it has a recipe.
+        first_deeper: as in `Candidates`.
         possible: per tier of ``tiers`` and candidate, whether the tier may take it.
         in_seconds: per tier and candidate, time of its transfer back.
         tiers: places of the tiers in `Problem.routes`.
@@ -49,6 +52,7 @@ class Choices(NamedTuple):
     out: Any
     release: Any
     can_recompute: Any
+    first_deeper: Any
     possible: Any
     in_seconds: Any
     tiers: Any
@@ -114,9 +118,11 @@ def _change_some(choices: Any, plan: Any, lost_at: Any, clock: Any) -> None:
     drawn = np.random.random()
     for _ in range(1 if drawn < ONE else 2 if drawn < TWO else 3):
         place = near[np.random.randint(len(near))] if len(near) else np.random.randint(count)
-        number = choices.absence[place]
+        number, deeper = choices.absence[place], choices.first_deeper[place + 1] - choices.first_deeper[place]
         if plan[TIER, number] >= 0 and np.random.random() < 0.7:
             _shift(choices, plan, place)
+        elif plan[REPLAY, number] >= 0 and deeper and np.random.random() < DEEPER:
+            plan[REPLAY, number] = _any_recipe(choices, place)
         else:
             kept = plan[TIER, number] < 0 and plan[REPLAY, number] < 0
             plan[TIER, number] = plan[REPLAY, number] = -1
@@ -148,13 +154,21 @@ def _move(choices: Any, plan: Any, place: int, clock: Any) -> None:
     """Move what is kept, in any way there is."""
     number, row = choices.absence[place], _any_tier(choices, place)
     if choices.can_recompute[place] and (row < 0 or np.random.random() < 0.5):
-        plan[REPLAY, number] = place
+        deeper = choices.first_deeper[place + 1] - choices.first_deeper[place]
+        plan[REPLAY, number] = _any_recipe(choices, place) if deeper and np.random.random() < DEEPER else place
     elif row >= 0:
         release, closes = choices.release[place], choices.closes[place]
         plan[TIER, number] = choices.tiers[row]
         plan[OUT, number], plan[RELEASE, number] = choices.out[place], release
         in_time = np.searchsorted(clock, clock[closes] - choices.in_seconds[row, place], side="right") - 1
         plan[LOAD, number] = _slot(choices.slots, release + 1, closes, in_time, True)
+
+
+def _any_recipe(choices: Any, place: int) -> int:
+    """One of the recipes of a candidate."""
+    first, last = choices.first_deeper[place], choices.first_deeper[place + 1]
+    chosen = np.random.randint(first - 1, last)
+    return chosen if chosen >= first else place
 
 
 def _any_tier(choices: Any, place: int) -> int:
