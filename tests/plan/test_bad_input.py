@@ -18,7 +18,7 @@ import hypothesis.strategies as st
 import pytest
 
 from ebbtide.bundle import load_step
-from ebbtide.errors import BudgetError, EbbtideError, PolicyError, RecordError
+from ebbtide.errors import BudgetError, EbbtideError, PlanError, PolicyError, RecordError
 from ebbtide.machine import Machine
 from ebbtide.plan import least_peak_bytes, lower_bound, plain_peak_bytes, simulate, solve
 from ebbtide.plan.published.registry import POLICIES
@@ -218,3 +218,10 @@ def test_a_step_without_a_backward_pass() -> None:
     assert set(decided(step, plain).values()) <= {(), PolicyError}
     with pytest.raises(PolicyError, match="no backward pass"):
         POLICIES["rotor"](step, MACHINE, plain)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf])
+def test_a_search_that_would_never_begin_or_end(seconds: float) -> None:
+    step = network_step(4)
+    with pytest.raises(PlanError, match="some number of seconds"):
+        solve(step, MACHINE, plain_peak_bytes(step) - 1, seconds=seconds)

@@ -14,10 +14,14 @@ import torch
 from torch import Tensor, nn
 
 import ebbtide
-from ebbtide.decisions import Decision, Offload, Plan
+from ebbtide.decisions import Decision, Offload, Plan, Recompute
 from ebbtide.errors import BudgetError
 from ebbtide.machine import Link, Machine, Tier
+from ebbtide.plan import simulate
+from ebbtide.plan.problem import Facts
+from ebbtide.plan.recipes import deeper_recipes
 from ebbtide.run.meter import PeakMeter
+from ebbtide.step import Step
 
 Guard = Callable[[], AbstractContextManager[object]]
 Record = dict[str, Tensor]
@@ -121,11 +125,12 @@ class Program:
 
 @dataclasses.dataclass
 class Trial:
-    """What happened in a run under a budget: its limit, the state of each step, the last plan."""
+    """What happened in a run under a budget: its limit, the state of each step, the last plan, what differed."""
 
     limit_bytes: int
     states: list[str]
     plan: Plan | None
+    banned: frozenset[int]
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -206,7 +211,8 @@ def _run_within(
             states.append(memory.state)
             compare(record, program.run(index, guard), f"step {index} ({states[-1]}), limit {limit}")
         assert memory.limit_bytes is not None
-        return Trial(memory.limit_bytes, states, memory.plan)
+        kind = memory._current
+        return Trial(memory.limit_bytes, states, memory.plan, kind.banned if kind is not None else frozenset())
 
 
 def divided(solve: Callable[..., Plan], tier: str) -> Callable[..., Plan]:
@@ -222,6 +228,27 @@ def divided(solve: Callable[..., Plan], tier: str) -> Callable[..., Plan]:
         return dataclasses.replace(plan, decisions=decisions)
 
     return solve_divided
+
+
+def deeper(solve: Callable[..., Plan]) -> Callable[..., Plan]:
+    """A planner whose plans compute values again from as far back as they may within the limit."""
+
+    def solve_deeper(step: Step, machine: Machine, limit_bytes: int, **options: Any) -> Plan:
+        plan = solve(step, machine, limit_bytes, **options)
+        facts, decisions, outcome = Facts.of(step), list(plan.decisions), None
+        for number, decision in enumerate(plan.decisions):
+            if isinstance(decision, Recompute):
+                for ops in reversed(deeper_recipes(facts, step.absences[number], decision.ops)):
+                    changed = [*decisions[:number], Recompute(ops), *decisions[number + 1 :]]
+                    found = simulate(step, machine, changed)
+                    if found.peak_bytes <= limit_bytes:
+                        decisions, outcome = changed, found
+                        break
+        if outcome is None:
+            return plan
+        return dataclasses.replace(plan, decisions=tuple(decisions), peak_bytes=outcome.peak_bytes)
+
+    return solve_deeper
 
 
 @contextlib.contextmanager

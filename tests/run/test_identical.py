@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor
 
 import ebbtide
 import tests.run.programs_rare  # noqa: F401  (registers its programs)
-from ebbtide.decisions import Offload, Recompute
+from ebbtide.decisions import Offload, Plan, Recompute
 from ebbtide.machine import Machine
+from ebbtide.run import kinds
 from tests.run.harness import (
     FAST_DISK,
     METERED,
@@ -21,6 +23,7 @@ from tests.run.harness import (
     Program,
     Record,
     compare,
+    deeper,
     identical,
     run_plain,
     run_within,
@@ -58,11 +61,29 @@ def test_identical_to_plain(name: str, case: str, tmp_path: Path) -> None:
     trial = run_within(kind, plain(kind), limit, machine, tmp_path)
     if kind.steady:
         expected = "planned" if trial.plan is not None and trial.plan.binds else "idle"
+        if kind.recomputes:
+            assert not trial.banned, "what was computed again differed"
         assert [trial.states[index] for index in METERED] == [expected] * len(METERED), trial.states
     if case == "fast-40" and kind.offloads:
         assert any(isinstance(decision, Offload) for decision in trial.decisions)
     if case == "slow-80" and kind.recomputes:
         assert any(isinstance(decision, Recompute) for decision in trial.decisions)
+
+
+@pytest.mark.parametrize("name", ["ConvolutionalNet", "Transformer", "Complex", "UNet"])
+def test_deep_recipes_give_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is computed again goes back as far as it can, to values that the plan has dropped itself."""
+    shallow: list[Plan] = []
+
+    def solve(*arguments: Any, **options: Any) -> Plan:
+        shallow.append(kinds_solve(*arguments, **options))
+        return shallow[-1]
+
+    kinds_solve = kinds.solve
+    monkeypatch.setattr(kinds, "solve", deeper(solve))
+    trial = run_within(PROGRAMS[name], plain(PROGRAMS[name]), "80%", SLOW_DISK, tmp_path)
+    assert not trial.banned
+    assert trial.decisions != shallow[-1].decisions, "no recipe goes back further"
 
 
 class Forbidden(Chain):

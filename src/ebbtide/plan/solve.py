@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Set
 
 import numpy as np
 
-from ebbtide.decisions import Decision, Keep, Plan
+from ebbtide.decisions import Keep, Plan
 from ebbtide.errors import BudgetError, PlanError, PolicyError
 from ebbtide.machine import Machine
 from ebbtide.plan.bound import Bound, bound_of
 from ebbtide.plan.caution import CAUTION, Caution
 from ebbtide.plan.floor import least_peak
-from ebbtide.plan.follow import Course, follow
+from ebbtide.plan.follow import follow
+from ebbtide.plan.judged import budget_error, judged
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.profile import Candidates
 from ebbtide.plan.recipes import deeper_recipes, find_recipes
@@ -21,7 +23,6 @@ from ebbtide.plan.search import Search
 from ebbtide.plan.select import Room
 from ebbtide.plan.simulate import decisions_of, moves_of
 from ebbtide.step import Step
-from ebbtide.units import format_bytes
 
 STARTS = (
     "autoswap-wdoa",
@@ -75,13 +76,17 @@ def solve(
 
     Raises:
         BudgetError: if no plan was found that stays within the budget.
+        PlanError: if ``seconds`` is no such number.
     """
+    if not 0 <= seconds < math.inf:
+        raise PlanError(f"a search takes some number of seconds, 0 or more, not {seconds}")
     problem = Problem.of(step, machine)
     plain_peak = int(problem.plain.max(initial=problem.resting_bytes))
     if plain_peak <= limit_bytes:
-        return _plan(problem, [Keep()] * len(step.absences), limit_bytes, bound_of(problem, limit_bytes).seconds)
+        bound_seconds = bound_of(problem, limit_bytes).seconds
+        return judged(problem, limit_bytes, [Keep()] * len(step.absences), METHOD, bound_seconds=bound_seconds)
     if not step.ops:
-        raise _nothing_to_plan(problem, limit_bytes)
+        raise budget_error(problem, follow(problem, [None] * len(step.absences)), limit_bytes)
     recipes = find_recipes(step, banned)
     tiers = list(problem.routes)
     candidates = Candidates.of(problem, tiers[0] if tiers else None, recipes)
@@ -91,7 +96,7 @@ def solve(
     if search.best is None:
         least = least_peak(problem, candidates, tiers)
         if int(least.course.memory.max()) > limit_bytes:
-            raise _budget_error(problem, least.course, limit_bytes)
+            raise budget_error(problem, least.course, limit_bytes)
         room = Room.of(problem, limit_bytes, np.maximum(ceiling, least.course.physical))
         search = Search(problem, candidates, tiers, room, seed, caution)
         search.adopt(least.moves)
@@ -107,7 +112,8 @@ def solve(
     assert search.best is not None
     moves = search.best.moves
     chosen = [search.candidates.ops[recipe] if recipe >= 0 else None for recipe in moves.replay.tolist()]
-    return _plan(problem, decisions_of(problem, search.follower.listed(moves), chosen), limit_bytes, bound.seconds)
+    decisions = decisions_of(problem, search.follower.listed(moves), chosen)
+    return judged(problem, limit_bytes, decisions, METHOD, is_policy=False, bound_seconds=bound.seconds)
 
 
 def _deepened(search: Search, bound: Bound, limit_bytes: int, seed: int, banned: Set[int]) -> Search:
@@ -148,51 +154,6 @@ def _try_published(search: Search, machine: Machine, work: float) -> None:
     problem, room = search.problem, search.room
     cost = POLICY_COST * problem.step.moments
     for name in STARTS[: int(STARTS_SHARE * work / cost)]:
-        with contextlib.suppress(BudgetError, PlanError, PolicyError):
+        with contextlib.suppress(BudgetError, PolicyError):
             plan = POLICIES[name](problem.step, machine, room.limit_bytes)
             search.consider(moves_of(problem, plan.decisions), cost)
-
-
-def _plan(problem: Problem, decisions: list[Decision], limit_bytes: int, bound_seconds: float) -> Plan:
-    """The plan of ``decisions``, judged once more from what it says. Raises `BudgetError` if it passes the limit."""
-    course = follow(problem, moves_of(problem, decisions))
-    rest = problem.resting_bytes
-    if int(course.memory.max(initial=rest)) > limit_bytes:
-        raise _budget_error(problem, course, limit_bytes)
-    return Plan(
-        decisions=tuple(decisions),
-        limit_bytes=limit_bytes,
-        peak_bytes=int(course.memory.max(initial=rest)),
-        seconds=course.seconds,
-        physical_peak_bytes=int(course.physical.max(initial=rest)),
-        plain_peak_bytes=int(problem.plain.max(initial=rest)),
-        plain_seconds=problem.step.plain_seconds,
-        resting_bytes=rest,
-        bound_seconds=bound_seconds,
-        method=METHOD,
-    )
-
-
-def _nothing_to_plan(problem: Problem, limit_bytes: int) -> BudgetError:
-    rest = problem.resting_bytes
-    message = (
-        f"budget {format_bytes(limit_bytes)} cannot be met: the step has no ops, and what it was given takes"
-        f" {format_bytes(rest)}; ask for at least {rest} bytes"
-    )
-    return BudgetError(message, limit_bytes=limit_bytes, reachable_bytes=rest, tick=0, op="", module="")
-
-
-def _budget_error(problem: Problem, least: Course, limit_bytes: int) -> BudgetError:
-    step = problem.step
-    moment = int(np.argmax(least.memory))
-    reachable = int(least.memory[moment])
-    tick = min(int(np.searchsorted(problem.facts.op_moments, moment)), len(step.ops) - 1)
-    op = step.ops[tick]
-    place = f" of {op.module}" if op.module else ""
-    message = (
-        f"budget {format_bytes(limit_bytes)} cannot be met: the least reachable peak is {format_bytes(reachable)},"
-        f" at op {tick} {op.name}{place}; ask for at least {reachable} bytes"
-    )
-    return BudgetError(
-        message, limit_bytes=limit_bytes, reachable_bytes=reachable, tick=tick, op=op.name, module=op.module
-    )

@@ -25,11 +25,11 @@ import numpy as np
 
 from ebbtide.decisions import Decision, Plan
 from ebbtide.machine import Link, Machine
+from ebbtide.plan.judged import judged
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Modes, profile
 from ebbtide.plan.published.chain import ChainPlan, Fate, fates, store_all
 from ebbtide.plan.published.cut import Cut
-from ebbtide.plan.published.judged import judged
 from ebbtide.plan.published.remembered import remembered
 from ebbtide.plan.search import Search
 from ebbtide.plan.select import Room

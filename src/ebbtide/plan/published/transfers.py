@@ -18,9 +18,9 @@ from ebbtide.decisions import Plan
 from ebbtide.errors import PolicyError
 from ebbtide.machine import Machine
 from ebbtide.plan.follow import Move, Trip
+from ebbtide.plan.judged import judged
 from ebbtide.plan.problem import Floats, Ints, Problem
 from ebbtide.plan.profile import Candidates, Profile
-from ebbtide.plan.published.judged import judged
 from ebbtide.plan.published.remembered import remembered
 from ebbtide.plan.recipes import find_recipes
 from ebbtide.plan.simulate import decisions_of

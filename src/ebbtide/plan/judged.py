@@ -1,0 +1,73 @@
+"""Decisions, judged: the plan with what the simulator predicts of it, or why it cannot be used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ebbtide.decisions import Decision, Plan
+from ebbtide.errors import BudgetError
+from ebbtide.plan.follow import Course, follow
+from ebbtide.plan.problem import Problem
+from ebbtide.plan.simulate import moves_of
+from ebbtide.units import format_bytes
+
+
+def judged(
+    problem: Problem,
+    limit_bytes: int,
+    decisions: Sequence[Decision],
+    method: str,
+    *,
+    is_policy: bool = True,
+    bound_seconds: float | None = None,
+) -> Plan:
+    """``decisions`` as a plan.
+
+    Args:
+        problem: what they are for.
+        limit_bytes: the budget.
+        decisions: one for each absence.
+        method: what made them.
+        is_policy: whether another method may do better with less.
+        bound_seconds: a time that no plan can beat, if it is known.
+
+    Raises:
+        BudgetError: if they hold more than ``limit_bytes`` at once; it names their peak and where it is.
+        PlanError: if they do not fit the step or the machine.
+    """
+    course, rest = follow(problem, moves_of(problem, decisions)), problem.resting_bytes
+    peak_bytes = int(course.memory.max(initial=rest))
+    if peak_bytes > limit_bytes:
+        raise budget_error(problem, course, limit_bytes, method if is_policy else "")
+    return Plan(
+        decisions=tuple(decisions),
+        limit_bytes=limit_bytes,
+        peak_bytes=peak_bytes,
+        seconds=course.seconds,
+        physical_peak_bytes=int(course.physical.max(initial=rest)),
+        plain_peak_bytes=int(problem.plain.max(initial=rest)),
+        plain_seconds=problem.step.plain_seconds,
+        resting_bytes=rest,
+        bound_seconds=bound_seconds,
+        method=method,
+    )
+
+
+def budget_error(problem: Problem, least: Course, limit_bytes: int, policy: str = "") -> BudgetError:
+    """Says that no plan, or none of ``policy``, stays within ``limit_bytes``, and where the ``least`` holds most."""
+    step = problem.step
+    moment = int(np.argmax(least.memory)) if least.memory.size else 0
+    reachable = int(least.memory.max(initial=problem.resting_bytes))
+    tick = min(int(np.searchsorted(problem.facts.op_moments, moment)), len(step.ops) - 1)
+    op, module = (step.ops[tick].name, step.ops[tick].module) if step.ops else ("", "")
+    place = f", at op {tick} {op}{f' of {module}' if module else ''}" if step.ops else ", before any op"
+    message = (
+        f"budget {format_bytes(limit_bytes)} cannot be met{f' by {policy}' if policy else ''}: the least"
+        f" {'peak it reaches' if policy else 'reachable peak'} is {format_bytes(reachable)}{place}; ask for at least"
+        f" {reachable} bytes{' or plan with another method' if policy else ''}"
+    )
+    return BudgetError(
+        message, limit_bytes=limit_bytes, reachable_bytes=reachable, tick=max(tick, 0), op=op, module=module
+    )
