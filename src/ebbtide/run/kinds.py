@@ -9,7 +9,7 @@ from typing import Literal
 from ebbtide.decisions import Plan
 from ebbtide.machine import Machine
 from ebbtide.plan import lower_bound, simulate, solve
-from ebbtide.run.pace import Pace
+from ebbtide.run.pace import Pace, without_slowdown
 from ebbtide.run.rehearsed import Rehearsed
 from ebbtide.run.script import Script, signature, write_script
 from ebbtide.run.tiers.layouts import planned_places
@@ -96,7 +96,7 @@ class Kind:
         self.pace.add(between)
         if not self.pace.due:
             return
-        self.step = self.pace.refine(self.step)
+        self.step = without_slowdown(self.pace.refine(self.step), machine, self.plan.decisions)
         seconds = simulate(self.step, machine, self.plan.decisions).seconds
         # The bound changes with the durations, too, but takes too long for the middle of somebody's training.
         self.plan = dataclasses.replace(

@@ -2,7 +2,8 @@
 
 The observed durations contain the observer. Planned steps give the time between one event and the next, without the
 time that the conductor itself took there; the median over a few steps, shared out over the ops in between in
-proportion to their observed durations, is the better estimate.
+proportion to their observed durations, is the better estimate. It contains what transfers beside compute cost it, which
+the simulator adds by itself; so that much is taken off again.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from ebbtide.decisions import Decision
+from ebbtide.machine import Machine
+from ebbtide.plan import simulate
 from ebbtide.step import Step
 
 WARM_UP = 2
@@ -58,3 +62,16 @@ class Pace:
                     seconds = ops[tick].duration_seconds * scale
                     ops[tick] = dataclasses.replace(ops[tick], duration_seconds=round(seconds, 9))
         return dataclasses.replace(step, ops=tuple(ops))
+
+
+def without_slowdown(step: Step, machine: Machine, decisions: Sequence[Decision]) -> Step:
+    """``step``, whose durations were measured beside the transfers of a plan, without what these cost compute."""
+    quiet = dataclasses.replace(
+        machine, links=tuple(dataclasses.replace(link, compute_slowdown=0.0) for link in machine.links)
+    )
+    lost = simulate(step, machine, decisions).seconds - simulate(step, quiet, decisions).seconds
+    if lost <= 0 or step.plain_seconds <= 0:
+        return step
+    share = max(0.0, 1 - lost / step.plain_seconds)
+    ops = tuple(dataclasses.replace(op, duration_seconds=round(share * op.duration_seconds, 9)) for op in step.ops)
+    return dataclasses.replace(step, ops=ops)
