@@ -71,7 +71,7 @@ def test_without_caution_workspaces_do_not_count() -> None:
     step = network_step(8, size_bytes=8 * MIB)
     problem, limit_bytes = Problem.of(step, MACHINE), limit_at(step, 0.3)
     ceiling = Caution().ceiling_bytes(limit_bytes, step.resting_bytes)
-    assert ceiling - step.resting_bytes == int(1.06 * (limit_bytes - step.resting_bytes))
+    assert ceiling - step.resting_bytes == int(Caution().physical_share * (limit_bytes - step.resting_bytes))
     careful = Room.of(problem, limit_bytes, ceiling)
     assert ((careful.cap + problem.workspace <= ceiling) & (careful.cap <= limit_bytes)).all()
     assert (careful.cap < limit_bytes).any()

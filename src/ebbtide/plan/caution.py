@@ -31,7 +31,7 @@ class Caution:
     out_seconds: float = 1e-3
     in_share: float = 0.2
     in_seconds: float = 2e-3
-    physical_share: float = 1.06
+    physical_share: float = 1.035
     near_share: float = 1e-4
 
     @property
