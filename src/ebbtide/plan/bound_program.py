@@ -63,16 +63,14 @@ import numpy as np
 
 from ebbtide.machine import Link
 from ebbtide.plan.absent import Absences, Needed, absences_of, needed_absences
-from ebbtide.plan.blocks import AFTER, CLOSING, WITHIN, Blocks, memory_rows
-from ebbtide.plan.linear import Assembled, Program
+from ebbtide.plan.blocks import AFTER, CLOSING, WITHIN, memory_rows
+from ebbtide.plan.bound_rows import NARROW, Rows
+from ebbtide.plan.linear import Assembled
 from ebbtide.plan.necessary import Returns, recompute_seconds
 from ebbtide.plan.problem import Floats, Ints, Problem
-from ebbtide.plan.profile import Mask
 
 LARGE = 0.5
 """Values of at least this share of the largest are counted in rule 10."""
-NARROW = 64
-"""Groups between two events at most for a link's work between them to be looked at on its own: rule 11."""
 MATTERS = 0.03
 """And of at least this share of what the limit is exceeded by: smaller ones fit in almost anywhere, and there are many.
 """
@@ -127,8 +125,8 @@ def _load_seconds(problem: Problem, absences: Absences) -> dict[int, float]:
     }
 
 
-class _Builder:
-    """Puts the program together. Seconds and bytes are in its own units, in which a step has about 100 of each."""
+class _Builder(Rows):
+    """Puts the program together, rule by rule."""
 
     def __init__(
         self,
@@ -139,25 +137,10 @@ class _Builder:
         excess: Floats,
         most_groups: int,
     ) -> None:
-        self.problem, self.absences, self.returns = problem, absences, returns
-        self.blocks = Blocks(problem, most_groups)
-        self.unit_seconds = max(problem.step.plain_seconds, 1e-9) / 100
-        self.unit_bytes = max(float(problem.plain.max(initial=0)) - problem.resting_bytes, 1.0) / 100
+        super().__init__(problem, absences, most_groups)
+        self.returns = returns
         self.size = np.minimum(absences.size, max(float(excess.max()), 1.0)) / self.unit_bytes
         self.columns_of: list[list[int]] = [[] for _ in absences.number]
-        links = [link for route in problem.routes.values() for link in route]
-        every = [self._link_seconds(link, absences.movable) for link in links]
-        slowed = [link.compute_slowdown * seconds for link, seconds in zip(links, every, strict=True)]
-        can_replay = np.isfinite(absences.replay)
-        self.replay = absences.replay[can_replay] / self.unit_seconds
-        self.replayed = np.flatnonzero(can_replay)
-        self.stall_limit = longest = 2 * sum(float(seconds.sum()) for seconds in every)
-        self.extra = float(self.replay.sum()) + sum(float(seconds.sum()) for seconds in slowed)
-
-        self.program = Program()
-        count, waits = self.blocks.count, self.blocks.waits
-        self.stall = self.program.columns(count, np.where(waits, longest, 0.0), cost=1.0)
-        self.work = self.program.columns(count, np.where(waits, self.extra, 0.0), cost=1.0)
         self.ready, self.ready_rows = self._pool(self.extra, empty_end=True)
         self.program.put(self.ready_rows, self.work, 1.0)
         self.ahead, self.ahead_rows = self._pool(self.extra)
@@ -182,34 +165,6 @@ class _Builder:
                 found.append((moment, number))
         columns = np.array(found, dtype=np.int64).reshape(-1, 2)
         return columns[:, 0], columns[:, 1].astype(np.float64)
-
-    def _link_seconds(self, link: Link, chosen: Mask) -> Floats:
-        """Time of a transfer of each chosen absence."""
-        seconds = link.latency_seconds + self.absences.size[chosen] / link.bandwidth_bytes_per_second
-        return seconds / self.unit_seconds
-
-    def _pool(self, upper: float, *, empty_end: bool = False) -> tuple[Ints, Ints]:
-        """What is in a pool at the end of each group, and rows that say so: what flows in has the factor -1 in them."""
-        count = self.blocks.count
-        limits = np.full(count, upper)
-        if empty_end:
-            limits[-1] = 0.0
-        columns, rows = self.program.columns(count, limits), self.program.rows(0.0, 0.0, count)
-        self.program.put(rows, columns, 1.0)
-        self.program.put(rows[1:], columns[:-1], -1.0)
-        return columns, rows
-
-    def _delay(self, rows: Ints, groups: Ints | slice, factor: float) -> None:
-        self.program.put(rows, self.stall[groups], factor)
-        self.program.put(rows, self.work[groups], factor)
-
-    def _flow(self, upper: float) -> Ints:
-        """What a link carries in each group, in seconds: rule 2."""
-        columns = self.program.columns(self.blocks.count, upper)
-        rows = self.program.rows(-np.inf, self.blocks.seconds / self.unit_seconds, self.blocks.count)
-        self.program.put(rows, columns, 1.0)
-        self._delay(rows, slice(None), -1.0)
-        return columns
 
     def add_tier(self, out_link: Link, in_link: Link) -> None:
         """Trips to one slow tier: rules 2 to 5, and their part in rules 6 and 7."""
@@ -285,33 +240,6 @@ class _Builder:
         fetched = self._flow(float(seconds.sum()))
         self._done_by(fetched, trips, seconds, place.closes)
         return fetched
-
-    def _done_by(self, flow: Ints, trips: Ints, seconds: Floats, moments: Ints) -> None:
-        """Of a link's work ``flow``, the ``seconds`` of ``trips`` are done in the events at ``moments``."""
-        program, due = self.program, self.blocks.group[moments]
-        prepared, rows = self._pool(float(self.stall_limit))
-        program.put(rows, flow, -1.0)
-        program.put(rows[due], trips, seconds)
-        groups = np.unique(due)
-        until = self.blocks.plain_until(moments)[groups] / self.unit_seconds
-        rows = program.rows(-until, np.inf, len(groups))
-        later = groups > 0
-        program.put(rows[later], prepared[groups[later] - 1], 1.0)
-        self._delay(rows, groups, 1.0)
-        program.put(rows[np.searchsorted(groups, due)], trips, -seconds)
-
-    def _between(self, trips: Ints, seconds: Floats, begin: Ints, end: Ints, needed: Mask) -> None:
-        """A link's work on trips that begin and end between those of a needed one is done there: rule 11."""
-        clock, group = self.problem.clock / self.unit_seconds, self.blocks.group
-        for number in np.flatnonzero(needed).tolist():
-            first, last = int(group[begin[number]]), int(group[end[number]])
-            inside = np.flatnonzero((begin >= begin[number]) & (end <= end[number]))
-            plain = float(clock[end[number]] - clock[begin[number]])
-            if last - first < NARROW and float(seconds[inside].sum()) > plain:
-                row = self.program.rows(-plain, np.inf, 1)
-                groups = np.arange(first, last + 1)
-                self._delay(np.repeat(row, len(groups)), groups, 1.0)
-                self.program.put(np.repeat(row, len(inside)), trips[inside], -seconds[inside])
 
     def _add_counts(self, place: Absences, trips: Ints, size: Floats, seconds: Floats, released: Ints) -> None:
         """Large values of one tier, each away whole or not at all: rule 10."""
@@ -452,10 +380,10 @@ class _Builder:
         inside = place.movable & (starts >= begin) & (place.closes < needed.again_from[number])
         inside[number] = place.movable[number]
         others = np.flatnonzero(inside)
+        if len(groups) > NARROW or not len(others):
+            return
         rank = np.cumsum(place.movable) - 1
         for tier, seconds in enumerate(in_seconds):
-            if len(groups) > NARROW or not len(others):
-                break
             columns = np.array([self.columns_of[other][tier] for other in others], dtype=np.int64)
             row = self.program.rows(float(clock[begin] - clock[end]), np.inf, 1)
             self._delay(np.repeat(row, len(groups)), groups, 1.0)
@@ -492,14 +420,6 @@ class _Builder:
             self._delay(np.repeat(row, len(groups)), groups, 1.0)
             self.program.put(np.repeat(row, len(columns)), columns, -np.array([*delays[:-1], longer]))
             self.program.put(np.repeat(row, len(others)), others, longer - least)
-
-    def _delayed(self, begin: int, end: int, columns: Ints, seconds: Floats) -> None:
-        """Between two events compute is delayed by ``seconds`` for the one of ``columns`` that is chosen."""
-        groups = np.arange(self.blocks.group[begin], self.blocks.group[end] + 1)
-        if len(groups) <= NARROW and (seconds > 0).any():
-            row = self.program.rows(0.0, np.inf, 1)
-            self._delay(np.repeat(row, len(groups)), groups, 1.0)
-            self.program.put(np.repeat(row, len(columns)), columns, -np.maximum(seconds, 0.0))
 
     def finish(self) -> Formulation:
         """The program."""

@@ -1,0 +1,120 @@
+"""What the rules of the lower bound are written with: delay, what a link carries, pools that fill and empty.
+
+Numbers of rules are those of NOTE [Relaxation] in `bound_program`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ebbtide.machine import Link
+from ebbtide.plan.absent import Absences
+from ebbtide.plan.blocks import Blocks
+from ebbtide.plan.linear import Program
+from ebbtide.plan.problem import Floats, Ints, Problem
+from ebbtide.plan.profile import Mask
+
+NARROW = 64
+"""Groups between two events at most for a link's work between them to be looked at on its own: rule 11."""
+
+
+class Rows:
+    """A program in which compute may be delayed, and the rows that several rules have in common.
+
+    Seconds and bytes are in its own units, in which a step has about 100 of each.
+
+    Args:
+        problem: what plans are for.
+        absences: those that count, and how long it takes to compute each again.
+        most_groups: of blocks, at most.
+
+    Attributes:
+        blocks: groups of blocks.
+        unit_seconds, unit_bytes: what 1 means.
+        program: what was written so far.
+        stall, work: columns of the delay of each group by stalls, and by recomputation and slowed compute.
+        stall_limit, extra: the most that they can be of use for.
+        replay, replayed: time of each recomputation, and whose it is.
+    """
+
+    def __init__(self, problem: Problem, absences: Absences, most_groups: int) -> None:
+        self.problem, self.absences = problem, absences
+        self.blocks = Blocks(problem, most_groups)
+        self.unit_seconds = max(problem.step.plain_seconds, 1e-9) / 100
+        self.unit_bytes = max(float(problem.plain.max(initial=0)) - problem.resting_bytes, 1.0) / 100
+        links = [link for route in problem.routes.values() for link in route]
+        every = [self._link_seconds(link, absences.movable) for link in links]
+        slowed = [link.compute_slowdown * seconds for link, seconds in zip(links, every, strict=True)]
+        can_replay = np.isfinite(absences.replay)
+        self.replay = absences.replay[can_replay] / self.unit_seconds
+        self.replayed = np.flatnonzero(can_replay)
+        self.stall_limit = 2 * sum(float(seconds.sum()) for seconds in every)
+        self.extra = float(self.replay.sum()) + sum(float(seconds.sum()) for seconds in slowed)
+
+        self.program = Program()
+        count, waits = self.blocks.count, self.blocks.waits
+        self.stall = self.program.columns(count, np.where(waits, self.stall_limit, 0.0), cost=1.0)
+        self.work = self.program.columns(count, np.where(waits, self.extra, 0.0), cost=1.0)
+
+    def _link_seconds(self, link: Link, chosen: Mask) -> Floats:
+        """Time of a transfer of each chosen absence."""
+        seconds = link.latency_seconds + self.absences.size[chosen] / link.bandwidth_bytes_per_second
+        return seconds / self.unit_seconds
+
+    def _pool(self, upper: float, *, empty_end: bool = False) -> tuple[Ints, Ints]:
+        """What is in a pool at the end of each group, and rows that say so: what flows in has the factor -1 in them."""
+        count = self.blocks.count
+        limits = np.full(count, upper)
+        if empty_end:
+            limits[-1] = 0.0
+        columns, rows = self.program.columns(count, limits), self.program.rows(0.0, 0.0, count)
+        self.program.put(rows, columns, 1.0)
+        self.program.put(rows[1:], columns[:-1], -1.0)
+        return columns, rows
+
+    def _delay(self, rows: Ints, groups: Ints | slice, factor: float) -> None:
+        self.program.put(rows, self.stall[groups], factor)
+        self.program.put(rows, self.work[groups], factor)
+
+    def _flow(self, upper: float) -> Ints:
+        """What a link carries in each group, in seconds: rule 2."""
+        columns = self.program.columns(self.blocks.count, upper)
+        rows = self.program.rows(-np.inf, self.blocks.seconds / self.unit_seconds, self.blocks.count)
+        self.program.put(rows, columns, 1.0)
+        self._delay(rows, slice(None), -1.0)
+        return columns
+
+    def _done_by(self, flow: Ints, trips: Ints, seconds: Floats, moments: Ints) -> None:
+        """Of a link's work ``flow``, the ``seconds`` of ``trips`` are done in the events at ``moments``."""
+        program, due = self.program, self.blocks.group[moments]
+        prepared, rows = self._pool(float(self.stall_limit))
+        program.put(rows, flow, -1.0)
+        program.put(rows[due], trips, seconds)
+        groups = np.unique(due)
+        until = self.blocks.plain_until(moments)[groups] / self.unit_seconds
+        rows = program.rows(-until, np.inf, len(groups))
+        later = groups > 0
+        program.put(rows[later], prepared[groups[later] - 1], 1.0)
+        self._delay(rows, groups, 1.0)
+        program.put(rows[np.searchsorted(groups, due)], trips, -seconds)
+
+    def _between(self, trips: Ints, seconds: Floats, begin: Ints, end: Ints, needed: Mask) -> None:
+        """A link's work on trips that begin and end between those of a needed one is done there: rule 11."""
+        clock, group = self.problem.clock / self.unit_seconds, self.blocks.group
+        for number in np.flatnonzero(needed).tolist():
+            first, last = int(group[begin[number]]), int(group[end[number]])
+            inside = np.flatnonzero((begin >= begin[number]) & (end <= end[number]))
+            plain = float(clock[end[number]] - clock[begin[number]])
+            if last - first < NARROW and float(seconds[inside].sum()) > plain:
+                row = self.program.rows(-plain, np.inf, 1)
+                groups = np.arange(first, last + 1)
+                self._delay(np.repeat(row, len(groups)), groups, 1.0)
+                self.program.put(np.repeat(row, len(inside)), trips[inside], -seconds[inside])
+
+    def _delayed(self, begin: int, end: int, columns: Ints, seconds: Floats) -> None:
+        """Between two events compute is delayed by ``seconds`` for the one of ``columns`` that is chosen."""
+        groups = np.arange(self.blocks.group[begin], self.blocks.group[end] + 1)
+        if len(groups) <= NARROW and (seconds > 0).any():
+            row = self.program.rows(0.0, np.inf, 1)
+            self._delay(np.repeat(row, len(groups)), groups, 1.0)
+            self.program.put(np.repeat(row, len(columns)), columns, -np.maximum(seconds, 0.0))
