@@ -17,8 +17,15 @@ from ebbtide.sequence.store import Block
 Forward = Callable[[Any, int], Any]
 Reverse = Callable[[Any, Any, int], Any]
 More = Callable[[Any, int], bool]
-UNSEEN_REFERENCES = 3
-"""References to an array in a list, while it is looked at in a loop: if there are more, somebody else has it."""
+
+
+def _most_references(parts: list[Array]) -> int:
+    """References to the one of ``parts`` that has the most, those made by looking included."""
+    return max((sys.getrefcount(part) for part in parts), default=0)
+
+
+_UNSEEN_REFERENCES = _most_references([np.empty(0)])
+"""So many there are if the list alone holds an array. How many looking makes is the interpreter's own affair."""
 
 
 class ArrayChain:
@@ -106,7 +113,7 @@ class ArrayChain:
     def own(self, state: Any) -> Any:
         """See `Chain.own`. The same memory serves again and again: to take new memory costs more than to copy."""
         parts = self._own_parts
-        if not parts or any(sys.getrefcount(part) > UNSEEN_REFERENCES for part in parts):
+        if not parts or _most_references(parts) > _UNSEEN_REFERENCES:
             parts = self._own_parts = self._layout.new_parts()
         return self._layout.copy_into(parts, state)
 
