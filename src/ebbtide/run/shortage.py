@@ -14,13 +14,12 @@ from ebbtide.units import format_bytes, parse_bytes
 
 _ASKED = re.compile(r"[Tt]ried to allocate ([0-9.]+) (bytes|[KMG]iB)")
 """In the messages of PyTorch's allocators, on CUDA as on a CPU."""
+_WHERE = re.compile(r"GPU ([0-9]+)")
+"""In those of CUDA's: the device that is full."""
 
 
 class _DeviceOutOfMemoryError(OutOfMemoryError, torch.OutOfMemoryError):
     """For those who catch PyTorch's own."""
-
-
-_WHERE = re.compile(r"GPU ([0-9]+)")
 
 
 def is_out_of_memory(fault: BaseException) -> bool:
