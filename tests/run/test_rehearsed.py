@@ -18,7 +18,7 @@ from tests.run.programs import Chain
 
 pytestmark = pytest.mark.skipif(arena_library() is None, reason="no arena can be built here")
 
-KIB = 1024
+KIB, MIB = 1 << 10, 1 << 20
 
 
 @pytest.fixture(autouse=True)
@@ -109,6 +109,64 @@ def test_what_ran_between_two_steps_is_given_back() -> None:
     places.begin()
     assert allocator.rss_bytes() < before - (32 << 20)
     places.end(exact=False)
+
+
+def ladder_with_ghosts(sizes: list[int]) -> list[int]:
+    """A step whose blocks each have another beside them that nobody writes to. Where those were."""
+    alive, places = [], []
+    for size in sizes:
+        ghost = torch.empty(4 * size, dtype=torch.uint8)
+        alive = [*alive[-2:], torch.ones(size, dtype=torch.uint8)]
+        places.append(ghost.data_ptr())
+        del ghost
+    return places
+
+
+def test_blocks_that_nobody_writes_to_take_no_memory() -> None:
+    places, sizes = Rehearsed(), [MIB * (1 + seed % 3) for seed in range(20)]
+    for _ in range(3):
+        places.begin()
+        ghosts = ladder_with_ghosts(sizes)
+        places.end(exact=True)
+    layout = places.layout
+    assert layout is not None
+    assert layout.max_live_bytes == 9 * MIB
+    assert layout.footprint_bytes <= 1.1 * layout.max_live_bytes
+    allocator.trim()
+    places.begin()
+    before = allocator.rss_bytes()
+    alive = [torch.empty(4 * sizes[0], dtype=torch.uint8), torch.ones(sizes[0], dtype=torch.uint8)]
+    assert alive[0].data_ptr() == ghosts[0]
+    assert allocator.rss_bytes() - before <= 2 * MIB  # a huge page for the other
+    alive[0].fill_(7)  # somebody does, once
+    assert bool((alive[1] == 1).all())
+    places.end(exact=False)
+
+
+def test_a_block_written_to_at_its_end_only_is_no_ghost() -> None:
+    places = Rehearsed()
+    for _ in range(2):
+        places.begin()
+        block = torch.empty(8 * MIB, dtype=torch.uint8)
+        block[-MIB:] = 3
+        del block
+        places.end(exact=True)
+    assert places.layout is not None
+    assert places.layout.footprint_bytes == 8 * MIB
+
+
+def test_workspaces_that_nobody_writes_to_do_not_count() -> None:
+    probe = allocator.arena_probe()
+    assert probe is not None
+    probe.before(0)
+    torch.empty(8 * MIB, dtype=torch.uint8)
+    kept = torch.ones(3 * MIB, dtype=torch.uint8)
+    torch.ones(2 * MIB, dtype=torch.uint8)
+    assert probe.after() == 5 * MIB
+    probe.before(0)
+    del kept
+    torch.ones(MIB, dtype=torch.uint8)
+    assert probe.after() == 0
 
 
 def test_a_planned_step_takes_its_places(tmp_path: Path) -> None:

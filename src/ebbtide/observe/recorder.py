@@ -174,10 +174,12 @@ class Recorder(DispatchMode):
         if self._probe is not None:
             self._probe.before(self.ledger.made_bytes)
         started = self._mark()
-        result = func(*args, **kwargs)
-        ended = self._mark()
-        # Before anything else can take memory.
-        return result, [(started, ended)], self._probe.after() if self._probe is not None else 0
+        try:
+            result = func(*args, **kwargs)
+            ended = self._mark()
+        finally:  # before anything else can take memory
+            grown = self._probe.after() if self._probe is not None else 0
+        return result, [(started, ended)], grown
 
     def _place(self) -> tuple[Phase, str]:
         if torch._C._current_graph_task_id() == -1:

@@ -4,16 +4,20 @@ NOTE [Rehearsed steps]
 A planned step takes the same blocks in the same order each time. One of them is rehearsed: the arena writes down what
 is taken and given back. From that `ebbtide.place` works out where each block lies best, so that a later step needs
 hardly more memory than it has bytes alive: a page is touched once and then used again and again, none is given back
-and faulted in anew. A step that strays from what was rehearsed takes what it needs elsewhere, and is rehearsed again.
+and faulted in anew. Blocks that ops take and never write to lie beyond all others, and cost addresses only. A step that
+strays from what was rehearsed takes what it needs elsewhere, and is rehearsed again.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from ebbtide.place import Block, Layout, place
-from ebbtide.place.layout import FOREVER
+from ebbtide.place.layout import FOREVER, Ints
 from ebbtide.run.native import arena_library
+
+Bools = npt.NDArray[np.bool_]
 
 STRAY_SHARE = 0.02
 """Share of a step's footprint that may lie outside its region: more, and the step strayed."""
@@ -21,6 +25,8 @@ STRAYS = 2
 """Steps that stray one after the other before one is rehearsed again: a single one may have had a profiler on."""
 SLACK_SHARE = 0.02
 """Share of a step's footprint that may be left resident outside its region when it begins."""
+HUGE_PAGE_BYTES = 2 << 20
+"""What lies on one of these becomes resident together."""
 FAILURES = 4
 """Rehearsals of no use, one after the other, before it is given up: each step takes other blocks."""
 
@@ -29,7 +35,8 @@ class Rehearsed:
     """Records steps of one kind, then gives their blocks planned places.
 
     Attributes:
-        layout: the planned places; None until a step was rehearsed, and while it is to be rehearsed again.
+        layout: the planned places of what is written to; None until a step was rehearsed, and while it is to be
+            rehearsed again.
     """
 
     def __init__(self) -> None:
@@ -39,7 +46,7 @@ class Rehearsed:
         self._strays = 0
         self._failures = 0
         self._sizes = self._offsets = np.zeros(0, dtype=np.int64)
-        self._start = 0
+        self._start = self._reach_bytes = 0
 
     @property
     def serves(self) -> bool:
@@ -58,7 +65,7 @@ class Rehearsed:
             elif arena.ebbtide_arena_left_outside() > SLACK_SHARE * self.layout.footprint_bytes:
                 arena.ebbtide_arena_trim(0)  # the places of whatever ran since the last step
             pointers = self._sizes.ctypes.data, self._offsets.ctypes.data
-            arena.ebbtide_arena_follow(*pointers, len(self._sizes), self._start, self.layout.footprint_bytes)
+            arena.ebbtide_arena_follow(*pointers, len(self._sizes), self._start, self._reach_bytes)
         elif self._failures < FAILURES:
             self._recording = True
             arena.ebbtide_arena_record(1)
@@ -93,13 +100,30 @@ class Rehearsed:
     def _learn(self) -> None:
         arena = arena_library()
         assert arena is not None
-        count = arena.ebbtide_arena_recorded(None, None, None, 0)
-        sizes, born, dies = (np.zeros(count, dtype=np.int64) for _ in range(3))
-        arena.ebbtide_arena_recorded(sizes.ctypes.data, born.ctypes.data, dies.ctypes.data, count)
+        count = arena.ebbtide_arena_recorded(None, None, None, None, 0)
+        columns = np.zeros((4, count), dtype=np.int64)
+        arena.ebbtide_arena_recorded(*(column.ctypes.data for column in columns), count)
+        sizes, born, dies, written = columns
         dies[dies < 0] = FOREVER
-        layout = place([Block(*block) for block in zip(sizes.tolist(), born.tolist(), dies.tolist(), strict=True)])
-        self._start = arena.ebbtide_arena_new_region(layout.footprint_bytes)
+        blocks = [Block(*block) for block in zip(sizes.tolist(), born.tolist(), dies.tolist(), strict=True)]
+        layout, offsets, self._reach_bytes = _spread(blocks, written.astype(bool))
+        self._start = arena.ebbtide_arena_new_region(self._reach_bytes)
         if self._start:
-            self._sizes, self._offsets = sizes, np.array(layout.offsets, dtype=np.int64)
+            self._sizes, self._offsets = sizes, offsets
             self.layout = layout
             self._untouched = True
+
+
+def _spread(blocks: list[Block], written: Bools) -> tuple[Layout, Ints, int]:
+    """Places for all blocks, those that nobody writes to above all others, on pages that never become resident.
+
+    Returns:
+        The layout of the blocks that are written to, the offsets of all, and the end of the highest block.
+    """
+    layout = place([block for block, touched in zip(blocks, written, strict=True) if touched])
+    ghosts = place([block for block, touched in zip(blocks, written, strict=True) if not touched])
+    above = -(-layout.footprint_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    offsets = np.zeros(len(blocks), dtype=np.int64)
+    offsets[written] = layout.offsets
+    offsets[~written] = np.array(ghosts.offsets, dtype=np.int64) + above
+    return layout, offsets, above + ghosts.footprint_bytes if ghosts.offsets else layout.footprint_bytes

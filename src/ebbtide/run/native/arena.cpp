@@ -10,6 +10,10 @@
 // whoever reads that works out a place for each of them, and with `follow` the n-th block goes to its place. A block of
 // another size than expected, or one whose place is taken, goes outside the region of the planned places, so that it
 // spoils no other one's.
+//
+// Some blocks are never written to: PyTorch's backward pass of batch norm takes one as large as its result and drops it.
+// No page of theirs becomes resident, unless they get addresses that others use. So while a step is recorded, or an op
+// watched, a few words of each new block are marked; if all of them are as they were when it goes, nobody wrote to it.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -34,18 +38,26 @@ constexpr std::size_t kGrain = 64;
 constexpr std::size_t kReserve = std::size_t(1) << 40;  // addresses, not memory
 constexpr std::size_t kHuge = 2 << 20;
 constexpr std::size_t kPage = 4096;
+constexpr std::size_t kMarked = 64 << 10;  // bytes from one marked word to the next
 constexpr std::size_t kLookahead = 16;  // blocks that a step may leave out without losing its place in the plan
 
 using Address = std::uintptr_t;
 
 // A block of a recorded step. Times count what is taken and given back; -1: still there.
 struct Recorded {
-  std::int64_t size, born, dies;
+  std::int64_t size, born, dies, written;
 };
 
 struct Taken {
   std::size_t size;
   std::int64_t recorded;  // index among the recorded blocks, -1 if none
+  bool marked;
+};
+
+// What an op that is watched takes (positive) and gives back (negative).
+struct Change {
+  std::int64_t bytes;
+  Address block;
 };
 
 struct Planned {
@@ -60,7 +72,11 @@ struct Arena {
   std::set<std::pair<std::size_t, Address>> by_size;  // the same, by size
   std::unordered_map<Address, Taken> taken;
 
-  std::size_t live = 0, most = 0;  // bytes taken; the most since `mark`
+  std::size_t live = 0;  // bytes taken
+
+  bool watching = false;
+  std::size_t before = 0;  // bytes taken when the watch began
+  std::vector<Change> changes;
 
   bool recording = false;
   std::int64_t now = 0;
@@ -164,13 +180,38 @@ struct Arena {
     std::int64_t recorded = -1;
     if (recording) {
       recorded = std::int64_t(records.size());
-      records.push_back({std::int64_t(size), now++, -1});
+      records.push_back({std::int64_t(size), now++, -1, 1});
     }
-    taken.emplace(at, Taken{size, recorded});
+    bool marked = recording || watching;
+    if (marked) write_marks(at, size);
+    if (watching) changes.push_back({std::int64_t(size), at});
+    taken.emplace(at, Taken{size, recorded, marked});
     live += size;
-    most = std::max(most, live);
     if (!in_region(at, size)) outside_most = std::max(outside_most, outside += size);
     return reinterpret_cast<void*>(at);
+  }
+
+  static std::uint64_t mark_at(Address at) { return std::uint64_t(at) ^ 0x9e3779b97f4a7c15u; }
+
+  static void write_marks(Address at, std::size_t size) {
+    for (Address word = at; word < at + size; word += kMarked) *reinterpret_cast<std::uint64_t*>(word) = mark_at(word);
+  }
+
+  static bool marks_intact(Address at, std::size_t size) {
+    for (Address word = at; word < at + size; word += kMarked) {
+      if (*reinterpret_cast<std::uint64_t*>(word) != mark_at(word)) return false;
+    }
+    return true;
+  }
+
+  // A block goes while an op is watched: one that was taken since, and never written to, was not there at all.
+  void note_change(Address at, std::size_t size, bool written) {
+    auto its = std::find_if(changes.rbegin(), changes.rend(), [at](const Change& c) { return c.block == at; });
+    if (!written && its != changes.rend() && its->bytes > 0) {
+      its->bytes = 0;
+    } else {
+      changes.push_back({-std::int64_t(size), at});
+    }
   }
 
   bool give_back(void* memory) {
@@ -180,7 +221,12 @@ struct Arena {
     auto block = taken.find(start);
     if (block == taken.end()) return false;
     std::size_t size = block->second.size;
-    if (recording && block->second.recorded >= 0) records[block->second.recorded].dies = now++;
+    bool written = !block->second.marked || !marks_intact(start, size);
+    if (recording && block->second.recorded >= 0) {
+      records[block->second.recorded].dies = now++;
+      records[block->second.recorded].written = written;
+    }
+    if (watching) note_change(start, size, written);
     taken.erase(block);
     live -= size;
     if (!in_region(start, size)) outside -= size;
@@ -203,7 +249,17 @@ struct Arena {
 
   std::size_t mark() {
     std::lock_guard<std::mutex> guard(lock);
-    return most = live;
+    watching = true;
+    changes.clear();
+    return before = live;
+  }
+
+  std::size_t most() {
+    std::lock_guard<std::mutex> guard(lock);
+    watching = false;
+    std::int64_t now = std::int64_t(before), most = now;
+    for (const Change& change : changes) most = std::max(most, now += change.bytes);
+    return std::size_t(most);
   }
 
   void record(bool on) {
@@ -335,26 +391,25 @@ void ebbtide_arena_trim(int region_too) { arena().trim(region_too != 0); }
 
 std::size_t ebbtide_arena_left_outside() { return arena().left_outside(); }
 
-// Bytes taken now, from which on `most` counts.
+// Bytes taken now. From now on what is taken is watched.
 std::size_t ebbtide_arena_mark() { return arena().mark(); }
 
-// The most bytes taken at once since `mark`.
-std::size_t ebbtide_arena_most() {
-  std::lock_guard<std::mutex> guard(arena().lock);
-  return arena().most;
-}
+// The most bytes taken at once since `mark`, without blocks that came and went and were never written to. Ends the watch.
+std::size_t ebbtide_arena_most() { return arena().most(); }
 
 // Start (1) or stop (0) writing down what is taken and given back.
 void ebbtide_arena_record(int on) { arena().record(on != 0); }
 
 // How many blocks were recorded, and, if there is room for them, what they were.
-std::size_t ebbtide_arena_recorded(std::int64_t* sizes, std::int64_t* born, std::int64_t* dies, std::size_t room) {
+std::size_t ebbtide_arena_recorded(std::int64_t* sizes, std::int64_t* born, std::int64_t* dies, std::int64_t* written,
+                                   std::size_t room) {
   std::lock_guard<std::mutex> guard(arena().lock);
   const auto& records = arena().records;
   for (std::size_t i = 0; i < records.size() && i < room; ++i) {
     sizes[i] = records[i].size;
     born[i] = records[i].born;
     dies[i] = records[i].dies;
+    written[i] = records[i].written;
   }
   return records.size();
 }
