@@ -10,6 +10,7 @@ from rich.console import Console
 
 from ebbtide.demo import run as demo
 from ebbtide.demo.case import CaseResult
+from ebbtide.demo.process import CaseProcess
 from ebbtide.demo.run import Row, demo_notes, demo_table, faults, limit_for, run_demo
 from ebbtide.errors import EbbtideError
 
@@ -56,8 +57,12 @@ def test_unknown_model() -> None:
 
 
 def test_a_case_that_fails_says_why() -> None:
-    with pytest.raises(EbbtideError, match=r"gpt2: the case ended early, after 0 steps: .*/proc/nowhere"):
-        demo._run_case("gpt2", 1, 10**9, "/proc/nowhere", lambda: None)
+    complaint = r"gpt2: the case ended early, after 0 steps: .*/proc/nowhere"
+    with (
+        pytest.raises(EbbtideError, match=complaint),
+        CaseProcess("gpt2", 1, 10**9, "/proc/nowhere", lambda: None) as process,
+    ):
+        process.step()
 
 
 def test_small_demo_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,12 @@
 """One case of the demo, in a process of its own so that its resident memory is its own.
 
-Prints one JSON object a line: ``{"step": 3}`` after each step, then either ``{"result": {...}}`` with the fields of
-`CaseResult`, or ``{"unreachable": bytes}`` if the limit is below the least reachable peak.
+Several cases take turns, one step each, so that a busy moment of the machine hits all alike. A case reads one command a
+line on standard input and answers with one JSON object a line on standard output:
+
+    step    ->  {"settled": bool}       train on the next batch; settled: from now on steps are timed
+                {"unreachable": bytes}  instead, if the budget is below the least reachable peak
+    result  ->  the fields of `CaseResult`
+    tune    ->  {}                      plain PyTorch only: take ebbtide's allocator settings, and time anew
 """
 
 from __future__ import annotations
@@ -12,16 +17,17 @@ import dataclasses
 import json
 import statistics
 import sys
+from typing import Any
 
 from ebbtide.demo.measure import Gauge, Measurement
 from ebbtide.demo.workloads import Workload, digest, make_workload
 from ebbtide.errors import BudgetError
-from ebbtide.run.allocator import tuned
+from ebbtide.run.allocator import set_tuned
 from ebbtide.run.budget import FINAL_STATES, Budget
 from ebbtide.run.meter import PeakMeter
 
-PLAIN_WARM_UP_STEPS = 1
-TUNED_STEPS = 4
+WARM_UP_STEPS = 1
+"""Plain steps that are not timed, at first and after `Case.tune`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +38,7 @@ class CaseResult:
         peak_bytes: the most bytes of live tensors, resting ones included, counted in one step.
         resting_bytes: those of parameters, buffers and inputs.
         rss_bytes: the most resident bytes above rest over the timed steps.
-        seconds: median time of a step; of plain steps, with the faster of glibc's own and ebbtide's allocator settings.
+        seconds: median time of a step.
         loss: of the last step.
         digest: sha256 of parameters, gradients and buffers after the last backward pass.
         timed_steps: number of steps behind ``seconds``.
@@ -47,8 +53,8 @@ class CaseResult:
     timed_steps: int
 
 
-class Training:
-    """A training loop that measures itself.
+class Case:
+    """A training loop that measures itself, one command at a time.
 
     The first step in its final state (for a budget: the first planned one) is counted and not timed, the steps after
     it are timed.
@@ -60,17 +66,21 @@ class Training:
         self._optimizer = workload.optimizer()
         self._gauge = Gauge()
         self._meter: PeakMeter | None = None
-        self.seconds: list[float] = []
-        self.rss_bytes: list[int] = []
-        self.loss = float("nan")
+        self._number = 0
+        self._cold = WARM_UP_STEPS
+        self._seconds: list[float] = []
+        self._rss_bytes: list[int] = []
+        self._loss = float("nan")
 
-    def step(self, number: int) -> None:
-        """Train on batch ``number``. The gradients stay until the next step, for `digest`."""
-        if number > 0:
+    def step(self) -> dict[str, Any]:
+        """Train on the next batch. The gradients stay until the step after it, for `digest`."""
+        if self._number > 0:
             self._optimizer.step()
             self._optimizer.zero_grad()
-        batch = self._workload.batch(number)
-        settled = number >= PLAIN_WARM_UP_STEPS if self._memory is None else self._memory.state in FINAL_STATES
+        batch = self._workload.batch(self._number)
+        self._number += 1
+        settled = self._cold == 0 if self._memory is None else self._memory.state in FINAL_STATES
+        self._cold -= not settled
         context = self._memory.step() if self._memory is not None else contextlib.nullcontext()
         if settled and self._meter is None:
             self._gauge.rest()
@@ -81,75 +91,58 @@ class Training:
             with self._gauge.measure(measurement), context:
                 loss = self._workload.step(batch)
             if settled:
-                self.seconds.append(measurement.seconds)
-                self.rss_bytes.append(measurement.rss_bytes)
-        self.loss = float(loss)
+                self._seconds.append(measurement.seconds)
+                self._rss_bytes.append(measurement.rss_bytes)
+        self._loss = float(loss)
+        return {"settled": self._meter is not None}
 
-    def result(self, seconds: float) -> CaseResult:
-        """What was measured, with ``seconds`` as the time of a step."""
-        if self._meter is None or not self.seconds:
+    def tune(self) -> dict[str, Any]:
+        """Some of what ebbtide gains or loses comes from the allocator's settings alone: plain steps get them, too."""
+        set_tuned()
+        self._seconds.clear()
+        self._cold = WARM_UP_STEPS
+        return {}
+
+    def result(self) -> dict[str, Any]:
+        """What was measured until now."""
+        if self._meter is None or not self._seconds:
             raise RuntimeError("too few steps: none was timed")
-        return CaseResult(
-            peak_bytes=self._meter.peak_bytes,
-            resting_bytes=self._meter.resting_bytes,
-            rss_bytes=max(self.rss_bytes),
-            seconds=seconds,
-            loss=self.loss,
-            digest=digest(self._workload.model),
-            timed_steps=len(self.seconds),
+        return dataclasses.asdict(
+            CaseResult(
+                peak_bytes=self._meter.peak_bytes,
+                resting_bytes=self._meter.resting_bytes,
+                rss_bytes=max(self._rss_bytes),
+                seconds=statistics.median(self._seconds),
+                loss=self._loss,
+                digest=digest(self._workload.model),
+                timed_steps=len(self._seconds),
+            )
         )
 
 
-def run_plain(workload: Workload, steps: int) -> CaseResult:
-    """Train for ``steps`` steps without a budget."""
-    training = Training(workload, None)
-    for number in range(steps):
-        training.step(number)
-        _say({"step": number})
-    result = training.result(statistics.median(training.seconds))
-    # Some of what ebbtide gains or loses comes from the allocator's settings alone; so plain steps get them too.
-    training.seconds.clear()
-    with tuned():
-        for number in range(steps, steps + TUNED_STEPS):
-            training.step(number)
-            _say({"step": number})
-    tuned_seconds = statistics.median(training.seconds[1:])
-    return dataclasses.replace(result, seconds=min(result.seconds, tuned_seconds))
-
-
-def run_budget(workload: Workload, steps: int, limit_bytes: int, spill: str | None) -> CaseResult:
-    """Train for ``steps`` steps within ``limit_bytes``. Raises `BudgetError` if that cannot be."""
-    with Budget(limit_bytes, spill=spill) as memory:
-        training = Training(workload, memory)
-        for number in range(steps):
-            training.step(number)
-            _say({"step": number})
-        return training.result(statistics.median(training.seconds))
-
-
-def _say(message: dict[str, object]) -> None:
-    print(json.dumps(message), flush=True)
+def _serve(case: Case) -> None:
+    for line in sys.stdin:
+        try:
+            answer = getattr(case, line.strip())()
+        except BudgetError as error:
+            answer = {"unreachable": error.reachable_bytes}
+        print(json.dumps(answer), flush=True)
 
 
 def main() -> None:
-    """Run the case that the command line describes."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Serve commands until standard input ends."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--batch", type=int, required=True, help="images or passages in a step")
-    parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--limit-bytes", type=int, help="the budget; plain PyTorch without it")
     parser.add_argument("--spill", help="directory for what is moved out")
     options = parser.parse_args()
     workload = make_workload(options.model, batch_size=options.batch)
-    try:
-        if options.limit_bytes is None:
-            result = run_plain(workload, options.steps)
-        else:
-            result = run_budget(workload, options.steps, options.limit_bytes, options.spill)
-    except BudgetError as error:
-        _say({"unreachable": error.reachable_bytes})
-        sys.exit(0)
-    _say({"result": dataclasses.asdict(result)})
+    if options.limit_bytes is None:
+        _serve(Case(workload, None))
+        return
+    with Budget(options.limit_bytes, spill=options.spill) as memory:
+        _serve(Case(workload, memory))
 
 
 if __name__ == "__main__":

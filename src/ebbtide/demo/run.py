@@ -1,20 +1,18 @@
-"""Runs the demo's cases one after the other, each in its own process, and shows what came out."""
+"""Runs the demo's cases, those of a model in turns, each in its own process, and shows what came out."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-import json
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ebbtide.demo.case import TUNED_STEPS, CaseResult
+from ebbtide.demo.case import WARM_UP_STEPS, CaseResult
+from ebbtide.demo.process import CaseProcess
 from ebbtide.errors import EbbtideError
 from ebbtide.units import format_bytes, format_seconds
 
@@ -26,6 +24,9 @@ MARGIN = 1.01
 """Where a budget cannot be met, the least reachable peak times this is used instead."""
 TRIES = 3
 """How often; what the planner calls reachable may still be a little too little for another observation."""
+
+UNTIMED_STEPS = 4
+"""Steps of a budget until it is settled, as a rule."""
 
 Advance = Callable[[], None]
 Describe = Callable[..., None]
@@ -75,59 +76,58 @@ def run_demo(
             raise EbbtideError(f"the demo has no model {name!r}; it has {', '.join(BATCH_SIZES)}")
     columns = (TextColumn("{task.description:26}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"))
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
-        total = len(names) * ((1 + len(FRACTIONS)) * steps + TUNED_STEPS)
+        in_turns = max(0, steps - UNTIMED_STEPS)
+        total = len(names) * ((1 + len(FRACTIONS)) * steps + WARM_UP_STEPS + in_turns)
         task = progress.add_task("starting", total=total)
         describe = functools.partial(progress.update, task)
         advance = functools.partial(progress.advance, task)
         return [row for name in names for row in _run_model(name, steps, spill, describe, advance)]
 
 
-def _run_model(name: str, steps: int, spill: str | None, describe: Describe, advance: Advance) -> Iterator[Row]:
-    describe(description=f"{name}, plain")
-    plain = _run_case(name, steps, None, spill, advance)
-    if isinstance(plain, int):
-        raise AssertionError("a plain case has no budget to miss")
-    yield Row(name, None, None, True, plain)
-    for fraction in FRACTIONS:
-        describe(description=f"{name}, within {fraction:.0%}")
-        limit_bytes = limit_for(plain, fraction)
-        reachable = True
-        for _ in range(TRIES):
-            result = _run_case(name, steps, limit_bytes, spill, advance)
-            if isinstance(result, CaseResult):
-                yield Row(name, fraction, limit_bytes, reachable, result)
-                break
-            reachable = False
-            limit_bytes = int(max(result, limit_bytes) * MARGIN)
-        else:
-            raise EbbtideError(f"{name}: no plan even within the {format_bytes(limit_bytes)} said to be reachable")
+def _run_model(name: str, steps: int, spill: str | None, describe: Describe, advance: Advance) -> list[Row]:
+    """Plain steps first; then plain steps and those of all budgets in turns."""
+    with contextlib.ExitStack() as stack:
+
+        def start(limit_bytes: int | None = None) -> CaseProcess:
+            return stack.enter_context(CaseProcess(name, BATCH_SIZES[name], limit_bytes, spill, advance))
+
+        describe(description=f"{name}, plain")
+        plain = start()
+        for _ in range(steps):
+            plain.step()
+        outcome = plain.result()
+        settled = []
+        for fraction in FRACTIONS:
+            describe(description=f"{name}, within {fraction:.0%}")
+            settled.append(_settled(start, limit_for(outcome, fraction), steps))
+        describe(description=f"{name}, in turns")
+        plain.tune()
+        for _ in range(WARM_UP_STEPS):
+            plain.step()
+        processes = [process for process, _ in settled]
+        while any(process.steps < steps for process in processes):
+            for process in (plain, *processes):
+                if process is plain or process.steps < steps:
+                    process.step()
+        outcome = dataclasses.replace(outcome, seconds=min(outcome.seconds, plain.result().seconds))
+        rows = [Row(name, None, None, True, outcome)]
+        for fraction, (process, reachable) in zip(FRACTIONS, settled, strict=True):
+            rows.append(Row(name, fraction, process.limit_bytes, reachable, process.result()))
+        return rows
 
 
-def _run_case(name: str, steps: int, limit_bytes: int | None, spill: str | None, advance: Advance) -> CaseResult | int:
-    """The result of a case, or the least reachable peak in bytes if its budget cannot be met."""
-    command = [sys.executable, "-m", "ebbtide.demo.case", "--model", name, "--steps", str(steps)]
-    command += ["--batch", str(BATCH_SIZES[name])]
-    if limit_bytes is not None:
-        command += ["--limit-bytes", str(limit_bytes)]
-    if spill is not None:
-        command += ["--spill", spill]
-    done = 0
-    with (
-        tempfile.TemporaryFile("w+") as complaints,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, text=True) as process,
-    ):
-        for line in process.stdout or ():
-            message = json.loads(line)
-            if "unreachable" in message:
-                return int(message["unreachable"])
-            if "result" in message:
-                return CaseResult(**message["result"])
-            done += 1
-            advance()
-        process.wait()
-        complaints.seek(0)
-        last = (complaints.read().strip().splitlines() or ["it said nothing"])[-1]
-    raise EbbtideError(f"{name}: the case ended early, after {done} steps: {last}")
+def _settled(start: Callable[[int], CaseProcess], limit_bytes: int, steps: int) -> tuple[CaseProcess, bool]:
+    """A case from whose next step on all are timed, and whether that is within ``limit_bytes``."""
+    reachable = True
+    for _ in range(TRIES):
+        process = start(limit_bytes)
+        least_bytes = process.settle(steps)
+        if least_bytes is None:
+            return process, reachable
+        process.close()
+        reachable = False
+        limit_bytes = int(max(least_bytes, limit_bytes) * MARGIN)
+    raise EbbtideError(f"{process.name}: no plan even within the {format_bytes(limit_bytes)} said to be reachable")
 
 
 def faults(rows: Sequence[Row]) -> list[str]:

@@ -1,0 +1,113 @@
+"""A case of the demo from outside: the process that it runs in, told what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any, Self
+
+from ebbtide.demo.case import CaseResult
+from ebbtide.errors import EbbtideError
+
+CLOSING_SECONDS = 10
+"""How long a case that is told to end may take."""
+
+
+class CaseProcess:
+    """The process of one case; see `ebbtide.demo.case`.
+
+    Args:
+        name: of the model.
+        batch: images or passages in a step.
+        limit_bytes: the budget; None for plain PyTorch.
+        spill: directory for what is moved out.
+        advance: called after each step.
+
+    Attributes:
+        steps: number of steps taken.
+    """
+
+    def __init__(
+        self, name: str, batch: int, limit_bytes: int | None, spill: str | None, advance: Callable[[], None]
+    ) -> None:
+        self.name, self.limit_bytes = name, limit_bytes
+        self.steps = 0
+        self._advance = advance
+        command = [sys.executable, "-m", "ebbtide.demo.case", "--model", name, "--batch", str(batch)]
+        if limit_bytes is not None:
+            command += ["--limit-bytes", str(limit_bytes)]
+        if spill is not None:
+            command += ["--spill", spill]
+        self._stack = contextlib.ExitStack()
+        self._complaints = self._stack.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115 (the stack closes it)
+        pipe = subprocess.PIPE
+        self._process = self._stack.enter_context(
+            subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._complaints, text=True)
+        )
+        self._stack.callback(self._end)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def step(self) -> dict[str, Any]:
+        """Take one step. Returns the case's answer."""
+        answer = self._ask("step")
+        self.steps += 1
+        self._advance()
+        return answer
+
+    def settle(self, steps: int) -> int | None:
+        """Step until all later steps are timed, ``steps`` times at most.
+
+        Returns:
+            The least reachable peak in bytes if the budget cannot be met.
+        """
+        while self.steps < steps:
+            answer = self.step()
+            if "unreachable" in answer:
+                return int(answer["unreachable"])
+            if answer["settled"]:
+                break
+        return None
+
+    def tune(self) -> None:
+        """Go on with ebbtide's allocator settings, and time anew. The next step is not timed."""
+        self._ask("tune")
+
+    def result(self) -> CaseResult:
+        """What was measured."""
+        return CaseResult(**self._ask("result"))
+
+    def close(self) -> None:
+        """End the process, at once if it does not end by itself."""
+        self._stack.close()
+
+    def _end(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(CLOSING_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def _ask(self, command: str) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            print(command, file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
+        if line:
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+        self._process.wait()
+        self._complaints.seek(0)
+        last = (self._complaints.read().strip().splitlines() or ["it said nothing"])[-1]
+        raise EbbtideError(f"{self.name}: the case ended early, after {self.steps} steps: {last}")
