@@ -111,6 +111,31 @@ def test_what_ran_between_two_steps_is_given_back() -> None:
     places.end(exact=False)
 
 
+def test_what_comes_and_goes_between_steps_uses_the_pages_of_the_steps() -> None:
+    places, sizes = Rehearsed(), [MIB] * 20
+    temporary, staying = 2 * MIB + 64, 2 * MIB + 128
+    batch, seen = None, []
+    for _ in range(5):
+        places.begin()
+        steps, _ = ladder(sizes)
+        places.end(exact=True)
+        for _ in range(2):
+            block = torch.ones(temporary, dtype=torch.uint8)
+            seen.append(block.data_ptr())
+            del block
+        batch = torch.ones(staying, dtype=torch.uint8)
+    region = range(min(steps), max(steps) + MIB)
+    assert seen[-1] in region
+    assert batch is not None
+    assert batch.data_ptr() not in region
+    assert places.serves
+    before = allocator.rss_bytes()
+    places.begin()
+    assert ladder(sizes)[0] == steps
+    places.end(exact=True)
+    assert allocator.rss_bytes() <= before + MIB
+
+
 def ladder_with_ghosts(sizes: list[int]) -> list[int]:
     """A step whose blocks each have another beside them that nobody writes to. Where those were."""
     alive, places = [], []

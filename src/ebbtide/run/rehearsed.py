@@ -65,7 +65,8 @@ class Rehearsed:
             elif arena.ebbtide_arena_left_outside() > SLACK_SHARE * self.layout.footprint_bytes:
                 arena.ebbtide_arena_trim(0)  # the places of whatever ran since the last step
             pointers = self._sizes.ctypes.data, self._offsets.ctypes.data
-            arena.ebbtide_arena_follow(*pointers, len(self._sizes), self._start, self._reach_bytes)
+            reach = self._start, self._reach_bytes, self.layout.footprint_bytes
+            arena.ebbtide_arena_follow(*pointers, len(self._sizes), *reach)
         elif self._failures < FAILURES:
             self._recording = True
             arena.ebbtide_arena_record(1)

@@ -45,7 +45,7 @@ def arena_library() -> ctypes.CDLL | None:
     library.ebbtide_arena_new_region.restype = ctypes.c_size_t
     library.ebbtide_arena_new_region.argtypes = [ctypes.c_size_t]
     library.ebbtide_arena_follow.restype = None
-    library.ebbtide_arena_follow.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_size_t] * 3
+    library.ebbtide_arena_follow.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_size_t] * 4
     for name in ("unfollow", "mark", "most", "left_outside"):
         getattr(library, f"ebbtide_arena_{name}").restype = ctypes.c_size_t
     return library

@@ -11,6 +11,9 @@
 // another size than expected, or one whose place is taken, goes outside the region of the planned places, so that it
 // spoils no other one's.
 //
+// Between two such steps the region of the planned places lies idle, with its pages. An optimizer's temporaries go there:
+// blocks of sizes that were seen to come and go between steps, and never to be there when the next one began.
+//
 // Some blocks are never written to: PyTorch's backward pass of batch norm takes one as large as its result and drops it.
 // No page of theirs becomes resident, unless they get addresses that others use. So while a step is recorded, or an op
 // watched, a few words of each new block are marked; if all of them are as they were when it goes, nobody wrote to it.
@@ -28,6 +31,7 @@
 #include <new>
 #include <set>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -39,6 +43,7 @@ constexpr std::size_t kReserve = std::size_t(1) << 40;  // addresses, not memory
 constexpr std::size_t kHuge = 2 << 20;
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kMarked = 64 << 10;  // bytes from one marked word to the next
+constexpr std::size_t kSizes = 4096;      // different sizes to remember
 constexpr std::size_t kLookahead = 16;  // blocks that a step may leave out without losing its place in the plan
 
 using Address = std::uintptr_t;
@@ -85,8 +90,11 @@ struct Arena {
   bool following = false;
   std::vector<Planned> plan;
   std::size_t next = 0, astray = 0;  // astray: bytes that did not go to a planned place
-  Address region = 0, region_end = 0;
+  Address region = 0, region_end = 0, written_end = 0;  // what lies from `written_end` on is never written to
   std::size_t outside = 0, outside_most = 0;  // bytes taken outside the region; the most since the last trim
+
+  std::unordered_map<Address, std::size_t> between;  // blocks taken since the last planned step, and their sizes
+  std::unordered_set<std::size_t> passing, staying;  // sizes that were given back before the next; that were not
 
   bool reserve() {
     for (std::size_t size = kReserve; size >= kHuge * 1024; size /= 2) {
@@ -156,6 +164,16 @@ struct Arena {
     return nullptr;
   }
 
+  // The smallest hole among the pages of the planned places.
+  void* take_idle(std::size_t size, std::size_t alignment, std::size_t offset) {
+    for (auto it = by_size.lower_bound({size, 0}); it != by_size.end(); ++it) {
+      Address start = it->second, stop = std::min(start + it->first, written_end);
+      Address at = place(std::max(start, region), alignment, offset);
+      if (at + size <= stop) return carve(holes.find(start), at, size);
+    }
+    return nullptr;
+  }
+
   void* take_top(std::size_t size, std::size_t alignment, std::size_t offset) {
     auto last = holes.empty() ? holes.end() : std::prev(holes.end());
     bool grow = last != holes.end() && last->first + last->second == top && !in_region(last->first, last->second);
@@ -171,6 +189,9 @@ struct Arena {
     size = (size + kGrain - 1) / kGrain * kGrain;
     std::lock_guard<std::mutex> guard(lock);
     void* memory = following ? take_planned(size, alignment, offset) : nullptr;
+    if (!following && !recording && written_end > region && passing.contains(size) && !staying.contains(size)) {
+      memory = take_idle(size, alignment, offset);
+    }
     if (memory == nullptr) memory = take_hole(size, alignment, offset, false);
     if (memory == nullptr && !following) memory = take_hole(size, alignment, offset, true);
     return memory != nullptr ? memory : take_top(size, alignment, offset);
@@ -186,6 +207,7 @@ struct Arena {
     if (marked) write_marks(at, size);
     if (watching) changes.push_back({std::int64_t(size), at});
     taken.emplace(at, Taken{size, recorded, marked});
+    if (!following && !recording) between.emplace(at, size);
     live += size;
     if (!in_region(at, size)) outside_most = std::max(outside_most, outside += size);
     return reinterpret_cast<void*>(at);
@@ -227,6 +249,7 @@ struct Arena {
       records[block->second.recorded].written = written;
     }
     if (watching) note_change(start, size, written);
+    if (between.erase(start) > 0 && passing.size() < kSizes) passing.insert(size);
     taken.erase(block);
     live -= size;
     if (!in_region(start, size)) outside -= size;
@@ -281,8 +304,14 @@ struct Arena {
     return start + size <= end ? start : 0;
   }
 
-  void follow(const std::int64_t* sizes, const std::int64_t* offsets, std::size_t count, Address start, std::size_t size) {
+  void follow(const std::int64_t* sizes, const std::int64_t* offsets, std::size_t count, Address start, std::size_t size,
+              std::size_t written) {
     std::lock_guard<std::mutex> guard(lock);
+    for (const auto& [address, bytes] : between) {
+      if (staying.size() < kSizes) staying.insert(bytes);
+    }
+    between.clear();
+    written_end = start + written;
     plan.resize(count);
     for (std::size_t i = 0; i < count; ++i) plan[i] = {std::size_t(sizes[i]), start + Address(offsets[i])};
     if (region != start || region_end != start + size) {
@@ -416,10 +445,11 @@ std::size_t ebbtide_arena_recorded(std::int64_t* sizes, std::int64_t* born, std:
 
 Address ebbtide_arena_new_region(std::size_t size) { return arena().new_region(size); }
 
-// From now on put the n-th block at `start + offsets[n]` if it has `sizes[n]` bytes. All lie in `start + [0, size)`.
+// From now on put the n-th block at `start + offsets[n]` if it has `sizes[n]` bytes. All lie in `start + [0, size)`, those
+// that are written to in `start + [0, written)`.
 void ebbtide_arena_follow(const std::int64_t* sizes, const std::int64_t* offsets, std::size_t count, Address start,
-                          std::size_t size) {
-  arena().follow(sizes, offsets, count, start, size);
+                          std::size_t size, std::size_t written) {
+  arena().follow(sizes, offsets, count, start, size, written);
 }
 
 // Place blocks freely again. Returns the bytes that were not put where the plan wanted them.
