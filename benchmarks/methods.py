@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ebbtide.demo.workloads import Workload
 from ebbtide.run.allocator import set_tuned
-from ebbtide.run.budget import FINAL_STATES, Budget
+from ebbtide.run.budget import Budget
+from ebbtide.run.loop import FINAL_STATES
 
 MOST_STEPS_TO_SETTLE = 12
 _LEAST_ELEMENTS = 1000

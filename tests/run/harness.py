@@ -211,7 +211,7 @@ def _run_within(
             states.append(memory.state)
             compare(record, program.run(index, guard), f"step {index} ({states[-1]}), limit {limit}")
         assert memory.limit_bytes is not None
-        kind = memory._current
+        kind = memory._loop.current
         return Trial(memory.limit_bytes, states, memory.plan, kind.banned if kind is not None else frozenset())
 
 

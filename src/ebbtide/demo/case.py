@@ -23,7 +23,8 @@ from ebbtide.demo.measure import Gauge, Measurement
 from ebbtide.demo.workloads import Workload, digest, make_workload
 from ebbtide.errors import BudgetError
 from ebbtide.run.allocator import set_tuned
-from ebbtide.run.budget import FINAL_STATES, Budget
+from ebbtide.run.budget import Budget
+from ebbtide.run.loop import FINAL_STATES
 from ebbtide.run.meter import PeakMeter
 
 WARM_UP_STEPS = 1

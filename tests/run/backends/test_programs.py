@@ -115,8 +115,8 @@ def test_the_arena_becomes_as_large_as_the_plan_needs(tmp_path: Path) -> None:
             for index, record in enumerate(plain(Chain)):
                 compare(record, program.run(index, memory.step), f"step {index}")
                 behind.append(disk.written_bytes)
-            assert memory._current is not None
-            planned = memory._current.places_in("disk")
+            assert memory._loop.current is not None
+            planned = memory._loop.current.places_in("disk")
             assert planned is not None
             assert sum(planned.sizes_bytes) > 0
             assert planned.footprint_bytes <= arena.size_bytes <= planned.footprint_bytes + 2 * GROWTH_BYTES

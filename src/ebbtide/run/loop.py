@@ -1,0 +1,173 @@
+"""What a budget knows of the training loop that it runs in."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from pathlib import Path
+
+from ebbtide.errors import OutOfMemoryError, PlanError
+from ebbtide.machine import Machine
+from ebbtide.measured import Measured
+from ebbtide.plan import plain_peak_bytes
+from ebbtide.run import allocator
+from ebbtide.run.calibrate import machine_for
+from ebbtide.run.device import TrainingDevice
+from ebbtide.run.gauges import likely_device
+from ebbtide.run.kinds import Kind
+from ebbtide.run.tiers import SlowTier
+from ebbtide.run.tiers.choose import machine_on, tiers_for
+from ebbtide.step import Step
+from ebbtide.units import parse_bytes, parse_fraction
+
+_FIRST_LOOKS = 2
+"""Steps to observe first: time and workspace of each op are read in the second, with no page faults in them."""
+FINAL_STATES = ("planned", "idle")
+"""States in which nothing is left to find out."""
+_SETTLING_STEPS = 5
+_STEPS_BETWEEN_RESTS = 64
+"""How often the resident size at rest is measured anew, in steps."""
+
+
+class Loop:
+    """The limit, the memories and the kinds of steps of one training loop. The arguments are those of `Budget`.
+
+    Attributes:
+        limit_bytes: None while it is a percentage of a peak that was not observed yet.
+        verify, hard: as given.
+        tiers: slow memories by name.
+        measured: of each step.
+        kinds: kinds of steps by their keys.
+        current: the latest kind; None before the first was observed.
+        observations_left: how many steps are to be observed before anything else.
+        ground: the device that steps run on; None before the first step.
+        running: the step under way, if any.
+        lock: guards ``running``.
+        closed: whether no step may begin any more.
+
+    Raises:
+        ValueError: if ``limit`` or ``host`` is not a size.
+        SpillError: if ``spill`` cannot be used.
+    """
+
+    def __init__(
+        self,
+        limit: int | str,
+        *,
+        spill: str | Path | None,
+        verify: bool,
+        tune_allocator: bool,
+        machine: Machine | None,
+        host: int | str | None,
+        checksum: bool,
+        hard: bool,
+    ) -> None:
+        self._fraction = parse_fraction(limit) if isinstance(limit, str) else None
+        self.limit_bytes = parse_bytes(limit) if self._fraction is None else None
+        self._spill = Path(spill) if spill is not None else Path(tempfile.gettempdir())
+        self.verify = verify
+        self.hard = hard
+        self._tune_allocator = tune_allocator
+        self._given_machine = machine
+        self._measured_machine: Machine | None = None
+        self.ground: TrainingDevice | None = None
+        self.tiers: dict[str, SlowTier] = tiers_for(
+            self._spill, checksum=checksum, host_bytes=parse_bytes(host) if host is not None else None
+        )
+        self.measured: list[Measured] = []
+        self.kinds: dict[int, Kind] = {}
+        self.current: Kind | None = None
+        self.observations_left = _FIRST_LOOKS
+        self._rest_rss_bytes = 0
+        self.running: object | None = None
+        self.lock = threading.Lock()
+        self.closed = False
+
+    @property
+    def machine(self) -> Machine:
+        """The machine that plans are made for; measured on first use."""
+        if self._given_machine is not None:
+            return self._given_machine
+        if self._measured_machine is None:
+            device = self.ground.device if self.ground is not None else likely_device()
+            on_cpu = device.type == "cpu"
+            self._measured_machine = machine_for(self._spill) if on_cpu else machine_on(device, self.tiers)
+        return self._measured_machine
+
+    @property
+    def state(self) -> str:
+        """What the next step is for: ``observe``, ``verify``, ``audit``, ``rehearse``, and from then on ``planned``, or
+        ``idle`` if nothing binds."""
+        return "observe" if self.observations_left > 0 or self.current is None else self.current.state
+
+    def close(self) -> None:
+        """Give back files, threads and the allocator's settings."""
+        if not self.closed:
+            self.closed = True
+            for tier in self.tiers.values():
+                tier.drain()
+                tier.close()
+            if self.ground is not None:
+                self.ground.cap(None)
+            if self.tunes:
+                allocator.set_default()
+
+    def tier(self, name: str = "") -> SlowTier:
+        """The tier of that name; without one the first, which has the others behind it."""
+        if not name:
+            return next(iter(self.tiers.values()))
+        if name not in self.tiers:
+            raise PlanError(f"the plan moves values to {name!r}; this Budget has {', '.join(self.tiers)}")
+        return self.tiers[name]
+
+    @property
+    def tunes(self) -> bool:
+        """Whether to have a part in the allocator of RAM: it has none in steps elsewhere."""
+        return self._tune_allocator and (self.ground is None or self.ground.device.type == "cpu")
+
+    @property
+    def within(self) -> int | None:
+        """The limit, or what fits if that is less."""
+        return self.ground.within(self.limit_bytes) if self.ground is not None else self.limit_bytes
+
+    def forget_all(self) -> None:
+        """What was learnt was learnt on another device."""
+        if self._tune_allocator:
+            allocator.set_default()
+        self.kinds.clear()
+        self.current = self._measured_machine = None
+
+    def run_short(self, fault: BaseException, kind: Kind | None) -> OutOfMemoryError:
+        """Memory ran out in a step of ``kind``: the error to raise. The next step is observed."""
+        assert self.ground is not None
+        error = self.ground.run_short(fault, kind.plan if kind is not None else None, self.limit_bytes)
+        if kind is not None:
+            kind.forget_plan()
+        self.observations_left = max(1, self.observations_left)
+        return error
+
+    def rest(self) -> int:
+        """Resident bytes at rest. To be called as a step begins."""
+        # Giving the holes back makes the next step fault them in again: done while things settle, then rarely.
+        if len(self.measured) < _SETTLING_STEPS or len(self.measured) % _STEPS_BETWEEN_RESTS == 0:
+            allocator.trim()
+            self._rest_rss_bytes = allocator.rss_bytes()
+        return self._rest_rss_bytes
+
+    def learn(self, step: Step) -> None:
+        """A step was observed: plan it, or take it as a second look at a known kind."""
+        self.observations_left -= 1
+        kind = self.kinds.setdefault(Kind(step).key, Kind(step))
+        self.current = kind
+        if kind.plan is not None:
+            return
+        kind.observed_again(step)
+        if self.observations_left > 0 and len(self.kinds) == 1:
+            return  # look once more, without the page faults of the first time
+        if self.limit_bytes is None:
+            assert self._fraction is not None
+            self.limit_bytes = int(self._fraction * plain_peak_bytes(step))
+        limit_bytes = self.within
+        assert limit_bytes is not None
+        kind.make_plan(self.machine, limit_bytes, self.verify)
+        self.observations_left = 0

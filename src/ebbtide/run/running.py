@@ -1,0 +1,231 @@
+"""One step under a budget: what is observed, conducted, watched and learnt while it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import TracebackType
+from typing import Any
+
+from ebbtide.decisions import Plan
+from ebbtide.errors import StepError
+from ebbtide.measured import Measured
+from ebbtide.observe.recorder import Recorder
+from ebbtide.run import allocator
+from ebbtide.run.conductor import Conductor
+from ebbtide.run.device import TrainingDevice
+from ebbtide.run.hooks import LightWatch, forget_failed_backward, pop_hooks, push_hooks
+from ebbtide.run.kinds import Kind
+from ebbtide.run.loop import FINAL_STATES, Loop
+from ebbtide.run.meter import AllocatedMeter, PeakMeter
+from ebbtide.run.native import arena_library
+from ebbtide.run.rehearsed import Rehearsed
+from ebbtide.run.safe import SafePolicy
+from ebbtide.run.shortage import is_out_of_memory
+from ebbtide.run.tiers.choose import settle
+from ebbtide.run.verify import Truth
+
+_LOOKS_AFTER_LEAVING = 4
+"""Steps to observe at most after one that left its plan, until an unknown kind has been seen."""
+_RSS_SLACK = 0.06
+"""Resident bytes above rest may exceed the planned ones by this share before the heap's holes are given back."""
+
+
+class Running:
+    """The context of one step of a loop."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._recorder: Recorder | None = None
+        self._policy: SafePolicy | None = None
+        self._conductor: Conductor | None = None
+        self._ground: TrainingDevice
+        self._meter: PeakMeter | AllocatedMeter | None = None
+        self._truth: Truth | None = None
+        self._light: LightWatch | None = None
+        self._places: Rehearsed | None = None
+        self._kind: Kind | None = None
+        self._state = "observe"
+        self._began: Any = None
+
+    def __enter__(self) -> None:
+        loop = self._loop
+        with loop.lock:
+            if loop.closed:
+                raise StepError("this Budget was closed; make a new one")
+            if loop.running is not None:
+                raise StepError(
+                    "a step of this Budget is under way already (nested, or in another thread); "
+                    "leave it first, or use one Budget for each loop"
+                )
+            loop.running = self
+        try:
+            self._ground = loop.ground = loop.ground or TrainingDevice()
+            self._state = loop.state
+            self._kind = None if self._state == "observe" else loop.current
+            self._begin()
+        except BaseException:
+            loop.running = None
+            raise
+        self._began = self._ground.clock.mark()
+
+    def _begin(self) -> None:
+        loop, kind, memory = self._loop, self._kind, self._ground.memory
+        if loop.hard:
+            if memory is None:
+                raise StepError("hard=True is for steps on CUDA, and nothing is there yet; leave it out on a CPU")
+            # The step that verifies holds true values besides those computed again.
+            self._ground.cap(None if self._state == "verify" else loop.limit_bytes)
+        settle(loop.tiers, kind.places_in if kind is not None else _unplanned, self._ground.device)
+        if kind is None or kind.script is None or kind.plan is None:
+            self._observe()
+        elif self._state == "idle":
+            self._light = LightWatch(next(iter(kind.step.saved), None))
+            push_hooks(self._light.pack, self._light.unpack)
+        else:
+            self._truth = Truth() if self._state == "verify" else None
+            self._conductor = Conductor(
+                kind.script,
+                [k.script for k in loop.kinds.values() if k.script is not None and k is not kind],
+                loop.tier,
+                SafePolicy(kind.plan.limit_bytes, loop.tier, other_bytes=_assumed_bytes(kind.plan), memory=memory),
+                self._truth,
+                None if kind.places.serves else self._trimmer(kind.plan.peak_bytes - kind.plan.resting_bytes),
+                self._ground.clock if self._state == "planned" and not kind.pace.done else None,
+            )
+            if self._state == "audit":
+                self._meter = PeakMeter() if memory is None else AllocatedMeter(memory)
+                self._meter.enter()
+            push_hooks(self._conductor.pack, self._conductor.unpack)
+            self._conductor.start()
+        if kind is not None and self._state in ("rehearse", *FINAL_STATES) and loop.tunes:
+            self._places = kind.places
+            self._places.begin()
+
+    def _observe(self) -> None:
+        loop = self._loop
+        again = bool(loop.kinds)
+        if loop.tunes:
+            allocator.set_tuned() if again else allocator.set_exact()
+        probe = allocator.arena_probe() if loop.tunes and again else None
+        memory = self._ground.memory
+        self._recorder = Recorder(probe, clock=self._ground.clock, memory=memory)
+        trimmer = None
+        if loop.current is not None and loop.limit_bytes is not None:
+            trimmer = self._trimmer(loop.limit_bytes - loop.current.step.resting_bytes)
+        self._policy = SafePolicy(loop.within, loop.tier, self._recorder, trimmer=trimmer, memory=memory)
+        push_hooks(self._policy.pack, self._policy.unpack)
+        self._recorder.enter()
+
+    def _trimmer(self, above_rest_bytes: int) -> allocator.Trimmer | None:
+        """A trimmer for a step that is to have at most so many live bytes above those at rest."""
+        loop = self._loop
+        if not loop.tunes:
+            return None
+        rest = loop.rest()
+        return allocator.Trimmer(rest, rest + int(above_rest_bytes * (1 + _RSS_SLACK)))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        ended = self._ground.clock.mark()
+        loop, short = self._loop, None
+        try:
+            self._take_down()
+            if fault is not None:
+                if is_out_of_memory(fault):
+                    short = loop.run_short(fault, self._kind)
+                forget_failed_backward()
+                for tier in loop.tiers.values():
+                    tier.drain()
+            else:
+                self._note(ended)
+        finally:
+            loop.running = None
+        if short is not None:
+            try:
+                raise short from fault
+            finally:
+                del short  # it and this frame would keep each other, and with them the tensors of the step
+
+    def _take_down(self) -> None:
+        if self._conductor is not None:
+            self._conductor.stop()
+        if self._recorder is not None:
+            self._recorder.leave()
+        if self._meter is not None:
+            self._meter.leave()
+        if self._places is not None:
+            self._places.end(exact=self._conductor.finished if self._conductor is not None else self._light is not None)
+        if self._light is None or self._light.watching:
+            pop_hooks()
+
+    def _note(self, ended: Any) -> None:
+        loop, kind, conductor = self._loop, self._kind, self._conductor
+        left = conductor.left if conductor is not None else self._light.left if self._light is not None else ""
+        peak = self._meter.peak_bytes if self._meter is not None else None
+        self._time(ended, Measured(self._state, None, peak, left=left))
+        if self._recorder is not None and self._policy is not None:
+            if self._ground.was_right(self._policy.seen_bytes):
+                loop.learn(self._recorder.finish())
+            else:
+                loop.forget_all()
+        elif left:
+            loop.observations_left = _LOOKS_AFTER_LEAVING
+        elif kind is not None and conductor is not None:
+            self._advance(kind, conductor, peak)
+
+    def _time(self, ended: Any, measured: Measured) -> None:
+        """Note what was measured, its time as soon as the device is done; and watch the pace of planned steps."""
+        loop, kind, conductor = self._loop, self._kind, self._conductor
+        script = kind.script if kind is not None and self._watched(kind, measured.left) else None
+        number = len(loop.measured)
+        loop.measured.append(measured)
+
+        def then(seconds: float, between: list[float]) -> None:
+            loop.measured[number] = dataclasses.replace(measured, seconds=seconds)
+            # It may have been planned for anew meanwhile.
+            if kind is not None and script is not None and kind.script is script:
+                kind.watch(loop.machine, between)
+
+        stamps = conductor.stamps if conductor is not None else []
+        self._ground.readings.add(self._began, stamps, ended, then)
+        self._ground.readings.collect()
+
+    def _watched(self, kind: Kind, left: str) -> bool:
+        """Whether the step ran from beginning to end as steps of its kind will, so that its pace tells theirs."""
+        conductor = self._conductor
+        if left or self._state not in FINAL_STATES:
+            return False
+        return conductor is None or (conductor.finished and conductor.script is kind.script)
+
+    def _advance(self, kind: Kind, conductor: Conductor, peak: int | None) -> None:
+        """Move the kind of step along, if the step ran as planned from beginning to end."""
+        loop = self._loop
+        for other in loop.kinds.values():
+            if other.script is conductor.script:
+                loop.current = other
+        if not conductor.finished or conductor.script is not kind.script:
+            return
+        if self._truth is not None:
+            kind.state = "audit"
+            if self._truth.differing:
+                kind.ban(self._truth.differing)
+                kind.make_plan(loop.machine, kind.plan.limit_bytes if kind.plan else 0, loop.verify)
+        elif self._state == "audit":
+            kind.audited_peak_bytes = peak
+            if kind.plan is not None and peak is not None and peak > kind.plan.limit_bytes:
+                kind.hold_more(peak - kind.plan.peak_bytes)
+                kind.make_plan(loop.machine, kind.plan.limit_bytes, loop.verify)
+                return
+            kind.state = "rehearse" if loop.tunes and arena_library() is not None else "planned"
+        elif self._state == "rehearse":
+            kind.state = "planned"
+
+
+def _unplanned(_tier: str) -> None:
+    """Nothing is known of what comes."""
+
+
+def _assumed_bytes(plan: Plan) -> int:
+    """Bytes that a step which left its plan is assumed to have alive besides what is held: rest and working set."""
+    return plan.resting_bytes + (plan.limit_bytes - plan.resting_bytes) // 4
