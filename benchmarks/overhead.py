@@ -14,7 +14,8 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ NOT_BINDING = 1.1
 """A fraction at which a budget does not bind: what remains is what ebbtide costs when it has nothing to do."""
 PEERS = ("checkpoint", "disk-hook")
 WARM_UP = 2
-"""Steps before the timed ones: the plain workers have counted and waited meanwhile."""
+"""Steps before the timed ones: the workers that settled first have waited meanwhile."""
+Describe = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Record:
         plain_seconds: the smaller of the two.
         ratio: ``seconds / plain_seconds``.
         bound: a ratio that no plan can beat, on the planner's own figures.
+        all_seconds, all_plain_seconds: of each turn; those of the quicker plain steps.
         gradients_identical, buffers_identical: bit for bit those of a plain step from the same state.
     """
 
@@ -72,6 +75,7 @@ class Record:
     gradients_identical: bool
     buffers_identical: bool
     all_seconds: list[float]
+    all_plain_seconds: list[float]
 
 
 class WorkerProcess:
@@ -105,87 +109,96 @@ class WorkerProcess:
             pass
 
 
+Takes = dict[WorkerProcess, list[dict[str, Any]]]
+"""What each worker measured in its turns."""
+
+
 @dataclasses.dataclass(frozen=True)
-class PlainPair:
-    """Two settled workers that run plain steps, with either allocator setting, and what such a step needs."""
+class Contender:
+    """A settled worker of one method; `fraction`, `limit_bytes` and `least_bytes` are those of `Record`."""
 
-    default: WorkerProcess
-    tuned: WorkerProcess
-    peak_bytes: int
-    resting_bytes: int
-
-    def limit_bytes(self, fraction: float) -> int:
-        """The budget that a fraction means."""
-        return self.resting_bytes + int(fraction * (self.peak_bytes - self.resting_bytes))
+    method: str
+    fraction: float | None
+    limit_bytes: int | None
+    least_bytes: int | None
+    worker: WorkerProcess
 
 
-@contextlib.contextmanager
-def plain_pair(model: str) -> Iterator[PlainPair]:
-    """A `PlainPair` for ``model``, for the time of a ``with`` block."""
-    with WorkerProcess(model, "plain") as default, WorkerProcess(model, "plain-tuned") as tuned:
-        default.ask("settle")
-        tuned.ask("settle")
-        counted = default.ask("count")
-        yield PlainPair(default, tuned, counted["peak_bytes"], counted["resting_bytes"])
-
-
-def run_case(
-    model: str, method: str, fraction: float | None, pair: PlainPair, repeats: int, spill: str | None
-) -> Record:
-    """Measure one method, step by step in turn with the plain workers."""
-    limit_bytes = None if fraction is None else pair.limit_bytes(fraction)
+def settled(
+    model: str, method: str, fraction: float | None, limit_bytes: int | None, spill: str | None, stack: ExitStack
+) -> Contender:
+    """A contender whose process lives as long as ``stack``; its limit is raised if it cannot be met."""
     least_bytes = None
     for _ in range(TRIES):
-        with WorkerProcess(model, method, limit_bytes=limit_bytes, spill=spill) as worker:
-            unreachable = worker.ask("settle")["unreachable"]
-            if unreachable is None:
-                return _measure(model, method, fraction, limit_bytes, least_bytes, pair, worker, repeats)
+        worker = WorkerProcess(model, method, limit_bytes=limit_bytes, spill=spill)
+        unreachable = worker.ask("settle")["unreachable"]
+        if unreachable is None:
+            return Contender(method, fraction, limit_bytes, least_bytes, stack.enter_context(worker))
+        with worker:
             least_bytes = int(unreachable)
-            limit_bytes = int(max(least_bytes, limit_bytes or 0) * MARGIN)
+        limit_bytes = int(max(least_bytes, limit_bytes or 0) * MARGIN)
     raise RuntimeError(f"{model} by {method}: no plan even within {limit_bytes} bytes")
 
 
-def _measure(
-    model: str,
-    method: str,
-    fraction: float | None,
-    limit_bytes: int | None,
-    least_bytes: int | None,
-    pair: PlainPair,
-    worker: WorkerProcess,
-    repeats: int,
-) -> Record:
+def run_model(
+    model: str, fractions: Sequence[float], repeats: int, spill: str | None, describe: Describe
+) -> list[Record]:
+    """Measure every method, all in turns, step by step."""
+    with ExitStack() as stack:
+        plain = [settled(model, method, None, None, spill, stack) for method in ("plain", "plain-tuned")]
+        needs = plain[0].worker.ask("count")
+        peak_bytes, resting_bytes = needs["peak_bytes"], needs["resting_bytes"]
+        contenders = []
+        for fraction in (*fractions, NOT_BINDING):
+            describe(f"{model}, planning within {fraction:.0%}")
+            limit_bytes = resting_bytes + int(fraction * (peak_bytes - resting_bytes))
+            contenders.append(settled(model, "ebbtide", fraction, limit_bytes, spill, stack))
+        contenders += [settled(model, peer, None, None, spill, stack) for peer in PEERS]
+        takes = _take_turns([*plain, *contenders], repeats, lambda turn: describe(f"{model}, turn {turn} of {repeats}"))
+        return [_record(model, contender, takes, plain, needs) for contender in contenders]
+
+
+def _take_turns(contenders: Sequence[Contender], repeats: int, describe: Callable[[int], None]) -> Takes:
     for number in range(WARM_UP):
-        for each in (pair.default, pair.tuned, worker):
-            each.ask("step", number=number)
-    takes: dict[WorkerProcess, list[dict[str, Any]]] = {pair.default: [], pair.tuned: [], worker: []}
+        for contender in contenders:
+            contender.worker.ask("step", number=number)
+    takes: Takes = {contender.worker: [] for contender in contenders}
     turn = list(takes)
     for number in range(repeats):
-        for each in turn:
-            takes[each].append(each.ask("step", number=number))
-        turn = [*turn[1:], turn[0]]  # nobody always runs after the same one
+        describe(number + 1)
+        for worker in turn:
+            takes[worker].append(worker.ask("step", number=number))
+        turn = [*turn[1:], turn[0]]  # each has a turn at each place
+    return takes
+
+
+def _record(
+    model: str, contender: Contender, takes: Takes, plain: Sequence[Contender], needs: dict[str, Any]
+) -> Record:
+    worker = contender.worker
     seconds = {each: statistics.median(take["seconds"] for take in takes[each]) for each in takes}
     rss_bytes = {each: max(take["rss_bytes"] for take in takes[each]) for each in takes}
+    default, tuned = (each.worker for each in plain)
+    plain_seconds = min(seconds[default], seconds[tuned])
     facts = worker.ask("facts")
     # Last, for both leave a heap that a training loop would not: one runs a plain step in the worker's process.
     counted = worker.ask("count")
     same = worker.ask("compare")
-    plain_seconds = min(seconds[pair.default], seconds[pair.tuned])
     bound_seconds = facts.get("bound_seconds")
     return Record(
         model=model,
-        method=method,
-        fraction=fraction,
-        limit_bytes=limit_bytes,
-        least_reachable_bytes=least_bytes,
-        resting_bytes=pair.resting_bytes,
-        plain_peak_bytes=pair.peak_bytes,
+        method=contender.method,
+        fraction=contender.fraction,
+        limit_bytes=contender.limit_bytes,
+        least_reachable_bytes=contender.least_bytes,
+        resting_bytes=needs["resting_bytes"],
+        plain_peak_bytes=needs["peak_bytes"],
         peak_bytes=counted["peak_bytes"],
         predicted_peak_bytes=facts.get("predicted_peak_bytes"),
-        plain_rss_bytes=rss_bytes[pair.default],
+        plain_rss_bytes=rss_bytes[default],
         rss_bytes=rss_bytes[worker],
-        plain_default_seconds=seconds[pair.default],
-        plain_tuned_seconds=seconds[pair.tuned],
+        plain_default_seconds=seconds[default],
+        plain_tuned_seconds=seconds[tuned],
         plain_seconds=plain_seconds,
         seconds=seconds[worker],
         predicted_seconds=facts.get("predicted_seconds"),
@@ -194,6 +207,7 @@ def _measure(
         gradients_identical=same["gradients_identical"],
         buffers_identical=same["buffers_identical"],
         all_seconds=[take["seconds"] for take in takes[worker]],
+        all_plain_seconds=[take["seconds"] for take in takes[default if seconds[default] < seconds[tuned] else tuned]],
     )
 
 
@@ -233,20 +247,14 @@ def table_of(records: Sequence[Record]) -> Table:
 def run(
     models: Sequence[str], fractions: Sequence[float], repeats: int, spill: str | None, console: Console
 ) -> Iterator[Record]:
-    """All cases of all models, one after the other, with a progress bar on ``console``."""
-    cases: list[tuple[str, float | None]] = [("ebbtide", fraction) for fraction in (*fractions, NOT_BINDING)]
-    cases += [(peer, None) for peer in PEERS]
+    """All cases of all models, one model after the other, with a progress bar on ``console``."""
     columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("starting", total=len(models) * len(cases))
+        task = progress.add_task("starting", total=len(models))
         for model in models:
             progress.update(task, description=f"{model}, plain")
-            with plain_pair(model) as pair:
-                for method, fraction in cases:
-                    share = "" if fraction is None else f" within {fraction:.0%}"
-                    progress.update(task, description=f"{model}, {method}{share}")
-                    yield run_case(model, method, fraction, pair, repeats, spill)
-                    progress.advance(task)
+            yield from run_model(model, fractions, repeats, spill, lambda what: progress.update(task, description=what))
+            progress.advance(task)
 
 
 def main() -> None:
@@ -267,7 +275,7 @@ def main() -> None:
     records: list[Record] = []
     for record in run(models, fractions, options.repeats, options.spill, console):
         records.append(record)
-        if options.json is not None:  # after each, so that a run that is cut short leaves what it has measured
+        if options.json is not None:  # after each model, so that a run that is cut short leaves what it has measured
             options.json.write_text(json.dumps([dataclasses.asdict(each) for each in records], indent=1) + "\n")
     console.print(table_of(records))
 

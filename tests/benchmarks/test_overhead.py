@@ -65,6 +65,7 @@ def test_table() -> None:
         gradients_identical=True,
         buffers_identical=True,
         all_seconds=[1.02],
+        all_plain_seconds=[1.0],
     )
     columns = table_of([record]).columns
     assert [str(next(iter(column.cells))) for column in columns][:6] == [
