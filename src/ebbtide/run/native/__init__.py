@@ -51,6 +51,11 @@ def arena_library() -> ctypes.CDLL | None:
     return library
 
 
+def find_compiler() -> str | None:
+    """The C++ compiler that the arena is built with, ``$CXX`` if that is set; None if there is none."""
+    return os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+
+
 def _built() -> Path:
     """Path of the compiled arena. Raises `OSError` or `SubprocessError` if there is none and none can be made."""
     source = _SOURCE.read_bytes()
@@ -58,7 +63,7 @@ def _built() -> Path:
     path = cache_directory() / f"arena-{name}.so"
     if path.exists():
         return path
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    compiler = find_compiler()
     if compiler is None:
         raise FileNotFoundError("no C++ compiler found")
     path.parent.mkdir(parents=True, exist_ok=True)

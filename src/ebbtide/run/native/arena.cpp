@@ -12,7 +12,7 @@
 // spoils no other one's.
 //
 // Between two such steps the region of the planned places lies idle, with its pages. An optimizer's temporaries go there:
-// blocks of sizes that were seen to come and go between steps, and never to be there when the next one began.
+// blocks of sizes that were seen to come and go between steps, and for long not to be there when the next one began.
 //
 // Some blocks are never written to: PyTorch's backward pass of batch norm takes one as large as its result and drops it.
 // No page of theirs becomes resident, unless they get addresses that others use. So while a step is recorded, or an op
@@ -44,6 +44,7 @@ constexpr std::size_t kHuge = 2 << 20;
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kMarked = 64 << 10;  // bytes from one marked word to the next
 constexpr std::size_t kSizes = 4096;      // different sizes to remember
+constexpr int kSteps = 64;                // planned steps for which a size that stayed is taken to stay again
 constexpr std::size_t kLookahead = 16;  // blocks that a step may leave out without losing its place in the plan
 
 using Address = std::uintptr_t;
@@ -94,7 +95,8 @@ struct Arena {
   std::size_t outside = 0, outside_most = 0;  // bytes taken outside the region; the most since the last trim
 
   std::unordered_map<Address, std::size_t> between;  // blocks taken since the last planned step, and their sizes
-  std::unordered_set<std::size_t> passing, staying;  // sizes that were given back before the next; that were not
+  std::unordered_set<std::size_t> passing;       // sizes that were given back before the next
+  std::unordered_map<std::size_t, int> staying;  // sizes that were not, and for how many steps that counts
 
   bool reserve() {
     for (std::size_t size = kReserve; size >= kHuge * 1024; size /= 2) {
@@ -307,8 +309,10 @@ struct Arena {
   void follow(const std::int64_t* sizes, const std::int64_t* offsets, std::size_t count, Address start, std::size_t size,
               std::size_t written) {
     std::lock_guard<std::mutex> guard(lock);
+    for (auto& [bytes, steps] : staying) --steps;
+    std::erase_if(staying, [](const auto& size) { return size.second == 0; });
     for (const auto& [address, bytes] : between) {
-      if (staying.size() < kSizes) staying.insert(bytes);
+      if (staying.size() < kSizes) staying[bytes] = kSteps;
     }
     between.clear();
     written_end = start + written;
