@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from ebbtide.sequence.blocks import Block
 from ebbtide.sequence.checksums import Checksums
 from ebbtide.sequence.executor import Executor
 from ebbtide.sequence.layout import Array, Layout
-from ebbtide.sequence.store import Block
 
 Forward = Callable[[Any, int], Any]
 Reverse = Callable[[Any, Any, int], Any]

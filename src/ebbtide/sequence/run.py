@@ -10,17 +10,18 @@ from typing import Any
 
 from ebbtide.errors import SequenceError
 from ebbtide.sequence.arrays import ArrayChain, Forward, Lookahead, More, Reverse
+from ebbtide.sequence.blocks import Blocks
 from ebbtide.sequence.choose import Choice, memory_slots, predicted
 from ebbtide.sequence.disk import StatePlace
 from ebbtide.sequence.executor import Executor
 from ebbtide.sequence.layout import Layout
 from ebbtide.sequence.named import resumed
-from ebbtide.sequence.pace import Trial
 from ebbtide.sequence.planning import Course, online, quickest
 from ebbtide.sequence.progress import is_wanted, watch
 from ebbtide.sequence.schedules import DISK, MEMORY, Schedule
 from ebbtide.sequence.spill import Spill, SpillFiles, open_named, open_spill
 from ebbtide.sequence.store import StateStore
+from ebbtide.sequence.trial import Trial
 from ebbtide.units import format_bytes
 
 REVERSE_FACTOR = 2.0
@@ -105,10 +106,9 @@ def run(
     layout = Layout(state)
     slots = memory_slots(layout.size_bytes, memory)
     first = layout.view(state)
-    trial = Trial(
-        lambda: layout.copy(first), lambda u: forward(u, 0), layout.pack, layout.size_bytes, layout.item_bytes, slots
-    )
     with _spill(spill, name, n, layout, first, check) as files:
+        blocks = Blocks(layout.size_bytes, slots, for_disk=bool(files.names))
+        trial = Trial(lambda: layout.copy(first), lambda u: forward(u, 0), layout.pack, layout.item_bytes, blocks)
         if schedule is not None:
             plan = _given(schedule, n, slots, layout.size_bytes, files)
         elif callable(n):
@@ -122,7 +122,7 @@ def run(
                 files.named.note(step, place)
 
         tiers = files.tiers() if plan.spills else {}
-        with StateStore(layout.size_bytes, slots, tiers, late=plan.was_late, written=written) as store:
+        with StateStore(blocks, tiers, late=plan.was_late, written=written) as store:
             for step, place in files.there.items() if plan.spills else ():
                 store.adopt(step, DISK, place)
             executor: Executor[Any] = Executor(chain, store, first)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from ebbtide.errors import SequenceError
-from ebbtide.sequence.store import Block
+from ebbtide.sequence.blocks import Block
 
 ALIGNMENT_BYTES = 64
 """Tensors begin at multiples of this, as PyTorch's own do: kernels may choose their code by alignment."""

@@ -1,0 +1,299 @@
+"""What steps, copies and transfers take, measured before a chain is run.
+
+NOTE [Typical times]
+A core that shares its execution units or caches with another's work is up to twice as slow while that lasts, for some
+milliseconds or seconds: a chain meets both. So what it will take is told by a mean over as long as measuring may last,
+not by a median, which is either one or the other; only the slowest few calls, which met another process, are left out.
+What compute loses beside transfers is a difference: it is measured in turns with steps alone.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ebbtide.machine import Link
+from ebbtide.sequence.blocks import Block, Blocks
+from ebbtide.sequence.choose import SlowMemory
+from ebbtide.sequence.disk import Copy, StateDisk, StatePlace
+
+TRIALS = 5
+TRIAL_SECONDS = 0.5
+"""Calls of a step that are timed before a chain is run: so many, or for so long, but more than the first."""
+WARM_SECONDS = 2e-3
+"""Short steps are timed for so long at least."""
+MANY_CALLS = 20
+"""From so many on, a mean says more than a median; one in so many is left out."""
+FEW_BLOCKS = 16
+"""States in so many blocks are likely to be in the processor's caches still when they are read ..."""
+MANY_BLOCKS_BYTES = 64 << 20
+"""... and no more are timed, where there are more, than take so much."""
+TRANSFERS = 3
+TURNS = 8
+TURN_STEPS = 10
+"""Steps beside transfers and steps alone take up to so many turns, of at least so many steps."""
+BESIDE_SECONDS = 0.3
+"""Transfers in one direction are timed beside steps for so long at most."""
+UNDER_WAY = 8
+"""So many transfers at most are under way then: enough to keep a link busy beside a step."""
+TRIAL_PLACES = 256
+"""So many places in the file are written at most, but then one after another, as in a run: it grows meanwhile."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trial:
+    """How to try out a chain without leaving a trace.
+
+    Attributes:
+        prepare: gives a state 0 that a step may alter.
+        step: runs step 0 forward; gives state 1.
+        pack: copies a state into a block.
+        item_bytes: of a number in a state.
+        blocks: those that the chain will be run with, all of them free.
+    """
+
+    prepare: Callable[[], Any]
+    step: Callable[[Any], Any]
+    pack: Callable[[Any, Block], None]
+    item_bytes: int
+    blocks: Blocks
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a state."""
+        return self.blocks.state_bytes
+
+    @property
+    def slots(self) -> int:
+        """States that fit in memory beside the working state."""
+        return self.blocks.count
+
+    def time(self) -> float:
+        """Seconds of one step."""
+        state = self.prepare()
+        start = time.perf_counter()
+        self.step(state)
+        return time.perf_counter() - start
+
+    def sample(self) -> Block:
+        """A block with state 1 in it. It must be given back."""
+        block = self.blocks.take()
+        self.pack(self.step(self.prepare()), block)
+        return block
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CopyCosts:
+    """Seconds that a state costs besides steps, once for each step about, whatever the schedule.
+
+    Attributes:
+        seconds: to copy it into a block, and what a step that reads it there takes longer for it.
+        first_seconds: to copy it into a block that was not in use before takes so much longer.
+    """
+
+    seconds: float
+    first_seconds: float
+
+
+def typical(seconds: list[float]) -> float:
+    """What a call is likely to take: see NOTE [Typical times]."""
+    if len(seconds) < MANY_CALLS:
+        return statistics.median(seconds)
+    return statistics.fmean(sorted(seconds)[: len(seconds) - len(seconds) // MANY_CALLS])
+
+
+def time_first_steps(trial: Trial) -> float:
+    """Seconds of a step, from a few calls: enough for a chain that may be short."""
+    return _time_steps(trial, 0.0)
+
+
+def time_step(trial: Trial, seconds: float) -> float:
+    """Seconds of a step, once all that it touches is warm; ``seconds`` is what measuring may take."""
+    return _time_steps(trial, max(seconds, WARM_SECONDS))
+
+
+def _time_steps(trial: Trial, least_seconds: float) -> float:
+    seconds: list[float] = []
+    start = time.perf_counter()
+    while (taken := time.perf_counter() - start) < max(TRIAL_SECONDS, least_seconds) or len(seconds) < 2:
+        if len(seconds) >= TRIALS and taken >= least_seconds:
+            break
+        seconds.append(trial.time())
+    return typical(seconds[len(seconds) // 4 :])  # without the first of them
+
+
+def time_copy(trial: Trial, count: int) -> CopyCosts:
+    """What copies of states cost that go into ``count`` blocks, one after another, and are read last first."""
+    state = trial.prepare()
+    made = trial.blocks.made
+    blocks = [trial.blocks.take() for _ in range(count)]
+    fresh = trial.blocks.made - made
+    first = [_seconds(trial.pack, state, block) for block in blocks][count - fresh :]
+    views = [block.memory() for block in blocks]
+    target = memoryview(bytearray(len(views[0])))
+    writing: list[float] = []
+    reading: list[float] = []
+    for _ in range(2 if count > FEW_BLOCKS else TRIALS):
+        writing += [_seconds(trial.pack, state, block) for block in blocks]
+        reading += [_seconds(_copy, view, target) for view in reversed(views)]
+    again = [_seconds(_copy, views[0], target) for _ in range(TRIALS)]
+    trial.blocks.give_back(*blocks)
+    write = typical(writing)
+    return CopyCosts(
+        write + max(typical(reading) - statistics.median(again), 0.0),
+        max(typical(first) - write, 0.0) if first else 0.0,
+    )
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    target[:] = source
+
+
+def _seconds(call: Callable[..., object], *arguments: Any) -> float:
+    start = time.perf_counter()
+    call(*arguments)
+    return time.perf_counter() - start
+
+
+def time_transfers(
+    disk: StateDisk,
+    trial: Trial,
+    step_seconds: float,
+    copy_seconds: float,
+    capacity_bytes: int | None,
+    *,
+    seconds: float,
+) -> SlowMemory:
+    """Measure how long a state takes to ``disk`` and back, and what compute loses beside it, but for the copy.
+
+    Args:
+        disk: where to.
+        trial: the chain's steps.
+        step_seconds, copy_seconds: what a step takes alone, and a copy of a state.
+        capacity_bytes: how much the disk can take.
+        seconds: that measuring may take; if it is less than a few steps, each way is timed alone.
+
+    Raises:
+        SpillError: if states cannot be moved.
+    """
+    blocks = [trial.sample()]
+    state = trial.prepare()
+    places: collections.deque[StatePlace] = collections.deque()
+    ways = [_time_trip(disk, blocks[0], places) for _ in range(TRANSFERS)]
+    out, back = (statistics.median(way) for way in zip(*ways, strict=True))
+    out_loss = back_loss = 0.0
+    seconds = min(seconds / 2, BESIDE_SECONDS)
+    if step_seconds < seconds / 4 and trial.slots >= 2:
+        room = (
+            TRIAL_PLACES if capacity_bytes is None else min(TRIAL_PLACES, capacity_bytes // blocks[0].storage.nbytes())
+        )
+        count = min(UNDER_WAY, trial.slots, 2 + int(step_seconds / max(min(out, back), 1e-9)))
+        blocks += [trial.sample() for _ in range(count - 1)]
+
+        def write(number: int) -> Copy:
+            if len(places) >= max(room, count + 1):
+                disk.forget(places.popleft())
+            trial.pack(state, blocks[number])
+            copy = disk.store(blocks[number].storage)
+            places.append(copy.place)
+            return copy
+
+        out, out_loss = _beside(trial, write, count, seconds, out)
+        out_loss = max(out_loss - copy_seconds, 0.0)
+        following = itertools.cycle(places)
+        back, back_loss = _beside(
+            trial, lambda number: disk.bring(next(following), blocks[number].storage), count, seconds, back
+        )
+    for place in reversed(places):
+        disk.forget(place)
+    trial.blocks.give_back(*blocks)
+    return SlowMemory(
+        disk.name,
+        _link("memory", disk.name, trial.state_bytes, out, out_loss),
+        _link(disk.name, "memory", trial.state_bytes, back, back_loss),
+        capacity_bytes,
+    )
+
+
+def _time_trip(disk: StateDisk, block: Block, places: collections.deque[StatePlace]) -> tuple[float, float]:
+    """Seconds of a state to the disk and of the way back; notes its place, which is not given back."""
+    start = time.perf_counter()
+    copy = disk.store(block.storage)
+    copy.wait()
+    written = time.perf_counter()
+    disk.bring(copy.place, block.storage).wait()
+    end = time.perf_counter()
+    places.append(copy.place)
+    return written - start, end - written
+
+
+def _beside(
+    trial: Trial, begin: Callable[[int], Copy], count: int, seconds: float, alone_seconds: float
+) -> tuple[float, float]:
+    """Seconds of a transfer while steps run beside, and seconds of compute that each costs.
+
+    Args:
+        trial: the steps.
+        begin: begins a transfer with some buffer.
+        count: buffers, and so transfers under way.
+        seconds: how long to try.
+        alone_seconds: a transfer alone.
+    """
+    alone: list[float] = []
+    stepping: list[float] = []
+    whole: list[float] = []
+    beginning: list[float] = []
+    turn_seconds = seconds / 2
+    start = time.perf_counter()
+    while len(alone) < TURN_STEPS or time.perf_counter() - start < seconds:
+        if not alone:
+            turn_seconds = max(seconds / 2 / TURNS, TURN_STEPS * trial.time())
+        end = time.perf_counter() + turn_seconds
+        while not alone or time.perf_counter() < end:
+            alone.append(trial.time())
+        _turn_beside(trial, begin, count, turn_seconds, stepping, whole, beginning)
+    steps_each = len(whole) / len(beginning)
+    begin_seconds = typical(beginning)
+    lost_share = max(1 - typical(alone) / typical(stepping), 0.0)
+    loss = begin_seconds + steps_each * typical(whole) * lost_share
+    was_idle = alone_seconds * count < typical(whole)  # as steps take too long for so few buffers
+    return alone_seconds if was_idle else begin_seconds + steps_each * typical(whole), loss
+
+
+def _turn_beside(
+    trial: Trial,
+    begin: Callable[[int], Copy],
+    count: int,
+    seconds: float,
+    stepping: list[float],
+    whole: list[float],
+    beginning: list[float],
+) -> None:
+    """Run steps for so long beside as many transfers as can be; notes what each of both took."""
+    done = 0
+    start = time.perf_counter()
+    under_way = collections.deque(begin(number) for number in range(count))
+    while (began := time.perf_counter()) - start < seconds or done < count:
+        stepping.append(trial.time())
+        whole.append(time.perf_counter() - began)
+        for _ in range(count):
+            if not under_way[0].ready:
+                break
+            began = time.perf_counter()
+            under_way.popleft().wait()
+            under_way.append(begin(done % count))
+            beginning.append(time.perf_counter() - began)
+            done += 1
+    for transfer in under_way:
+        transfer.wait()
+
+
+def _link(source: str, target: str, state_bytes: int, seconds: float, loss_seconds: float) -> Link:
+    seconds = max(seconds, 1e-9)
+    rate = max(state_bytes, 1) / seconds
+    return Link(source, target, 0.0, rate, rate, loss_seconds / seconds)
