@@ -33,6 +33,8 @@ FEW_BLOCKS = 16
 """States in so many blocks are likely to be in the processor's caches still when they are read ..."""
 MANY_BLOCKS_BYTES = 64 << 20
 """... and no more are timed, where there are more, than take so much."""
+STORE_SECONDS = 15e-6
+"""Compute spends about so long for each transfer in one direction on what the store must know of it."""
 TRANSFERS = 3
 TURNS = 8
 TURN_STEPS = 10
@@ -109,20 +111,28 @@ def typical(seconds: list[float]) -> float:
 
 def time_first_steps(trial: Trial) -> float:
     """Seconds of a step, from a few calls: enough for a chain that may be short."""
-    return _time_steps(trial, 0.0)
+    return _time_steps(trial, 0.0, [])
 
 
 def time_step(trial: Trial, seconds: float) -> float:
-    """Seconds of a step, once all that it touches is warm; ``seconds`` is what measuring may take."""
-    return _time_steps(trial, max(seconds, WARM_SECONDS))
+    """Seconds of a step, once all that it touches is warm; ``seconds`` is what measuring may take.
+
+    As in a run, states are copied in between, which takes some of what the step touches out of the caches.
+    """
+    blocks = [trial.blocks.take() for _ in range(min(trial.slots, FEW_BLOCKS))]
+    found = _time_steps(trial, max(seconds, WARM_SECONDS), blocks)
+    trial.blocks.give_back(*blocks)
+    return found
 
 
-def _time_steps(trial: Trial, least_seconds: float) -> float:
+def _time_steps(trial: Trial, least_seconds: float, blocks: list[Block]) -> float:
     seconds: list[float] = []
     start = time.perf_counter()
     while (taken := time.perf_counter() - start) < max(TRIAL_SECONDS, least_seconds) or len(seconds) < 2:
         if len(seconds) >= TRIALS and taken >= least_seconds:
             break
+        if blocks:
+            trial.pack(trial.prepare(), blocks[len(seconds) % len(blocks)])
         seconds.append(trial.time())
     return typical(seconds[len(seconds) // 4 :])  # without the first of them
 
@@ -260,7 +270,7 @@ def _beside(
     steps_each = len(whole) / len(beginning)
     begin_seconds = typical(beginning)
     lost_share = max(1 - typical(alone) / typical(stepping), 0.0)
-    loss = begin_seconds + steps_each * typical(whole) * lost_share
+    loss = STORE_SECONDS + begin_seconds + steps_each * typical(whole) * lost_share
     was_idle = alone_seconds * count < typical(whole)  # as steps take too long for so few buffers
     return alone_seconds if was_idle else begin_seconds + steps_each * typical(whole), loss
 
