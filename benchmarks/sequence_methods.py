@@ -21,7 +21,7 @@ from benchmarks.sequence_cells import Array, Cell, LSTMOperators, Pair
 from ebbtide.run.allocator import RssPeak
 from ebbtide.run.tiers import DiskTier
 from ebbtide.sequence import run
-from ebbtide.sequence.arrays import ArrayChain
+from ebbtide.sequence.arrays import ArrayChain, OwnCopies
 from ebbtide.sequence.blocks import Blocks
 from ebbtide.sequence.disk import StateDisk
 from ebbtide.sequence.executor import Executor
@@ -30,7 +30,7 @@ from ebbtide.sequence.planning import quickest
 from ebbtide.sequence.schedules import DISK, Advance, Multistage, Record, Store
 from ebbtide.sequence.spill import open_spill
 from ebbtide.sequence.store import StateStore
-from ebbtide.sequence.trial import FEW_BLOCKS, Trial, time_copy, time_step, time_transfers, typical
+from ebbtide.sequence.trial import FEW_BLOCKS, Samples, Trial, time_copy, time_step, time_transfers
 
 PILOT_STEPS = 300
 SWEEP_BLOCKS = 9
@@ -64,16 +64,16 @@ def state_bytes(cell: Cell) -> int:
 
 def reverse_seconds(cell: Cell) -> float:
     """Of a reverse step alone, in a short chain: what it is likely to take now, as the processor's speed varies."""
-    seconds = []
+    samples = Samples()
 
     def timed(state: Pair, adjoint: Pair, step: int) -> Pair:
         start = time.perf_counter()
         adjoint = cell.reverse(state, adjoint, step)
-        seconds.append(time.perf_counter() - start)
+        samples.add(time.perf_counter() - start)
         return adjoint
 
     run(cell.forward, timed, PILOT_STEPS, cell.start, turn=cell.turn, memory=12 * state_bytes(cell))
-    return typical(seconds)
+    return samples.typical()
 
 
 def ours(cell: Cell, n: int, count: int, spill: str) -> Answer:
@@ -370,7 +370,8 @@ def _trial(cell: Cell, slots: int = FEW_BLOCKS) -> Trial:
     layout = Layout(cell.start)
     first = layout.view(cell.start)
     blocks = Blocks(layout.size_bytes, slots, for_disk=True)
-    return Trial(lambda: layout.copy(first), lambda u: cell.forward(u, 0), layout.pack, layout.item_bytes, blocks)
+    copies = OwnCopies(layout)
+    return Trial(lambda: copies.copy(first), lambda u: cell.forward(u, 0), layout.pack, layout.item_bytes, blocks)
 
 
 def _copy(state: Pair) -> Pair:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from ebbtide.errors import SequenceError
-from ebbtide.sequence.arrays import ArrayChain, Forward, Lookahead, More, Reverse
+from ebbtide.sequence.arrays import ArrayChain, Forward, Lookahead, More, OwnCopies, Reverse
 from ebbtide.sequence.blocks import Blocks
 from ebbtide.sequence.choose import Choice, memory_slots, predicted
 from ebbtide.sequence.disk import StatePlace
@@ -108,7 +108,8 @@ def run(
     first = layout.view(state)
     with _spill(spill, name, n, layout, first, check) as files:
         blocks = Blocks(layout.size_bytes, slots, for_disk=bool(files.names))
-        trial = Trial(lambda: layout.copy(first), lambda u: forward(u, 0), layout.pack, layout.item_bytes, blocks)
+        copies = OwnCopies(layout)
+        trial = Trial(lambda: copies.copy(first), lambda u: forward(u, 0), layout.pack, layout.item_bytes, blocks)
         if schedule is not None:
             plan = _given(schedule, n, slots, layout.size_bytes, files)
         elif callable(n):

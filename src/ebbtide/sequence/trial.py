@@ -29,6 +29,7 @@ WARM_SECONDS = 2e-3
 """Short steps are timed for so long at least."""
 MANY_CALLS = 20
 """From so many on, a mean says more than a median; one in so many is left out."""
+MOST_SAMPLES = 1024
 FEW_BLOCKS = 16
 """States in so many blocks are likely to be in the processor's caches still when they are read ..."""
 MANY_BLOCKS_BYTES = 64 << 20
@@ -102,11 +103,34 @@ class CopyCosts:
     first_seconds: float
 
 
-def typical(seconds: list[float]) -> float:
-    """What a call is likely to take: see NOTE [Typical times]."""
-    if len(seconds) < MANY_CALLS:
-        return statistics.median(seconds)
-    return statistics.fmean(sorted(seconds)[: len(seconds) - len(seconds) // MANY_CALLS])
+class Samples:
+    """What many calls took, in memory that does not grow: when there are many, means of 2, 4, ... calls are kept."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self._means: list[float] = []
+        self._together = 1
+        self._sum = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Note what a call took."""
+        self.calls += 1
+        self._sum += seconds
+        if self.calls % self._together:
+            return
+        self._means.append(self._sum / self._together)
+        self._sum = 0.0
+        if len(self._means) == MOST_SAMPLES:
+            pairs = iter(self._means)
+            self._means = [(one + other) / 2 for one, other in zip(pairs, pairs, strict=True)]
+            self._together *= 2
+
+    def typical(self, *, warm_share: float = 0.0) -> float:
+        """What a call is likely to take: see NOTE [Typical times]. The first calls, so many of all, do not count."""
+        means = sorted(self._means[int(len(self._means) * warm_share) :])
+        if len(means) < MANY_CALLS:
+            return statistics.median(means)
+        return statistics.fmean(means[: len(means) - len(means) // MANY_CALLS])
 
 
 def time_first_steps(trial: Trial) -> float:
@@ -126,15 +150,15 @@ def time_step(trial: Trial, seconds: float) -> float:
 
 
 def _time_steps(trial: Trial, least_seconds: float, blocks: list[Block]) -> float:
-    seconds: list[float] = []
+    samples = Samples()
     start = time.perf_counter()
-    while (taken := time.perf_counter() - start) < max(TRIAL_SECONDS, least_seconds) or len(seconds) < 2:
-        if len(seconds) >= TRIALS and taken >= least_seconds:
+    while (taken := time.perf_counter() - start) < max(TRIAL_SECONDS, least_seconds) or samples.calls < 2:
+        if samples.calls >= TRIALS and taken >= least_seconds:
             break
         if blocks:
-            trial.pack(trial.prepare(), blocks[len(seconds) % len(blocks)])
-        seconds.append(trial.time())
-    return typical(seconds[len(seconds) // 4 :])  # without the first of them
+            trial.pack(trial.prepare(), blocks[samples.calls % len(blocks)])
+        samples.add(trial.time())
+    return samples.typical(warm_share=0.25)
 
 
 def time_copy(trial: Trial, count: int) -> CopyCosts:
@@ -143,21 +167,24 @@ def time_copy(trial: Trial, count: int) -> CopyCosts:
     made = trial.blocks.made
     blocks = [trial.blocks.take() for _ in range(count)]
     fresh = trial.blocks.made - made
-    first = [_seconds(trial.pack, state, block) for block in blocks][count - fresh :]
+    first, writing, reading, again = Samples(), Samples(), Samples(), Samples()
+    for number, block in enumerate(blocks):
+        seconds = _seconds(trial.pack, state, block)
+        if number >= count - fresh:
+            first.add(seconds)
     views = [block.memory() for block in blocks]
     target = memoryview(bytearray(len(views[0])))
-    writing: list[float] = []
-    reading: list[float] = []
     for _ in range(2 if count > FEW_BLOCKS else TRIALS):
-        writing += [_seconds(trial.pack, state, block) for block in blocks]
-        reading += [_seconds(_copy, view, target) for view in reversed(views)]
-    again = [_seconds(_copy, views[0], target) for _ in range(TRIALS)]
+        for block in blocks:
+            writing.add(_seconds(trial.pack, state, block))
+        for view in reversed(views):
+            reading.add(_seconds(_copy, view, target))
+    for _ in range(TRIALS):
+        again.add(_seconds(_copy, views[0], target))
     trial.blocks.give_back(*blocks)
-    write = typical(writing)
-    return CopyCosts(
-        write + max(typical(reading) - statistics.median(again), 0.0),
-        max(typical(first) - write, 0.0) if first else 0.0,
-    )
+    write = writing.typical()
+    read_longer = max(reading.typical() - again.typical(), 0.0)
+    return CopyCosts(write + read_longer, max(first.typical() - write, 0.0) if first.calls else 0.0)
 
 
 def _copy(source: memoryview, target: memoryview) -> None:
@@ -254,25 +281,22 @@ def _beside(
         seconds: how long to try.
         alone_seconds: a transfer alone.
     """
-    alone: list[float] = []
-    stepping: list[float] = []
-    whole: list[float] = []
-    beginning: list[float] = []
-    turn_seconds = seconds / 2
+    alone = Samples()
+    stepping, whole, beginning = Samples(), Samples(), Samples()
     start = time.perf_counter()
-    while len(alone) < TURN_STEPS or time.perf_counter() - start < seconds:
-        if not alone:
-            turn_seconds = max(seconds / 2 / TURNS, TURN_STEPS * trial.time())
+    turn_seconds = max(seconds / 2 / TURNS, TURN_STEPS * trial.time())
+    while alone.calls < TURN_STEPS or time.perf_counter() - start < seconds:
         end = time.perf_counter() + turn_seconds
-        while not alone or time.perf_counter() < end:
-            alone.append(trial.time())
-        _turn_beside(trial, begin, count, turn_seconds, stepping, whole, beginning)
-    steps_each = len(whole) / len(beginning)
-    begin_seconds = typical(beginning)
-    lost_share = max(1 - typical(alone) / typical(stepping), 0.0)
-    loss = STORE_SECONDS + begin_seconds + steps_each * typical(whole) * lost_share
-    was_idle = alone_seconds * count < typical(whole)  # as steps take too long for so few buffers
-    return alone_seconds if was_idle else begin_seconds + steps_each * typical(whole), loss
+        alone.add(trial.time())
+        while time.perf_counter() < end:
+            alone.add(trial.time())
+        _turn_beside(trial, begin, count, turn_seconds, (stepping, whole, beginning))
+    steps_each = whole.calls / beginning.calls
+    begin_seconds, whole_seconds = beginning.typical(), whole.typical()
+    lost_share = max(1 - alone.typical() / stepping.typical(), 0.0)
+    loss = STORE_SECONDS + begin_seconds + steps_each * whole_seconds * lost_share
+    was_idle = alone_seconds * count < whole_seconds  # as steps take too long for so few buffers
+    return alone_seconds if was_idle else begin_seconds + steps_each * whole_seconds, loss
 
 
 def _turn_beside(
@@ -280,24 +304,26 @@ def _turn_beside(
     begin: Callable[[int], Copy],
     count: int,
     seconds: float,
-    stepping: list[float],
-    whole: list[float],
-    beginning: list[float],
+    samples: tuple[Samples, Samples, Samples],
 ) -> None:
-    """Run steps for so long beside as many transfers as can be; notes what each of both took."""
+    """Run steps for so long beside as many transfers as can be.
+
+    Notes what each step took, also with what came before it, and what it took to begin each transfer.
+    """
+    stepping, whole, beginning = samples
     done = 0
     start = time.perf_counter()
     under_way = collections.deque(begin(number) for number in range(count))
     while (began := time.perf_counter()) - start < seconds or done < count:
-        stepping.append(trial.time())
-        whole.append(time.perf_counter() - began)
+        stepping.add(trial.time())
+        whole.add(time.perf_counter() - began)
         for _ in range(count):
             if not under_way[0].ready:
                 break
             began = time.perf_counter()
             under_way.popleft().wait()
             under_way.append(begin(done % count))
-            beginning.append(time.perf_counter() - began)
+            beginning.add(time.perf_counter() - began)
             done += 1
     for transfer in under_way:
         transfer.wait()
