@@ -22,6 +22,7 @@ from ebbtide.sequence.store import unnoted
 from ebbtide.sequence.trial import (
     FEW_BLOCKS,
     MANY_BLOCKS_BYTES,
+    CopyCosts,
     Trial,
     time_copy,
     time_first_steps,
@@ -100,25 +101,12 @@ def quickest(
         choice = dataclasses.replace(choice, seconds=math.nan)  # nothing was measured, as there is nothing to decide
         return Course(lambda _: choice.schedule.records(), choice)
     step_seconds = time_first_steps(trial)
-    few = min(slots, FEW_BLOCKS)
-    copy = time_copy(trial, few)
-    ways = [(slots, copy.seconds)]  # slots that may be taken, and what copies cost then
+    copy = time_copy(trial, min(slots, FEW_BLOCKS))
+    ways = [(slots, copy.seconds)]
 
     def chosen(tiers: Sequence[SlowMemory]) -> Choice:
         reverse = reverse_factor * step_seconds if reverse_seconds is None else reverse_seconds
-        choices = []
-        for states, copy_seconds in ways:
-            times = (step_seconds, reverse + copy_seconds + RECORDS_SECONDS)
-            best = (
-                best_multistage(n, states, trial.state_bytes, *times, tiers[0])
-                if there and tiers and states >= 2
-                else None
-            )
-            if best is not None:  # it goes on from the states on the disk
-                choices.append(predicted(best[0], trial.state_bytes, best[1]))
-            else:
-                choices.append(choose(n, trial.state_bytes, *times, _memory(states, trial), tiers))
-        return min(choices, key=lambda choice: choice.seconds)
+        return _best(n, trial, ways, step_seconds, reverse + RECORDS_SECONDS, tiers, resume=bool(there))
 
     def expected(choice: Choice) -> Choice:
         """``choice`` with the time that choosing has taken, and that of blocks used for the first time."""
@@ -132,9 +120,7 @@ def quickest(
         return Course(lambda _: choice.schedule.records(), choice)
     seconds = MEASURING_SHARE * least_seconds
     step_seconds = time_step(trial, seconds)
-    many = min(slots, MANY_BLOCKS_BYTES // max(trial.state_bytes, 1))
-    if many > few and many * (copy.first_seconds + MANY_COPIES * copy.seconds) < seconds:
-        ways = [(slots, max(time_copy(trial, many).seconds, copy.seconds)), (few, copy.seconds)]
+    ways = _ways(trial, copy, seconds)
     tiers = [_measured(disk, trial, step_seconds, copy.seconds, seconds, chosen) for disk in spill.open()]
     choice = expected(chosen(tiers))
     schedule = choice.schedule
@@ -144,6 +130,46 @@ def quickest(
         return Course(lambda _: resumed(schedule.records(), left, DISK), choice, spills)
     tier = next(tier for tier in tiers if tier.name == schedule.tier)
     return _paced(schedule, choice, tier, trial, step_seconds, there)
+
+
+def _ways(trial: Trial, copy: CopyCosts, seconds: float) -> list[tuple[int, float]]:
+    """How many slots may be taken, and what copies of states cost then.
+
+    Few of them stay in the processor's caches, so that it may be quicker to run more steps again and leave the others.
+
+    Args:
+        trial: the chain's states.
+        copy: what they cost with few slots.
+        seconds: that it may take to time copies with all.
+    """
+    many = min(trial.slots, MANY_BLOCKS_BYTES // max(trial.state_bytes, 1))
+    if many <= FEW_BLOCKS or many * (copy.first_seconds + MANY_COPIES * copy.seconds) > seconds:
+        return [(trial.slots, copy.seconds)]
+    return [(trial.slots, max(time_copy(trial, many).seconds, copy.seconds)), (FEW_BLOCKS, copy.seconds)]
+
+
+def _best(
+    n: int,
+    trial: Trial,
+    ways: Sequence[tuple[int, float]],
+    step_seconds: float,
+    reverse_seconds: float,
+    tiers: Sequence[SlowMemory],
+    *,
+    resume: bool,
+) -> Choice:
+    """The quickest choice over ``ways``; to ``resume`` from states on a disk it must be a multistage schedule."""
+    choices = []
+    for states, copy_seconds in ways:
+        times = (step_seconds, reverse_seconds + copy_seconds)
+        best = None
+        if resume and tiers and states >= 2:
+            best = best_multistage(n, states, trial.state_bytes, *times, tiers[0])
+        if best is None:
+            choices.append(choose(n, trial.state_bytes, *times, _memory(states, trial), tiers))
+        else:
+            choices.append(predicted(best[0], trial.state_bytes, best[1]))
+    return min(choices, key=lambda choice: choice.seconds)
 
 
 def _memory(slots: int, trial: Trial) -> int:
