@@ -108,14 +108,18 @@ def run(
     first = layout.view(state)
     with _spill(spill, name, n, layout, first, check) as files:
         blocks = Blocks(layout.size_bytes, slots, for_disk=bool(files.names))
-        copies = OwnCopies(layout)
-        trial = Trial(lambda: copies.copy(first), lambda u: forward(u, 0), layout.pack, layout.item_bytes, blocks)
         if schedule is not None:
             plan = _given(schedule, n, slots, layout.size_bytes, files)
         elif callable(n):
-            plan = online(files, trial)
+            plan = online(files, _trial(forward, layout, first, blocks))
         else:
-            plan = quickest(n, files, trial, reverse_factor=REVERSE_FACTOR, reverse_seconds=reverse_seconds)
+            plan = quickest(
+                n,
+                files,
+                _trial(forward, layout, first, blocks),
+                reverse_factor=REVERSE_FACTOR,
+                reverse_seconds=reverse_seconds,
+            )
         chain = ArrayChain(forward, reverse, turn, layout, steps_took=plan.steps_took, check=check)
 
         def written(step: int, place: StatePlace) -> None:
@@ -156,6 +160,11 @@ def _spill(
         raise SequenceError(f"name={name!r}: only a run of a known number of steps can go on where it was interrupted")
     identity = {"number of steps": n, "state": layout.describe(), "state 0": layout.digest(first)}
     return open_named(spill, name, identity, state_bytes=layout.size_bytes, item_bytes=layout.item_bytes)
+
+
+def _trial(forward: Forward, layout: Layout, first: Any, blocks: Blocks) -> Trial:
+    copies = OwnCopies(layout)
+    return Trial(lambda: copies.copy(first), lambda u: forward(u, 0), layout.pack, layout.item_bytes, blocks)
 
 
 def _given(

@@ -29,7 +29,7 @@ WARM_SECONDS = 2e-3
 """Short steps are timed for so long at least."""
 MANY_CALLS = 20
 """From so many on, a mean says more than a median; one in so many is left out."""
-MOST_SAMPLES = 1024
+MOST_SAMPLES = 256
 FEW_BLOCKS = 16
 """States in so many blocks are likely to be in the processor's caches still when they are read ..."""
 MANY_BLOCKS_BYTES = 64 << 20
