@@ -6,10 +6,8 @@ All run the same operators. ``count`` states fit in memory, the working state in
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,15 +21,16 @@ from benchmarks.sequence_cells import Array, Cell, LSTMOperators, Pair
 from ebbtide.run.allocator import RssPeak
 from ebbtide.run.tiers import DiskTier
 from ebbtide.sequence import run
-from ebbtide.sequence.arrays import ArrayChain
+from ebbtide.sequence.arrays import ArrayChain, OwnCopies
+from ebbtide.sequence.blocks import Blocks
 from ebbtide.sequence.disk import StateDisk
 from ebbtide.sequence.executor import Executor
 from ebbtide.sequence.layout import Layout
-from ebbtide.sequence.pace import Trial, time_copy, time_step, time_transfers
 from ebbtide.sequence.planning import quickest
 from ebbtide.sequence.schedules import DISK, Advance, Multistage, Record, Store
 from ebbtide.sequence.spill import open_spill
 from ebbtide.sequence.store import StateStore
+from ebbtide.sequence.trial import FEW_BLOCKS, Samples, Trial, time_copy, time_step, time_transfers
 
 PILOT_STEPS = 300
 SWEEP_BLOCKS = 9
@@ -63,24 +62,23 @@ def state_bytes(cell: Cell) -> int:
     return Layout(cell.start).size_bytes
 
 
-@functools.lru_cache(maxsize=1)
 def reverse_seconds(cell: Cell) -> float:
-    """Of a reverse step alone, the median in a short chain."""
-    seconds = []
+    """Of a reverse step alone, in a short chain: what it is likely to take now, as the processor's speed varies."""
+    samples = Samples()
 
     def timed(state: Pair, adjoint: Pair, step: int) -> Pair:
         start = time.perf_counter()
         adjoint = cell.reverse(state, adjoint, step)
-        seconds.append(time.perf_counter() - start)
+        samples.add(time.perf_counter() - start)
         return adjoint
 
     run(cell.forward, timed, PILOT_STEPS, cell.start, turn=cell.turn, memory=12 * state_bytes(cell))
-    return statistics.median(seconds)
+    return samples.typical()
 
 
 def ours(cell: Cell, n: int, count: int, spill: str) -> Answer:
     """`ebbtide.sequence.run`, which chooses the schedule itself."""
-    expected = reverse_seconds(cell)  # of a cell only once, and not timed
+    expected = reverse_seconds(cell)  # not timed
     memory = count * state_bytes(cell)
     done, answer = _measured(
         lambda: run(
@@ -248,7 +246,7 @@ class _Synchronous:
         self._disk = DiskTier(spill)
         self._layout = Layout(cell.start)
         trial = _trial(cell)
-        self._block = trial.sample(self._disk.congruence_bytes)
+        self._block = trial.sample()
         self._slots: dict[int, Any] = {}
 
     def run(self, actions: tuple[Any, ...]) -> None:
@@ -317,7 +315,7 @@ def sweep(cell: Cell, n: int, interval: int, spill: str) -> Answer:
 
     with (
         contextlib.closing(StateDisk(spill)) as disk,
-        StateStore(layout.size_bytes, SWEEP_BLOCKS, {DISK: disk}) as store,
+        StateStore(Blocks(layout.size_bytes, SWEEP_BLOCKS, for_disk=True), {DISK: disk}) as store,
     ):
         executor: Executor[Any] = Executor(chain, store, layout.view(cell.start))
         _, answer = _measured(lambda: executor.run(records()))
@@ -327,7 +325,7 @@ def sweep(cell: Cell, n: int, interval: int, spill: str) -> Answer:
 @functools.lru_cache(maxsize=1)
 def _costs(cell: Cell, spill: str) -> Answer:
     trial = _trial(cell)
-    step_seconds, copy_seconds = time_step(trial), time_copy(trial)
+    step_seconds, copy_seconds = time_step(trial, 0.5), time_copy(trial, FEW_BLOCKS).seconds
     with contextlib.closing(StateDisk(spill)) as disk:
         slow = time_transfers(disk, trial, step_seconds, copy_seconds, None, seconds=1.0)
     return {
@@ -343,7 +341,7 @@ def _costs(cell: Cell, spill: str) -> Answer:
 def chosen_interval(cell: Cell, n: int, count: int, spill: str) -> Answer | None:
     """The interval that `ours` chooses; None if it takes another schedule."""
     layout = Layout(cell.start)
-    trial = dataclasses.replace(_trial(cell), slots=count - 1)
+    trial = _trial(cell, count - 1)
     with open_spill(spill, checksum=False, item_bytes=layout.item_bytes) as files:
         choice = quickest(n, files, trial, reverse_factor=2.0, reverse_seconds=reverse_seconds(cell)).choice
     assert choice is not None
@@ -368,12 +366,12 @@ METHODS: dict[str, Callable[[Cell, int, int, str], Answer | None]] = {
 }
 
 
-def _trial(cell: Cell) -> Trial:
+def _trial(cell: Cell, slots: int = FEW_BLOCKS) -> Trial:
     layout = Layout(cell.start)
     first = layout.view(cell.start)
-    return Trial(
-        lambda: layout.copy(first), lambda u: cell.forward(u, 0), layout.pack, layout.size_bytes, layout.item_bytes, 9
-    )
+    blocks = Blocks(layout.size_bytes, slots, for_disk=True)
+    copies = OwnCopies(layout)
+    return Trial(lambda: copies.copy(first), lambda u: cell.forward(u, 0), layout.pack, layout.item_bytes, blocks)
 
 
 def _copy(state: Pair) -> Pair:

@@ -271,7 +271,7 @@ def test_chosen_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             return SlowMemory(DISK, Link("m", DISK, 0, rate, rate), Link(DISK, "m", 0, rate, rate))
 
         monkeypatch.setattr(planning, "time_transfers", slow)
-        monkeypatch.setattr(planning, "time_step", lambda trial: 1e-4)
+        monkeypatch.setattr(planning, "time_step", lambda *_: 1e-4)
 
     monkeypatch.setattr(pace, "STEADY", 1e9)  # the interval is not chosen again
     monkeypatch.setattr(pace, "LATE_SHARE", 1e9)

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from ebbtide.sequence.blocks import Block
 from ebbtide.sequence.checksums import Checksums
 from ebbtide.sequence.executor import Executor
 from ebbtide.sequence.layout import Array, Layout
-from ebbtide.sequence.store import Block
 
 Forward = Callable[[Any, int], Any]
 Reverse = Callable[[Any, Any, int], Any]
@@ -26,6 +26,24 @@ def _most_references(parts: list[Array]) -> int:
 
 _UNSEEN_REFERENCES = _most_references([np.empty(0)])
 """So many there are if the list alone holds an array. How many looking makes is the interpreter's own affair."""
+
+
+class OwnCopies:
+    """Copies of states that may be altered, one at a time.
+
+    The same memory serves again and again: to take new memory costs more than to copy. If somebody still has the copy
+    made before, that keeps its memory.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._parts: list[Array] = []
+
+    def copy(self, state: Any) -> Any:
+        """A copy of a state."""
+        if not self._parts or _most_references(self._parts) > _UNSEEN_REFERENCES:
+            self._parts = self._layout.new_parts()
+        return self._layout.copy_into(self._parts, state)
 
 
 class ArrayChain:
@@ -64,7 +82,7 @@ class ArrayChain:
         self._layout = layout
         self._steps_took = steps_took
         self._checksums = Checksums("forward operator") if check else None
-        self._own_parts: list[Array] = []
+        self._own_copies = OwnCopies(layout)
         # A step that was run to see whether there is another, and its result.
         self._ahead: tuple[int, Any] | None = None
 
@@ -111,11 +129,8 @@ class ArrayChain:
         return self._layout.unpack(block, writeable=own)
 
     def own(self, state: Any) -> Any:
-        """See `Chain.own`. The same memory serves again and again: to take new memory costs more than to copy."""
-        parts = self._own_parts
-        if not parts or _most_references(parts) > _UNSEEN_REFERENCES:
-            parts = self._own_parts = self._layout.new_parts()
-        return self._layout.copy_into(parts, state)
+        """See `Chain.own`."""
+        return self._own_copies.copy(state)
 
 
 class Lookahead:

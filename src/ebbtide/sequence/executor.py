@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from typing import Generic, Protocol, TypeVar
 
 from ebbtide.errors import SequenceError
+from ebbtide.sequence.blocks import Block
 from ebbtide.sequence.schedules import MEMORY, Advance, Load, Record, Reverse, Store
-from ebbtide.sequence.store import Block, StateStore
+from ebbtide.sequence.store import StateStore
 
 State = TypeVar("State")
 

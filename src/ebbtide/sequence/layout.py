@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbtide.errors import SequenceError
-from ebbtide.sequence.store import Block
+from ebbtide.sequence.blocks import Block
 
 ALIGNMENT_BYTES = 64
 """Arrays begin at multiples of this: a cache line, and what the widest vector instructions want."""

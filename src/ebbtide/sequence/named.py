@@ -28,8 +28,9 @@ from typing import Any
 import torch
 
 from ebbtide.errors import SequenceError, SpillError
-from ebbtide.run.tiers.disk import DiskPlace
+from ebbtide.run.tiers.disk import PLACE_ALIGNMENT_BYTES, DiskPlace
 from ebbtide.run.tiers.memory import take_memory
+from ebbtide.sequence.blocks import whole_bytes
 from ebbtide.sequence.codec import Codec
 from ebbtide.sequence.disk import StateDisk, StatePlace
 from ebbtide.sequence.schedules import Advance, Drop, Load, Record, Store
@@ -187,8 +188,7 @@ class NamedDisk(StateDisk):
         return self.park(slot) is not None
 
     def _like(self, state_bytes: int) -> torch.UntypedStorage:
-        whole = -(-state_bytes // self.congruence_bytes) * self.congruence_bytes
-        return take_memory(whole, 0, self.congruence_bytes)
+        return take_memory(whole_bytes(state_bytes, PLACE_ALIGNMENT_BYTES), 0, PLACE_ALIGNMENT_BYTES)
 
 
 def _line(content: Any) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 from ebbtide.machine import Link
@@ -14,10 +15,20 @@ from ebbtide.sequence.choose import Choice, SlowMemory, best_multistage, choose,
 from ebbtide.sequence.codec import paying_share
 from ebbtide.sequence.disk import StateDisk
 from ebbtide.sequence.named import resumed
-from ebbtide.sequence.pace import Pace, Trial, time_copy, time_first_steps, time_step, time_transfers
-from ebbtide.sequence.schedules import DISK, Multistage, Online, OnlineInMemory, Record
+from ebbtide.sequence.pace import Pace
+from ebbtide.sequence.schedules import DISK, MEMORY, Multistage, Online, OnlineInMemory, Record
 from ebbtide.sequence.spill import SpillFiles
 from ebbtide.sequence.store import unnoted
+from ebbtide.sequence.trial import (
+    FEW_BLOCKS,
+    MANY_BLOCKS_BYTES,
+    CopyCosts,
+    Trial,
+    time_copy,
+    time_first_steps,
+    time_step,
+    time_transfers,
+)
 
 DISK_SHARE = 0.9
 """Part of the free space in the spill directory that a schedule may plan with."""
@@ -27,11 +38,13 @@ QUICKEST_DISK_RATE = 1e10
 WORTHWHILE_SECONDS = 0.01
 """Where the quickest disk would save less than this, none is opened: to do that and to try it takes half as long."""
 MEASURING_SHARE = 0.02
-"""Measuring the disk beside steps may take this part of what the chain will."""
+"""Measuring steps, and the disk beside steps, may take this part each of what the chain will."""
 QUICKEST_CODEC = 1.5e9
 """Bytes per second: nothing is packed or unpacked faster. Where that would not help, none is tried."""
 LEAST_CODEC_BYTES = 1 << 16
 """A smaller state takes a disk about as long whatever its size."""
+MANY_COPIES = 5
+"""To time copies into all blocks takes about so many of each."""
 RECORDS_SECONDS = 10e-6
 """To follow a schedule takes about so long for each step of the chain."""
 CODEC_GAIN = 0.97
@@ -80,30 +93,36 @@ def quickest(
     Raises:
         SpillError: if nothing can be written to a disk.
     """
+    began = time.perf_counter()
     slots = trial.slots
-    memory = (slots + 1) * max(trial.state_bytes, 1)
     there = list(spill.there)
     if not spill.names or (slots >= n - 1 and not there):
-        choice = choose(n, trial.state_bytes, 0.0, 0.0, memory)
+        choice = choose(n, trial.state_bytes, 0.0, 0.0, _memory(slots, trial))
         choice = dataclasses.replace(choice, seconds=math.nan)  # nothing was measured, as there is nothing to decide
         return Course(lambda _: choice.schedule.records(), choice)
     step_seconds = time_first_steps(trial)
-    copy_seconds = time_copy(trial)
+    copy = time_copy(trial, min(slots, FEW_BLOCKS))
+    ways = [(slots, copy.seconds)]
 
-    def chosen(tiers: Sequence[SlowMemory], *, multistage: bool = False) -> Choice:
+    def chosen(tiers: Sequence[SlowMemory]) -> Choice:
         reverse = reverse_factor * step_seconds if reverse_seconds is None else reverse_seconds
-        times = (step_seconds, reverse + copy_seconds + RECORDS_SECONDS)
-        if multistage and (best := best_multistage(n, slots, trial.state_bytes, *times, tiers[0])) is not None:
-            return predicted(best[0], trial.state_bytes, best[1])
-        return choose(n, trial.state_bytes, *times, memory, tiers)
+        return _best(n, trial, ways, step_seconds, reverse + RECORDS_SECONDS, tiers, resume=bool(there))
+
+    def expected(choice: Choice) -> Choice:
+        """``choice`` with the time that choosing has taken, and that of blocks used for the first time."""
+        fresh = max(choice.schedule.slots.get(MEMORY, 0) - trial.blocks.made, 0)
+        spent_seconds = time.perf_counter() - began + fresh * copy.first_seconds
+        return dataclasses.replace(choice, seconds=choice.seconds + spent_seconds)
 
     choice, least_seconds = chosen(()), chosen((_quickest_disk(),)).seconds
     if spill.named is None and choice.seconds - least_seconds < WORTHWHILE_SECONDS:
+        choice = expected(choice)
         return Course(lambda _: choice.schedule.records(), choice)
-    step_seconds = time_step(trial)
     seconds = MEASURING_SHARE * least_seconds
-    tiers = [_measured(disk, trial, step_seconds, copy_seconds, seconds, chosen) for disk in spill.open()]
-    choice = chosen(tiers, multistage=bool(there) and slots >= 2)
+    step_seconds = time_step(trial, seconds)
+    ways = _ways(trial, copy, seconds)
+    tiers = [_measured(disk, trial, step_seconds, copy.seconds, seconds, chosen) for disk in spill.open()]
+    choice = expected(chosen(tiers))
     schedule = choice.schedule
     if not isinstance(schedule, Multistage) or not (schedule.parts or there):  # nothing goes to a disk beside steps
         spills = any(choice.slow_bytes.values())
@@ -111,6 +130,51 @@ def quickest(
         return Course(lambda _: resumed(schedule.records(), left, DISK), choice, spills)
     tier = next(tier for tier in tiers if tier.name == schedule.tier)
     return _paced(schedule, choice, tier, trial, step_seconds, there)
+
+
+def _ways(trial: Trial, copy: CopyCosts, seconds: float) -> list[tuple[int, float]]:
+    """How many slots may be taken, and what copies of states cost then.
+
+    Few of them stay in the processor's caches, so that it may be quicker to run more steps again and leave the others.
+
+    Args:
+        trial: the chain's states.
+        copy: what they cost with few slots.
+        seconds: that it may take to time copies with all.
+    """
+    many = min(trial.slots, MANY_BLOCKS_BYTES // max(trial.state_bytes, 1))
+    if many <= FEW_BLOCKS or many * (copy.first_seconds + MANY_COPIES * copy.seconds) > seconds:
+        return [(trial.slots, copy.seconds)]
+    return [(trial.slots, max(time_copy(trial, many).seconds, copy.seconds)), (FEW_BLOCKS, copy.seconds)]
+
+
+def _best(
+    n: int,
+    trial: Trial,
+    ways: Sequence[tuple[int, float]],
+    step_seconds: float,
+    reverse_seconds: float,
+    tiers: Sequence[SlowMemory],
+    *,
+    resume: bool,
+) -> Choice:
+    """The quickest choice over ``ways``; to ``resume`` from states on a disk it must be a multistage schedule."""
+    choices = []
+    for states, copy_seconds in ways:
+        times = (step_seconds, reverse_seconds + copy_seconds)
+        best = None
+        if resume and tiers and states >= 2:
+            best = best_multistage(n, states, trial.state_bytes, *times, tiers[0])
+        if best is None:
+            choices.append(choose(n, trial.state_bytes, *times, _memory(states, trial), tiers))
+        else:
+            choices.append(predicted(best[0], trial.state_bytes, best[1]))
+    return min(choices, key=lambda choice: choice.seconds)
+
+
+def _memory(slots: int, trial: Trial) -> int:
+    """Bytes that make so many slots."""
+    return (slots + 1) * max(trial.state_bytes, 1)
 
 
 def _quickest_disk() -> SlowMemory:
@@ -141,7 +205,7 @@ def _paced(
         place = bisect.bisect_right(there, step)
         return there[place] - step if place < len(there) else pace.interval(step)
 
-    followed = Online(trial.slots, interval, schedule.tier)
+    followed = Online(schedule.states, interval, schedule.tier)
 
     def records(more: Callable[[int], bool]) -> Iterator[Record]:
         return resumed(followed.records(more, n), there, schedule.tier)
@@ -185,8 +249,10 @@ def _measured(
     out, back = map(_as_if_packed, ways)
     if chosen([SlowMemory(disk.name, out, back, capacity_bytes)]).seconds >= CODEC_GAIN * chosen([plain]).seconds:
         return plain
-    sample = trial.sample(disk.congruence_bytes).memory()[:PART_BYTES]
+    block = trial.sample()
+    sample = block.memory()[:PART_BYTES]
     share = paying_share(disk.codec, sample, *(way.seconds(len(sample)) for way in ways))
+    trial.blocks.give_back(block)
     if share is None:
         return plain
     disk.share = share

@@ -9,18 +9,19 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from ebbtide.errors import SequenceError
-from ebbtide.sequence.arrays import ArrayChain, Forward, Lookahead, More, Reverse
+from ebbtide.sequence.arrays import ArrayChain, Forward, Lookahead, More, OwnCopies, Reverse
+from ebbtide.sequence.blocks import Blocks
 from ebbtide.sequence.choose import Choice, memory_slots, predicted
 from ebbtide.sequence.disk import StatePlace
 from ebbtide.sequence.executor import Executor
 from ebbtide.sequence.layout import Layout
 from ebbtide.sequence.named import resumed
-from ebbtide.sequence.pace import Trial
 from ebbtide.sequence.planning import Course, online, quickest
 from ebbtide.sequence.progress import is_wanted, watch
 from ebbtide.sequence.schedules import DISK, MEMORY, Schedule
 from ebbtide.sequence.spill import Spill, SpillFiles, open_named, open_spill
 from ebbtide.sequence.store import StateStore
+from ebbtide.sequence.trial import Trial
 from ebbtide.units import format_bytes
 
 REVERSE_FACTOR = 2.0
@@ -105,16 +106,20 @@ def run(
     layout = Layout(state)
     slots = memory_slots(layout.size_bytes, memory)
     first = layout.view(state)
-    trial = Trial(
-        lambda: layout.copy(first), lambda u: forward(u, 0), layout.pack, layout.size_bytes, layout.item_bytes, slots
-    )
     with _spill(spill, name, n, layout, first, check) as files:
+        blocks = Blocks(layout.size_bytes, slots, for_disk=bool(files.names))
         if schedule is not None:
             plan = _given(schedule, n, slots, layout.size_bytes, files)
         elif callable(n):
-            plan = online(files, trial)
+            plan = online(files, _trial(forward, layout, first, blocks))
         else:
-            plan = quickest(n, files, trial, reverse_factor=REVERSE_FACTOR, reverse_seconds=reverse_seconds)
+            plan = quickest(
+                n,
+                files,
+                _trial(forward, layout, first, blocks),
+                reverse_factor=REVERSE_FACTOR,
+                reverse_seconds=reverse_seconds,
+            )
         chain = ArrayChain(forward, reverse, turn, layout, steps_took=plan.steps_took, check=check)
 
         def written(step: int, place: StatePlace) -> None:
@@ -122,7 +127,7 @@ def run(
                 files.named.note(step, place)
 
         tiers = files.tiers() if plan.spills else {}
-        with StateStore(layout.size_bytes, slots, tiers, late=plan.was_late, written=written) as store:
+        with StateStore(blocks, tiers, late=plan.was_late, written=written) as store:
             for step, place in files.there.items() if plan.spills else ():
                 store.adopt(step, DISK, place)
             executor: Executor[Any] = Executor(chain, store, first)
@@ -155,6 +160,11 @@ def _spill(
         raise SequenceError(f"name={name!r}: only a run of a known number of steps can go on where it was interrupted")
     identity = {"number of steps": n, "state": layout.describe(), "state 0": layout.digest(first)}
     return open_named(spill, name, identity, state_bytes=layout.size_bytes, item_bytes=layout.item_bytes)
+
+
+def _trial(forward: Forward, layout: Layout, first: Any, blocks: Blocks) -> Trial:
+    copies = OwnCopies(layout)
+    return Trial(lambda: copies.copy(first), lambda u: forward(u, 0), layout.pack, layout.item_bytes, blocks)
 
 
 def _given(

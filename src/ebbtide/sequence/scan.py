@@ -12,17 +12,18 @@ import torch
 from torch import Tensor
 
 from ebbtide.errors import SequenceError
+from ebbtide.sequence.blocks import Blocks
 from ebbtide.sequence.cells import Cell, CellChain, Inputs
 from ebbtide.sequence.choose import memory_slots
 from ebbtide.sequence.executor import Executor
 from ebbtide.sequence.graphs import without_saved_tensor_hooks
-from ebbtide.sequence.pace import Trial
 from ebbtide.sequence.planning import Course, quickest
 from ebbtide.sequence.progress import is_wanted, watch
 from ebbtide.sequence.schedules import Record, Reverse
 from ebbtide.sequence.spill import Spill, SpillFiles, open_spill
 from ebbtide.sequence.store import StateStore
 from ebbtide.sequence.tensors import State, TensorLayout
+from ebbtide.sequence.trial import Trial
 
 REVERSE_FACTOR = 3.0
 """A reverse step runs a step forward and its graph back, which takes about twice as long as that."""
@@ -203,14 +204,13 @@ class _Sweep:
         layout = self._layout
         spill = open_spill(self._spill, checksum=self._check, item_bytes=layout.item_bytes)
         self._files = files = self._resources.enter_context(spill)
+        blocks = Blocks(layout.size_bytes, self._slots, for_disk=bool(files.names))
         if self._course is None:
-            trial = Trial(
-                lambda: self._start, self.chain.trial, layout.pack, layout.size_bytes, layout.item_bytes, self._slots
-            )
+            trial = Trial(lambda: self._start, self.chain.trial, layout.pack, layout.item_bytes, blocks)
             self._course = quickest(self._n, files, trial, reverse_factor=REVERSE_FACTOR)
             _log.info("%s", self._course.choice)
         tiers = files.tiers() if self._course.spills else {}
-        store = StateStore(layout.size_bytes, self._slots, tiers, late=self._course.was_late)
+        store = StateStore(blocks, tiers, late=self._course.was_late)
         self._resources.enter_context(store)
         self._executor = Executor(self.chain, store, self._start)
         records = self._course.records(range(self._n).__contains__)

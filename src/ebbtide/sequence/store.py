@@ -2,9 +2,8 @@
 
 NOTE [Blocks]
 A slot in memory is a block of as many bytes as a state has. No more blocks than slots ever exist: a copy on its way out
-keeps its block until it is done, and one on its way back takes one at once. They are made once and used again: blocks
-that came and went between the operators' own arrays would leave the heap full of holes. Whoever needs a block while all
-are taken waits for the oldest copy out. So a slow tier that is late makes compute wait, and nothing is dropped.
+keeps its block until it is done, and one on its way back takes one at once. Whoever needs a block while all are taken
+waits for the oldest copy out. So a slow tier that is late makes compute wait, and nothing is dropped.
 """
 
 from __future__ import annotations
@@ -13,35 +12,12 @@ import collections
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any
-
-import torch
 
 from ebbtide.errors import SequenceError
-from ebbtide.run.tiers.memory import CONGRUENCE_BYTES, take_memory
+from ebbtide.sequence.blocks import Block, Blocks
 from ebbtide.sequence.disk import Copy, StateDisk, StatePlace
 from ebbtide.sequence.schedules import MEMORY
 from ebbtide.sequence.shelf import Shelf
-from ebbtide.units import format_bytes
-
-
-class Block:
-    """Memory for one state.
-
-    Attributes:
-        storage: its bytes.
-        views: what the layout of the states has made of it, so that it is made once.
-    """
-
-    __slots__ = ("storage", "views")
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.storage = storage
-        self.views: Any = None
-
-    def memory(self) -> memoryview:
-        """All bytes."""
-        return torch.empty(0, dtype=torch.uint8).set_(self.storage).numpy().data
 
 
 def unnoted(*_: object) -> None:
@@ -52,8 +28,7 @@ class StateStore:
     """States by step and tier; a context that lets go of all of them at its end.
 
     Args:
-        state_bytes: size of a state.
-        slots: slots in memory.
+        blocks: the slots in memory.
         tiers: the slow tiers, by name.
         late: told the seconds that compute has waited for a copy out.
         written: told the step and place of each copy out, in order, some time after it is there.
@@ -65,8 +40,7 @@ class StateStore:
 
     def __init__(
         self,
-        state_bytes: int,
-        slots: int,
+        blocks: Blocks,
         tiers: Mapping[str, StateDisk],
         *,
         late: Callable[[float], None] = unnoted,
@@ -75,15 +49,9 @@ class StateStore:
         self.waited_seconds = 0.0
         self._late = late
         self._written = written
-        self._slots = slots
+        self._all = blocks
         self.stored = dict.fromkeys(tiers, 0)
         self._tiers = tiers
-        # What comes back must lie as it lay when it left: so that all blocks are alike.
-        self._alignment_bytes = max([CONGRUENCE_BYTES, *(tier.congruence_bytes for tier in tiers.values())])
-        # Whole blocks of the disk, so that nothing of a state must stay in RAM.
-        self._block_bytes = -(-state_bytes // self._alignment_bytes) * self._alignment_bytes if tiers else state_bytes
-        self._blocks = 0
-        self._free: list[Block] = []
         self._memory: dict[int, Block | tuple[Copy, Block]] = {}  # the latter while it comes back
         self._shelves = {name: Shelf() for name in tiers}  # what is on the slow tiers, but for what is on its way there
         self._writing: collections.deque[tuple[int, str, Copy, Block]] = collections.deque()
@@ -96,7 +64,6 @@ class StateStore:
     ) -> None:
         self._writing.clear()
         self._memory.clear()
-        self._free.clear()
         self._shelves.clear()
 
     def take(self) -> Block:
@@ -105,14 +72,11 @@ class StateStore:
         Raises:
             SpillError: if a copy out has failed.
         """
-        while self._writing and (self._writing[0][2].ready or self._full):
+        while self._writing and (self._writing[0][2].ready or self._all.are_taken):
             self._reap()
-        if self._free:
-            return self._free.pop()
-        if self._full:
-            raise SequenceError(f"the schedule holds more states in memory than its {self._slots} slots")
-        self._blocks += 1
-        return Block(self._new_memory())
+        if self._all.are_taken:
+            raise SequenceError(f"the schedule holds more states in memory than its {self._all.count} slots")
+        return self._all.take()
 
     def put(self, step: int, tier: str, block: Block) -> None:
         """Store a state that was copied into a block of `take`."""
@@ -134,7 +98,7 @@ class StateStore:
     def get(self, step: int, tier: str) -> Block:
         """A state's block, once it is there. One in memory stays that slot's; one from a slow tier is the caller's."""
         if tier != MEMORY:
-            block = Block(self._new_memory())
+            block = self._all.extra()
             return self._wait(self._read(step, tier, block), block)
         held = self._memory[step]
         if isinstance(held, tuple):
@@ -145,7 +109,7 @@ class StateStore:
         """Give a slot back."""
         if tier == MEMORY:
             held = self._memory.pop(step)
-            self._free.append(self._wait(*held) if isinstance(held, tuple) else held)
+            self._all.give_back(self._wait(*held) if isinstance(held, tuple) else held)
             return
         if isinstance(coming := self._memory.get(step), tuple):  # it is still being read
             self._memory[step] = self._wait(*coming)
@@ -166,22 +130,11 @@ class StateStore:
         while any(writing[:2] == (step, tier) for writing in self._writing):
             self._reap()
 
-    @property
-    def _full(self) -> bool:
-        return not self._free and self._blocks >= self._slots
-
-    def _new_memory(self) -> torch.UntypedStorage:
-        try:
-            return take_memory(self._block_bytes, 0, self._alignment_bytes)
-        except OSError as fault:
-            size = format_bytes(self._block_bytes)
-            raise SequenceError(f"no RAM for a state of {size} ({fault.strerror}); give less memory=...") from fault
-
     def _reap(self) -> None:
         """Take back the block of the oldest copy out."""
         step, tier, copy, block = self._writing.popleft()
         self._late(self._waited(copy))
-        self._free.append(block)
+        self._all.give_back(block)
         self._written(step, copy.place)
         self._shelves[tier].put(step, copy.place)
 

@@ -8,6 +8,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
@@ -15,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from ebbtide.errors import SequenceError
-from ebbtide.sequence.store import Block
+from ebbtide.sequence.blocks import Block
 
 ALIGNMENT_BYTES = 64
 """Tensors begin at multiples of this, as PyTorch's own do: kernels may choose their code by alignment."""
@@ -34,10 +36,15 @@ class _Leaf:
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
+    stride: tuple[int, ...]  # where it lies dense
 
     def __str__(self) -> str:
         where = "" if self.device.type == "cpu" else f" on {self.device}"
         return f"{self.path or 'the state'}: {self.dtype} of shape {tuple(self.shape)}{where}"
+
+
+def _leaf(path: str, part: Tensor) -> _Leaf:
+    return _Leaf(path, part.shape, part.dtype, part.device, torch.empty(part.shape, device="meta").stride())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,7 +61,7 @@ class _Form:
     @classmethod
     def of(cls, part: Tensor) -> _Form:
         """The form of a tensor."""
-        return cls(part.stride(), part.data_ptr() % ALIGNMENT_BYTES, part.requires_grad)
+        return cls(*_form_of(part))
 
     def adopt(self, part: Tensor, *, own: bool) -> Tensor:
         """``part``, which is dense, in this form: a copy, or if it is our ``own`` and lies as it should, itself."""
@@ -64,6 +71,12 @@ class _Form:
         return part.requires_grad_(self.needs_grad)
 
     def _copy(self, part: Tensor) -> Tensor:
+        if (
+            self.shift_bytes == 0 and part.is_contiguous() and part.stride() == self.stride
+        ):  # most are, and this is quick
+            copied = torch.empty_like(part)
+            if copied.data_ptr() % ALIGNMENT_BYTES == 0 and copied.stride() == self.stride:
+                return copied.copy_(part)
         once = [1 if stride == 0 else size for size, stride in zip(part.shape, self.stride, strict=True)]
         span = 1 + sum((size - 1) * stride for size, stride in zip(once, self.stride, strict=True))
         if part.numel() == 0 or math.prod(once) > span:  # empty, or elements lie on top of each other
@@ -75,11 +88,16 @@ class _Form:
         return memory.as_strided(part.shape, self.stride, shift)
 
 
+def _form_of(part: Tensor) -> tuple[tuple[int, ...], int, bool]:
+    """What a `_Form` is made of: quicker to look up than that."""
+    return part.stride(), part.data_ptr() % ALIGNMENT_BYTES, part.requires_grad
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Views:
-    """A block as tensors: the number of the state's form, the generators' states, the state's own."""
+    """What lies in a block: the number of the state's form, the generators' states, the state's own tensors."""
 
-    form: Tensor
+    form: npt.NDArray[np.int64]
     generators: list[Tensor]
     parts: list[Tensor]
 
@@ -137,7 +155,7 @@ class TensorLayout:
         # A state that is one tensor, or a tuple or list of some, is taken apart without PyTorch's help, which is slow.
         is_flat = type(state) in (tuple, list) and all(isinstance(part, Tensor) for part in state)
         self._container = type(state) if is_flat else None
-        self._leaves = [_Leaf(keystr(path), part.shape, part.dtype, part.device) for path, part in found]
+        self._leaves = [_leaf(keystr(path), part) for path, part in found]
         if not found:
             raise SequenceError("the state has no tensors; give state 0 as a tensor, or a tuple, list or dict of them")
         self.device_types = sorted({"cpu", *(leaf.device.type for leaf in self._leaves)})
@@ -145,7 +163,7 @@ class TensorLayout:
             sorted({leaf.device for leaf in self._leaves if leaf.device.type == "cuda"}, key=str)
         )
         self._forms: list[tuple[_Form, ...]] = []
-        self._form_numbers: dict[tuple[_Form, ...], int] = {}
+        self._form_numbers: dict[tuple[Any, ...], int] = {}
         end = FORM_BYTES
         self._generator_places: list[tuple[int, int]] = []
         for generator in self.generators.read():
@@ -171,7 +189,7 @@ class TensorLayout:
             return parts
         found, _ = tree_flatten_with_path(state)
         got = ", ".join(
-            str(_Leaf(keystr(path), part.shape, part.dtype, part.device))
+            str(_leaf(keystr(path), part))
             if isinstance(part, Tensor)
             else f"{keystr(path) or 'the state'}: {type(part).__name__}"
             for path, part in found
@@ -187,13 +205,13 @@ class TensorLayout:
 
     def pack(self, state: State, block: Block) -> None:
         """Copy a state, and the state of the generators, into a block."""
-        forms = tuple(map(_Form.of, state))
+        forms = tuple(map(_form_of, state))
         if forms not in self._form_numbers:
             self._form_numbers[forms] = len(self._forms)
-            self._forms.append(forms)
+            self._forms.append(tuple(map(_Form.of, state)))
         with torch.no_grad(), _unseen():
             views = self._views(block)
-            views.form.fill_(self._form_numbers[forms])
+            views.form[0] = self._form_numbers[forms]
             for place, generator in zip(views.generators, self.generators.read(), strict=True):
                 place.copy_(generator)
             for part, place in zip(state, views.parts, strict=True):
@@ -203,7 +221,7 @@ class TensorLayout:
         """The state in a block, copied only where it must be; the generators go back to where they were."""
         with torch.no_grad(), _unseen():
             views = self._views(block)
-            forms = self._forms[int(views.form)]
+            forms = self._forms[int(views.form[0])]
             self.generators.set([place.clone() for place in views.generators])
             # Detached: a state's tensors are told apart by what they are, and may be wanted more than once.
             parts = [place.detach() for place in views.parts]
@@ -220,10 +238,10 @@ class TensorLayout:
         if block.views is None:
             storage = block.storage
             block.views = _Views(
-                _over(storage, torch.int64, 0, (1,)),
-                [_over(storage, torch.uint8, offset, (size,)) for offset, size in self._generator_places],
+                np.frombuffer(block.memory()[:FORM_BYTES], np.int64),
+                [_over(storage, torch.uint8, offset, (size,), (1,)) for offset, size in self._generator_places],
                 [
-                    _over(storage, leaf.dtype, offset, leaf.shape)
+                    _over(storage, leaf.dtype, offset, leaf.shape, leaf.stride)
                     for leaf, offset in zip(self._leaves, self._offsets, strict=True)
                 ],
             )
@@ -253,6 +271,7 @@ def _is_like(part: Any, leaf: _Leaf) -> bool:
     )
 
 
-def _over(storage: torch.UntypedStorage, dtype: torch.dtype, offset_bytes: int, shape: Sequence[int]) -> Tensor:
-    stride = torch.empty(shape, device="meta").stride()
+def _over(
+    storage: torch.UntypedStorage, dtype: torch.dtype, offset_bytes: int, shape: Sequence[int], stride: Sequence[int]
+) -> Tensor:
     return torch.empty(0, dtype=dtype).set_(storage, offset_bytes // dtype.itemsize, shape, stride)

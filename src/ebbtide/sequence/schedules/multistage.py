@@ -83,15 +83,10 @@ class Multistage(Schedule):
     @functools.cached_property
     def parts(self) -> int:
         """Parts before the turn; 0 where plain Revolve runs no more steps forward."""
-        tail_slots = self.states - self.depth
-        low, high = 0, (self.n - 1) // self.interval  # the turn needs a step of its own
-        while low < high:
-            middle = (low + high) // 2
-            if part_pays(self.n - middle * self.interval, self.interval, self.part_steps, tail_slots):
-                low = middle + 1
-            else:
-                high = middle
-        return low if self._steps(low) < forward_steps(self.n, self.states) else 0
+        left = turn_steps(self.interval, self.part_steps, self.states - self.depth)
+        # The turn needs a step of its own.
+        parts = min(-(-max(self.n - left, 0) // self.interval), (self.n - 1) // self.interval)
+        return parts if self._steps(parts) < forward_steps(self.n, self.states) else 0
 
     def _steps(self, parts: int) -> int:
         swept = parts * self.interval
@@ -152,12 +147,27 @@ def check_multistage(states: int, interval: int) -> None:
         raise SequenceError(f"the interval between states on the slow tier must be at least 1, not {interval}")
 
 
-def part_pays(remaining: int, interval: int, part_steps: int, tail_slots: int) -> bool:
-    """Whether fewer steps run forward with one more part than without, ``remaining`` steps before the end."""
-    if remaining <= interval:
-        return False
-    after = forward_steps(remaining - interval, tail_slots)
-    return interval + part_steps + after < forward_steps(remaining, tail_slots)
+@functools.lru_cache(maxsize=64)
+def turn_steps(interval: int, part_steps: int, tail_slots: int) -> int:
+    """The most steps that are left to Revolve at the end: from one more on, a part pays. See NOTE [The turn].
+
+    Args:
+        interval: steps of a part.
+        part_steps: steps that it runs forward once more.
+        tail_slots: slots in memory for Revolve at the end.
+    """
+
+    def part_pays(remaining: int) -> bool:
+        after = forward_steps(remaining - interval, tail_slots)
+        return interval + part_steps + after < forward_steps(remaining, tail_slots)
+
+    low, high = interval, 2 * interval
+    while not part_pays(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if part_pays(middle) else (middle, high)
+    return low
 
 
 def reverse_parts(

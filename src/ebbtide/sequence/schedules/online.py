@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from ebbtide.sequence.schedules.binomial import forward_steps
-from ebbtide.sequence.schedules.multistage import check_multistage, part_pays, reverse_parts
+from ebbtide.sequence.schedules.multistage import check_multistage, reverse_parts, turn_steps
 from ebbtide.sequence.schedules.records import (
     DISK,
     MEMORY,
@@ -121,7 +121,7 @@ class Online:
                 step += 1
             yield Reverse(step)
         else:
-            while self._part_pays(n - step, interval := max(self.interval(step), 1)):
+            while n - step > self._turn_steps(interval := max(self.interval(step), 1)):
                 yield Store(step, self.tier)
                 starts.push(step)
                 yield Advance(step, step + interval)
@@ -132,8 +132,8 @@ class Online:
         moved = starts.pop_parts(stop)
         yield from reverse_parts((), moved, tier=self.tier, slots=inner, depth=self.states - inner)
 
-    def _part_pays(self, remaining: int, interval: int) -> bool:
-        return part_pays(remaining, interval, forward_steps(interval, self.states - 1), self.states - 1)
+    def _turn_steps(self, interval: int) -> int:
+        return turn_steps(interval, forward_steps(interval, self.states - 1), self.states - 1)
 
 
 class _Starts:
