@@ -24,21 +24,22 @@ from ebbtide.plan.select import Room
 from ebbtide.plan.simulate import decisions_of, moves_of
 from ebbtide.step import Step
 
-STARTS = (
-    "autoswap-wdoa",
-    "autoswap-doa",
-    "autoswap-aoa",
-    "autoswap-swdoa",
-    "capuchin",
-    "beaumont-greedy",
-    "autoswap-voting",
-)
-"""Policies whose plans are places to start from; they are quick, and where little memory is left some were ahead of
-all that the search found on its own."""
+STARTS = {
+    "autoswap-aoa": (2.0, 0.015, 0.0),
+    "autoswap-wdoa": (2.0, 0.015, 0.0),
+    "autoswap-doa": (2.0, 0.015, 0.0),
+    "autoswap-swdoa": (2.0, 0.015, 0.0),
+    "autoswap-voting": (2.0, 0.015, 0.0),
+    "capuchin": (3.5, 0.015, 0.0),
+    "beaumont-greedy": (5.0, 0.0, 0.015),
+    "autoswap-weighted": (20.0, 0.4, 0.0),
+    "beaumont-dp": (20.0, 0.0, 0.0),
+}
+"""Policies whose plans are places to start from, the cheap ones first: some were ahead of all that the search found on
+its own, by much where little memory is left, by the last digits where there is more. For each moment of a step they
+take these microseconds on a common machine: always, for each value that has to leave, for each absence."""
 STARTS_SHARE = 0.4
 """Share of the work that may go into them."""
-POLICY_COST = 40.0
-"""Microseconds that one of them takes for each moment, on a common machine."""
 
 FAR, AHEAD = 1.05, 0.05
 """How many times the bound a plan takes to be far from it; share of the time lost by which it has to be faster than
@@ -152,8 +153,21 @@ def _try_published(search: Search, machine: Machine, work: float) -> None:
     from ebbtide.plan.published.registry import POLICIES
 
     problem, room = search.problem, search.room
-    cost = POLICY_COST * problem.step.moments
-    for name in STARTS[: int(STARTS_SHARE * work / cost)]:
+    leave, absences = _fewest_to_leave(problem, room.limit_bytes), len(problem.step.absences)
+    left = STARTS_SHARE * work
+    for name, (always, each, absence) in STARTS.items():
+        cost = problem.step.moments * (always + each * leave + absence * absences)
+        if cost > left:
+            continue
+        left -= cost
         with contextlib.suppress(BudgetError, PolicyError):
             plan = POLICIES[name](problem.step, machine, room.limit_bytes)
             search.consider(moves_of(problem, plan.decisions), cost)
+
+
+def _fewest_to_leave(problem: Problem, limit_bytes: int) -> int:
+    """How many values have to leave where the plain step holds most, if the largest ones do."""
+    peak, spans = int(np.argmax(problem.plain)), problem.spans
+    absent = (spans.opens <= peak) & (peak < spans.closes)
+    gone = np.cumsum(np.sort(spans.size_bytes[absent])[::-1])
+    return int(np.searchsorted(gone, problem.plain[peak] - limit_bytes)) + 1
