@@ -37,9 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the cases as JSON")
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw time beyond plain against the budget")
-    parser.add_argument(
-        "--seconds", type=float, default=1.0, help="search of the solver for a budget, default: %(default)s"
-    )
+    parser.add_argument("--seconds", type=float, default=0.5, help="search of the solver for a budget")
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1), help="default: %(default)s")
     parser.add_argument("--steps", default=";".join(step_names()), metavar="NAMES", help="default: %(default)s")
     arguments = parser.parse_args()
