@@ -206,3 +206,30 @@ def test_near_plans_within_the_least_peak() -> None:
     plan = solve(step, machine, limit_bytes, seconds=0.5, caution=NO_CAUTION)
     assert plan.bound_seconds is not None
     assert 1.1 * plan.plain_seconds < plan.bound_seconds <= plan.seconds <= 1.05 * plan.bound_seconds
+
+
+def test_of_two_values_that_cannot_both_be_held_one_has_left() -> None:
+    # Either a or b has to leave before the last op, within 1.5 s since a was made. Until then c can be copied, as
+    # it is saved long before, but it is read again later: its copy makes no room.
+    tape = Tape()
+    x = tape.external(KIB)
+    saved, made = [], []
+    for before in (0.0, 3.0, 0.0):
+        if before:
+            tape.op([x], [KIB], seconds=before, replay="opaque")
+        (value,) = tape.op([x], [100 * KIB], seconds=1.0, replay="opaque")
+        made.append(value)
+        saved.append(tape.pack(value))
+    tape.op([x], [KIB], seconds=0.5, replay="opaque")
+    tape.pack(x)
+    (last,) = tape.op([x], [100 * KIB], seconds=1.0, replay="opaque")
+    tape.op([made[0], last], [KIB], seconds=1.0, replay="opaque")
+    for number in reversed(saved):
+        tape.unpack(number)
+        tape.op([tape.saved[number][0]], [KIB], seconds=4.0, phase="backward")
+    step, machine = tape.step(), disk_machine(100 * KIB / 3, 100 * KIB / 3, latency=0.0)
+    limit_bytes = plain_peak_bytes(step) - 100 * KIB
+    plan = solve(step, machine, limit_bytes, seconds=0.1, caution=NO_CAUTION)
+    # It takes 3 s to copy a, and 1.5 s of these have passed.
+    assert plan.seconds == pytest.approx(step.plain_seconds + 1.5)
+    assert plan.bound_seconds == pytest.approx(plan.seconds)

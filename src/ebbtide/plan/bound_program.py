@@ -40,6 +40,10 @@ seconds and ``w + h`` its delay, ``h`` being what recomputation and slowed compu
 12. Where such a value is computed again, loads that are due before it can be are done first. Of what its recipe reads,
    what has to be absent just before the first event from which on it may be back is loaded after that, or made again by
    a longer recipe: one thing after the other (`Returns`). That takes longer the fewer of those values are loaded.
+13. Where even with all others absent only some of a crowd of values can be held (`Crowd`), the rest are absent. Those
+   of it that came only just before are released by the last slot before, those needed soon are loaded from the next
+   event on: the link works on them, whole, between that and their first possible event or their end. Flows of bytes
+   would let parts of values leave, and what was copied of one value make room for another.
 
 NOTE [Groups of blocks]
 Long steps have their blocks merged into groups. What is written per block above then says less, and stays true: sums of
@@ -57,14 +61,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Set
 
 import numpy as np
 
 from ebbtide.machine import Link
 from ebbtide.plan.absent import Absences, Needed, absences_of, needed_absences
 from ebbtide.plan.blocks import AFTER, CLOSING, WITHIN, memory_rows
-from ebbtide.plan.bound_rows import NARROW, Rows
+from ebbtide.plan.bound_rows import NARROW
+from ebbtide.plan.bound_single import Single
 from ebbtide.plan.linear import Assembled
 from ebbtide.plan.necessary import Returns, recompute_seconds
 from ebbtide.plan.problem import Floats, Ints, Problem
@@ -112,6 +117,7 @@ def formulate(problem: Problem, limit_bytes: int | Ints, banned: Set[int], most_
     builder.add_recomputation()
     builder.add_storages()
     builder.add_needed()
+    builder.add_crowds(plain - limit_bytes, builder.moments[builder.kinds == AFTER])
     return builder.finish()
 
 
@@ -125,7 +131,7 @@ def _load_seconds(problem: Problem, absences: Absences) -> dict[int, float]:
     }
 
 
-class _Builder(Rows):
+class _Builder(Single):
     """Puts the program together, rule by rule."""
 
     def __init__(
@@ -137,10 +143,8 @@ class _Builder(Rows):
         excess: Floats,
         most_groups: int,
     ) -> None:
-        super().__init__(problem, absences, most_groups)
-        self.returns = returns
+        super().__init__(problem, absences, needed, returns, most_groups)
         self.size = np.minimum(absences.size, max(float(excess.max()), 1.0)) / self.unit_bytes
-        self.columns_of: list[list[int]] = [[] for _ in absences.number]
         self.ready, self.ready_rows = self._pool(self.extra, empty_end=True)
         self.program.put(self.ready_rows, self.work, 1.0)
         self.ahead, self.ahead_rows = self._pool(self.extra)
@@ -149,7 +153,6 @@ class _Builder(Rows):
         self.memory = self.program.rows(excess[self.moments] / self.unit_bytes, np.inf, len(self.moments))
         least_bytes = max(LARGE * absences.size.max(initial=0.0), MATTERS * float(excess.max()))
         self.large = absences.size >= least_bytes
-        self.needed = needed
         self.counted, numbers = self._whole(excess)
         self.counts = self.program.rows(numbers, np.inf, len(numbers))
 
@@ -345,81 +348,6 @@ class _Builder(Rows):
                 count += 1
         numbers = self.program.rows(-np.inf, 1.0, count)
         self.program.put(numbers[np.array(rows, dtype=np.int64)], np.array(columns, dtype=np.int64), 1.0)
-
-    def add_needed(self) -> None:
-        """Values that have to be absent at some moment: rule 11."""
-        place, needed, clock = self.absences, self.needed, self.problem.clock / self.unit_seconds
-        ways = [
-            (self._link_seconds(out, place.movable), self._link_seconds(back, place.movable))
-            for out, back in self.problem.routes.values()
-        ]
-        rank = np.cumsum(place.movable) - 1
-        where = {number: here for here, number in enumerate(place.number.tolist())}
-        for number in np.flatnonzero(needed.absent).tolist():
-            columns = np.array(self.columns_of[number], dtype=np.int64)
-            self.program.put(np.repeat(self.program.rows(1.0, np.inf, 1), len(columns)), columns, 1.0)
-            tiers = [(out[rank[number]], back[rank[number]]) for out, back in ways] if place.movable[number] else []
-            out_seconds, in_seconds = np.array(tiers, dtype=np.float64).reshape(-1, 2).T
-            opens, leaves_by = int(place.out[number]), int(needed.leaves_by[number])
-            back_from, closes = int(needed.back_from[number]), int(place.closes[number])
-            self._delayed(opens, leaves_by, columns[: len(tiers)], out_seconds - (clock[leaves_by] - clock[opens]))
-            plain = float(clock[closes] - clock[back_from])
-            again = place.replay[number] / self.unit_seconds
-            delays = np.array([*(in_seconds - plain), again][: len(columns)])
-            self._delayed(back_from, closes, columns, delays)
-            if np.isfinite(again) and not self.blocks.merged:
-                self._returned(number, columns, delays, plain, where)
-                self._queued(number, [back for _, back in ways])
-
-    def _queued(self, number: int, in_seconds: Sequence[Floats]) -> None:
-        """What has to be loaded before a value is computed again is loaded before that: rule 12."""
-        place, needed, clock = self.absences, self.needed, self.problem.clock / self.unit_seconds
-        begin, end = int(needed.back_from[number]), int(place.closes[number])
-        groups = np.arange(self.blocks.group[begin], self.blocks.group[end] + 1)
-        starts = np.maximum(place.release, needed.back_from)
-        inside = place.movable & (starts >= begin) & (place.closes < needed.again_from[number])
-        inside[number] = place.movable[number]
-        others = np.flatnonzero(inside)
-        if len(groups) > NARROW or not len(others):
-            return
-        rank = np.cumsum(place.movable) - 1
-        for tier, seconds in enumerate(in_seconds):
-            columns = np.array([self.columns_of[other][tier] for other in others], dtype=np.int64)
-            row = self.program.rows(float(clock[begin] - clock[end]), np.inf, 1)
-            self._delay(np.repeat(row, len(groups)), groups, 1.0)
-            self.program.put(np.repeat(row, len(columns)), columns, -seconds[rank[others]])
-            self.program.put(
-                row, np.array(self.columns_of[number][-1:]), np.array([-place.replay[number] / self.unit_seconds])
-            )
-
-    def _returned(self, number: int, columns: Ints, delays: Floats, plain: float, where: Mapping[int, int]) -> None:
-        """What is computed again comes back after what it is computed from: rule 12."""
-        place, needed = self.absences, self.needed
-        begin, end = int(needed.back_from[number]), int(place.closes[number])
-        groups = np.arange(self.blocks.group[begin], self.blocks.group[end] + 1)
-        if len(groups) > NARROW:
-            return
-        again_from = int(needed.again_from[number])
-
-        def seconds(kept: Set[int]) -> tuple[float, set[int]]:
-            found, loaded = self.returns.seconds(int(place.number[number]), again_from, kept)
-            return max(found / self.unit_seconds - plain, float(delays[-1])), loaded
-
-        least, loaded = seconds(frozenset())
-        load_seconds = {other: self.returns.load_seconds[other] for other in loaded}
-        for longest in (-1.0, *sorted(filter(math.isfinite, set(load_seconds.values())))):
-            kept = {other for other in loaded if load_seconds[other] <= longest}
-            longer = max(least, seconds(kept)[0])
-            trips = [column for other in kept for column in self.columns_of[where[other]][: len(self.problem.routes)]]
-            others = np.array(trips, dtype=np.int64)
-            row = self.program.rows(0.0, np.inf, 1)
-            if math.isinf(longer):
-                self.program.put(np.repeat(row, len(others)), others, 1.0)
-                self.program.put(row, columns[-1:], -1.0)
-                return
-            self._delay(np.repeat(row, len(groups)), groups, 1.0)
-            self.program.put(np.repeat(row, len(columns)), columns, -np.array([*delays[:-1], longer]))
-            self.program.put(np.repeat(row, len(others)), others, longer - least)
 
     def finish(self) -> Formulation:
         """The program."""

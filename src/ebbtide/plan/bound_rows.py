@@ -118,3 +118,12 @@ class Rows:
             row = self.program.rows(0.0, np.inf, 1)
             self._delay(np.repeat(row, len(groups)), groups, 1.0)
             self.program.put(np.repeat(row, len(columns)), columns, -np.maximum(seconds, 0.0))
+
+    def _within(self, begin: int, end: int, columns: Ints, seconds: Floats) -> None:
+        """A link's work of ``seconds`` on what is chosen of ``columns`` is done between two events."""
+        plain = float(self.problem.clock[end] - self.problem.clock[begin]) / self.unit_seconds
+        groups = np.arange(self.blocks.group[begin], self.blocks.group[end] + 1)
+        if len(groups) <= NARROW and float(seconds.sum()) > plain:
+            row = self.program.rows(-plain, np.inf, 1)
+            self._delay(np.repeat(row, len(groups)), groups, 1.0)
+            self.program.put(np.repeat(row, len(columns)), columns, -seconds)

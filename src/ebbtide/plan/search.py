@@ -218,9 +218,9 @@ class Search:
 
     def _goes_on(self, work: float, enough_seconds: float) -> bool:
         """Whether the best plan still takes longer and fewer than ``work`` microseconds were spent."""
-        return self.best is not None and self.best.course.seconds > enough_seconds and self._spent() < work
+        return self.best is not None and self.best.course.seconds > enough_seconds and self.spent() < work
 
-    def _spent(self) -> float:
+    def spent(self) -> float:
         """Microseconds spent so far on a common machine."""
         per_follow, per_profile = self.costs()
         return self.walked + self.follows * per_follow + self.selector.profiles * per_profile
@@ -246,7 +246,7 @@ class Search:
         if self.best is None or not self.count or not self._goes_on(work, enough_seconds):
             return
         room, start, seed = self.room, self.best.moves.rows(), int(self.random.integers(1 << 31))
-        left = work - self._spent()
+        left = work - self.spent()
         rows, seconds, spent = compiled(walk)(
             self.follower.scene, self.choices, start, room.limit_bytes, room.ceiling, left, enough_seconds, seed
         )

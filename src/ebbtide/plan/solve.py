@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Set
 
@@ -24,21 +23,24 @@ from ebbtide.plan.select import Room
 from ebbtide.plan.simulate import decisions_of, moves_of
 from ebbtide.step import Step
 
-STARTS = (
-    "autoswap-wdoa",
-    "autoswap-doa",
-    "autoswap-aoa",
-    "autoswap-swdoa",
-    "capuchin",
-    "beaumont-greedy",
-    "autoswap-voting",
-)
-"""Policies whose plans are places to start from; they are quick, and where little memory is left some were ahead of
-all that the search found on its own."""
-STARTS_SHARE = 0.4
+STARTS = {
+    "autoswap-aoa": (1.2, 0.012, 0.0),
+    "autoswap-wdoa": (1.2, 0.012, 0.0),
+    "autoswap-doa": (1.2, 0.012, 0.0),
+    "autoswap-swdoa": (1.2, 0.012, 0.0),
+    "autoswap-voting": (1.2, 0.012, 0.0),
+    "capuchin": (2.5, 0.012, 0.0),
+    "beaumont-greedy": (2.0, 0.0, 0.01),
+}
+"""Policies whose plans are places to start from, the cheap ones first: some were ahead of all that the search found on
+its own, by much where little memory is left, by the last digits where there is more. For each moment of a step they
+take these microseconds on a common machine: always, for each value that has to leave, for each absence."""
+FINE_STARTS = {"autoswap-weighted": (12.0, 0.28, 0.0), "beaumont-dp": (15.0, 0.0, 0.0)}
+"""More of them, dear ones that were ahead by the last digits alone: for searches that are near the bound already."""
+STARTS_SHARE = 0.5
 """Share of the work that may go into them."""
-POLICY_COST = 40.0
-"""Microseconds that one of them takes for each moment, on a common machine."""
+FAR_SHARE = 0.2
+"""The same where the search is far from the bound, of the work that is left then."""
 
 FAR, AHEAD = 1.05, 0.05
 """How many times the bound a plan takes to be far from it; share of the time lost by which it has to be faster than
@@ -105,9 +107,9 @@ def solve(
     assert search.best is not None
     enough_seconds = (1 + caution.near_share) * bound.seconds
     if search.best.course.seconds > enough_seconds:
-        _try_published(search, machine, seconds * 1e6)
         if search.selector.cuts:
             search = _deepened(search, bound, limit_bytes, seed, banned)
+        _try_published(search, machine, bound, seconds * 1e6)
         search.improve(seconds * 1e6, enough_seconds)
     assert search.best is not None
     moves = search.best.moves
@@ -146,14 +148,37 @@ def _deeper(search: Search, limit_bytes: int, banned: Set[int]) -> list[list[tup
     return deeper
 
 
-def _try_published(search: Search, machine: Machine, work: float) -> None:
+def _try_published(search: Search, machine: Machine, bound: Bound, work: float) -> None:
     """Let plans of published policies be places to start from, as many as take a part of ``work`` microseconds."""
     # They are made of parts of this package: imported here, they find them complete, and only those who search pay.
     from ebbtide.plan.published.registry import POLICIES
 
     problem, room = search.problem, search.room
-    cost = POLICY_COST * problem.step.moments
-    for name in STARTS[: int(STARTS_SHARE * work / cost)]:
-        with contextlib.suppress(BudgetError, PolicyError):
+    leave, absences = _fewest_to_leave(problem, room.limit_bytes), len(problem.step.absences)
+    assert search.best is not None
+    far, refused = search.best.course.seconds > FAR * bound.seconds, set[str]()
+    # Far from the bound most is won by the search itself: it keeps its part of what is left.
+    starts = STARTS if far else STARTS | FINE_STARTS
+    left = FAR_SHARE * (work - search.spent()) if far else STARTS_SHARE * work
+    for name, (always, each, absence) in starts.items():
+        cost = problem.step.moments * (always + each * leave + absence * absences)
+        # What one variant of a policy cannot do, the others cannot either.
+        family = name.partition("-")[0]
+        if cost > left or family in refused:
+            continue
+        left -= cost
+        try:
             plan = POLICIES[name](problem.step, machine, room.limit_bytes)
+        except (BudgetError, PolicyError):
+            refused.add(family)
+            search.walked += cost
+        else:
             search.consider(moves_of(problem, plan.decisions), cost)
+
+
+def _fewest_to_leave(problem: Problem, limit_bytes: int) -> int:
+    """How many values have to leave where the plain step holds most, if the largest ones do."""
+    peak, spans = int(np.argmax(problem.plain)), problem.spans
+    absent = (spans.opens <= peak) & (peak < spans.closes)
+    gone = np.cumsum(np.sort(spans.size_bytes[absent])[::-1])
+    return int(np.searchsorted(gone, problem.plain[peak] - limit_bytes)) + 1
