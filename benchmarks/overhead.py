@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import random
 import statistics
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from ebbtide.units import format_bytes, format_seconds
 
 NOT_BINDING = 1.1
 """A fraction at which a budget does not bind: what remains is what ebbtide costs when it has nothing to do."""
-PEERS = ("checkpoint", "disk-hook")
+OURS, PEERS = "ebbtide", ("checkpoint", "disk-hook")
 WARM_UP = 2
 """Steps before the timed ones: the workers that settled first have waited meanwhile."""
 Describe = Callable[[str], None]
@@ -141,19 +142,19 @@ def settled(
 
 
 def run_model(
-    model: str, fractions: Sequence[float], repeats: int, spill: str | None, describe: Describe
+    model: str, methods: Sequence[str], fractions: Sequence[float], repeats: int, spill: str | None, describe: Describe
 ) -> list[Record]:
-    """Measure every method, all in turns, step by step."""
+    """Measure ``methods``, all in turns, step by step."""
     with ExitStack() as stack:
         plain = [settled(model, method, None, None, spill, stack) for method in ("plain", "plain-tuned")]
         needs = plain[0].worker.ask("count")
         peak_bytes, resting_bytes = needs["peak_bytes"], needs["resting_bytes"]
         contenders = []
-        for fraction in (*fractions, NOT_BINDING):
+        for fraction in (*fractions, NOT_BINDING) if OURS in methods else ():
             describe(f"{model}, planning within {fraction:.0%}")
             limit_bytes = resting_bytes + int(fraction * (peak_bytes - resting_bytes))
-            contenders.append(settled(model, "ebbtide", fraction, limit_bytes, spill, stack))
-        contenders += [settled(model, peer, None, None, spill, stack) for peer in PEERS]
+            contenders.append(settled(model, OURS, fraction, limit_bytes, spill, stack))
+        contenders += [settled(model, peer, None, None, spill, stack) for peer in methods if peer != OURS]
         takes = _take_turns([*plain, *contenders], repeats, lambda turn: describe(f"{model}, turn {turn} of {repeats}"))
         return [_record(model, contender, takes, plain, needs) for contender in contenders]
 
@@ -163,12 +164,12 @@ def _take_turns(contenders: Sequence[Contender], repeats: int, describe: Callabl
         for contender in contenders:
             contender.worker.ask("step", number=number)
     takes: Takes = {contender.worker: [] for contender in contenders}
-    turn = list(takes)
+    turn, order = list(takes), random.Random(0)
     for number in range(repeats):
         describe(number + 1)
+        order.shuffle(turn)  # nobody always runs after the same one, whose writes may still be on their way to the disk
         for worker in turn:
             takes[worker].append(worker.ask("step", number=number))
-        turn = [*turn[1:], turn[0]]  # each has a turn at each place
     return takes
 
 
@@ -245,7 +246,12 @@ def table_of(records: Sequence[Record]) -> Table:
 
 
 def run(
-    models: Sequence[str], fractions: Sequence[float], repeats: int, spill: str | None, console: Console
+    models: Sequence[str],
+    methods: Sequence[str],
+    fractions: Sequence[float],
+    repeats: int,
+    spill: str | None,
+    console: Console,
 ) -> Iterator[Record]:
     """All cases of all models, one model after the other, with a progress bar on ``console``."""
     columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -253,7 +259,9 @@ def run(
         task = progress.add_task("starting", total=len(models))
         for model in models:
             progress.update(task, description=f"{model}, plain")
-            yield from run_model(model, fractions, repeats, spill, lambda what: progress.update(task, description=what))
+            yield from run_model(
+                model, methods, fractions, repeats, spill, lambda what: progress.update(task, description=what)
+            )
             progress.advance(task)
 
 
@@ -261,6 +269,7 @@ def main() -> None:
     """Run what the command line asks for, print the table, and write the records if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(WORKLOADS), help="comma-separated; default: all")
+    parser.add_argument("--methods", default=",".join((OURS, *PEERS)), help="comma-separated; default: all")
     parser.add_argument("--fractions", default="0.5,0.25", help="comma-separated; default: 0.5,0.25")
     parser.add_argument("--repeats", type=int, default=5, help="timed steps of each case; default: 5")
     parser.add_argument("--spill", help="directory for what is moved out; default: the system's temporary one")
@@ -270,10 +279,14 @@ def main() -> None:
     for model in models:
         if model not in WORKLOADS:
             parser.error(f"no model {model!r}; there are {', '.join(WORKLOADS)}")
+    methods = options.methods.split(",")
+    for method in methods:
+        if method not in (OURS, *PEERS):
+            parser.error(f"no method {method!r}; there are {', '.join((OURS, *PEERS))}")
     fractions = [float(fraction) for fraction in options.fractions.split(",")]
     console = Console(width=None if sys.stdout.isatty() else 132)
     records: list[Record] = []
-    for record in run(models, fractions, options.repeats, options.spill, console):
+    for record in run(models, methods, fractions, options.repeats, options.spill, console):
         records.append(record)
         if options.json is not None:  # after each model, so that a run that is cut short leaves what it has measured
             options.json.write_text(json.dumps([dataclasses.asdict(each) for each in records], indent=1) + "\n")

@@ -32,6 +32,8 @@ from ebbtide.errors import BudgetError
 from ebbtide.run.meter import PeakMeter
 
 Context = AbstractContextManager[Any]
+BATCHES = 4
+"""Different batches, which steps use in turn."""
 
 
 class Worker:
@@ -41,6 +43,8 @@ class Worker:
         self._workload = workload
         self._method = method
         self._gauge = Gauge()
+        # Made beforehand: what reading data leaves on the heap is no part of a step.
+        self._batches = [workload.batch(number) for number in range(BATCHES)]
 
     def settle(self) -> dict[str, Any]:
         """Run steps until all later ones are alike, take the memory at rest, and run one more to fill the heap."""
@@ -100,7 +104,7 @@ class Worker:
     ) -> Tensor:
         """One step on batch ``number``: by the method unless ``active`` is given, and ``around`` it another context."""
         self._clear()
-        batch = self._workload.batch(number)
+        batch = self._batches[number % BATCHES]
         torch.manual_seed(number)
         with around or contextlib.nullcontext(), (active or self._method.active)():
             return self._workload.step(batch)
