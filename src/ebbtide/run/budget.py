@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,9 @@ from ebbtide.measured import Measured
 from ebbtide.run.loop import Loop
 from ebbtide.run.running import Running
 from ebbtide.run.tiers import SlowTier
+from ebbtide.run.tiers.choose import tiers_for
 from ebbtide.step import Step
+from ebbtide.units import parse_bytes, parse_fraction
 
 if TYPE_CHECKING:
     from ebbtide.report.summary import Summary
@@ -54,15 +57,13 @@ class Budget:
         checksum: bool = False,
         hard: bool = False,
     ) -> None:
+        fraction = parse_fraction(limit) if isinstance(limit, str) else None
+        limit_bytes = parse_bytes(limit) if fraction is None else None
+        directory = Path(spill) if spill is not None else Path(tempfile.gettempdir())
+        host_bytes = parse_bytes(host) if host is not None else None
+        tiers = tiers_for(directory, checksum=checksum, host_bytes=host_bytes)
         self._loop = Loop(
-            limit,
-            spill=spill,
-            verify=verify,
-            tune_allocator=tune_allocator,
-            machine=machine,
-            host=host,
-            checksum=checksum,
-            hard=hard,
+            limit_bytes, fraction, tiers, directory, machine, verify=verify, tune_allocator=tune_allocator, hard=hard
         )
 
     # --- what users read -----------------------------------------------------------------------------------------

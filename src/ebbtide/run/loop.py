@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
 from pathlib import Path
 
@@ -16,9 +15,8 @@ from ebbtide.run.device import TrainingDevice
 from ebbtide.run.gauges import likely_device
 from ebbtide.run.kinds import Kind
 from ebbtide.run.tiers import SlowTier
-from ebbtide.run.tiers.choose import machine_on, tiers_for
+from ebbtide.run.tiers.choose import machine_on
 from ebbtide.step import Step
-from ebbtide.units import parse_bytes, parse_fraction
 
 _FIRST_LOOKS = 2
 """Steps to observe first: time and workspace of each op are read in the second, with no page faults in them."""
@@ -30,12 +28,16 @@ _STEPS_BETWEEN_RESTS = 64
 
 
 class Loop:
-    """The limit, the memories and the kinds of steps of one training loop. The arguments are those of `Budget`.
+    """The limit, the memories and the kinds of steps of one training loop.
+
+    Args:
+        limit_bytes: the limit; None if it is ``fraction`` of a plain peak that is to be observed.
+        tiers: slow memories by name.
+        spill: directory for which the disk's links are measured, if ``machine`` is not given.
+        verify, tune_allocator, hard: as in `Budget`.
 
     Attributes:
-        limit_bytes: None while it is a percentage of a peak that was not observed yet.
-        verify, hard: as given.
-        tiers: slow memories by name.
+        limit_bytes, tiers, verify, hard: as given; the limit is known once a step was observed.
         measured: of each step.
         kinds: kinds of steps by their keys.
         current: the latest kind; None before the first was observed.
@@ -44,36 +46,30 @@ class Loop:
         running: the step under way, if any.
         lock: guards ``running``.
         closed: whether no step may begin any more.
-
-    Raises:
-        ValueError: if ``limit`` or ``host`` is not a size.
-        SpillError: if ``spill`` cannot be used.
     """
 
     def __init__(
         self,
-        limit: int | str,
+        limit_bytes: int | None,
+        fraction: float | None,
+        tiers: dict[str, SlowTier],
+        spill: Path,
+        machine: Machine | None,
         *,
-        spill: str | Path | None,
         verify: bool,
         tune_allocator: bool,
-        machine: Machine | None,
-        host: int | str | None,
-        checksum: bool,
         hard: bool,
     ) -> None:
-        self._fraction = parse_fraction(limit) if isinstance(limit, str) else None
-        self.limit_bytes = parse_bytes(limit) if self._fraction is None else None
-        self._spill = Path(spill) if spill is not None else Path(tempfile.gettempdir())
+        self.limit_bytes = limit_bytes
+        self._fraction = fraction
+        self._spill = spill
         self.verify = verify
         self.hard = hard
         self._tune_allocator = tune_allocator
         self._given_machine = machine
         self._measured_machine: Machine | None = None
         self.ground: TrainingDevice | None = None
-        self.tiers: dict[str, SlowTier] = tiers_for(
-            self._spill, checksum=checksum, host_bytes=parse_bytes(host) if host is not None else None
-        )
+        self.tiers = tiers
         self.measured: list[Measured] = []
         self.kinds: dict[int, Kind] = {}
         self.current: Kind | None = None
