@@ -218,12 +218,17 @@ struct Arena {
   static std::uint64_t mark_at(Address at) { return std::uint64_t(at) ^ 0x9e3779b97f4a7c15u; }
 
   static void write_marks(Address at, std::size_t size) {
-    for (Address word = at; word < at + size; word += kMarked) *reinterpret_cast<std::uint64_t*>(word) = mark_at(word);
+    for (Address word = at; word < at + size; word += kMarked) {
+      std::uint64_t mark = mark_at(word);
+      std::memcpy(reinterpret_cast<void*>(word), &mark, sizeof mark);  // a block may begin at any byte
+    }
   }
 
   static bool marks_intact(Address at, std::size_t size) {
     for (Address word = at; word < at + size; word += kMarked) {
-      if (*reinterpret_cast<std::uint64_t*>(word) != mark_at(word)) return false;
+      std::uint64_t found;
+      std::memcpy(&found, reinterpret_cast<const void*>(word), sizeof found);
+      if (found != mark_at(word)) return false;
     }
     return true;
   }
