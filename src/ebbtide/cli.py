@@ -61,7 +61,7 @@ _WHAT_FORM = "MODEL|FILE[:FUNCTION]"
 @app.command()
 def demo(
     models: Annotated[str, typer.Option(help="Comma-separated models out of vgg19, resnet50, gpt2.")] = "",
-    steps: Annotated[int, typer.Option(min=7, help="Training steps of each case.")] = 9,
+    steps: Annotated[int, typer.Option(min=8, help="Training steps of each case.")] = 10,
     spill: Spill = None,
     json_path: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the rows as JSON.")

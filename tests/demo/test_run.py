@@ -68,7 +68,7 @@ def test_a_case_that_fails_says_why() -> None:
 def test_small_demo_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "BATCH_SIZES", {"gpt2": 1})
     monkeypatch.setattr(demo, "FRACTIONS", (0.6,))
-    rows = run_demo(Console(stderr=True), models=["gpt2"], steps=7)
+    rows = run_demo(Console(stderr=True), models=["gpt2"], steps=8)
     assert [row.fraction for row in rows] == [None, 0.6]
     assert faults(rows) == []
     for row in rows[1:]:

@@ -5,6 +5,7 @@ line on standard input and answers with one JSON object a line on standard outpu
 
     step    ->  {"settled": bool}       train on the next batch; settled: from now on steps are timed
                 {"unreachable": bytes}  instead, if the budget is below the least reachable peak
+    count   ->  {}                      the same, with the live bytes counted, which takes longer
     result  ->  the fields of `CaseResult`
     tune    ->  {}                      plain PyTorch only: take ebbtide's allocator settings, and time anew
 """
@@ -17,6 +18,7 @@ import dataclasses
 import json
 import statistics
 import sys
+from contextlib import AbstractContextManager
 from typing import Any
 
 from ebbtide.demo.measure import Gauge, Measurement
@@ -57,8 +59,8 @@ class CaseResult:
 class Case:
     """A training loop that measures itself, one command at a time.
 
-    The first step in its final state (for a budget: the first planned one) is counted and not timed, the steps after
-    it are timed.
+    The steps after the first one in its final state (for a budget: the first planned one) are timed. That one begins
+    without the allocator's free pages and has to take them again.
     """
 
     def __init__(self, workload: Workload, memory: Budget | None) -> None:
@@ -67,6 +69,7 @@ class Case:
         self._optimizer = workload.optimizer()
         self._gauge = Gauge()
         self._meter: PeakMeter | None = None
+        self._at_rest = False
         self._number = 0
         self._cold = WARM_UP_STEPS
         self._seconds: list[float] = []
@@ -74,28 +77,39 @@ class Case:
         self._loss = float("nan")
 
     def step(self) -> dict[str, Any]:
-        """Train on the next batch. The gradients stay until the step after it, for `digest`."""
+        """Train on the next batch, timed if steps were settled before."""
+        batch = self._next_batch()
+        is_settled = self._cold == 0 if self._memory is None else self._memory.state in FINAL_STATES
+        self._cold -= not is_settled
+        is_timed = is_settled and self._at_rest
+        if is_settled and not self._at_rest:
+            self._gauge.rest()
+            self._at_rest = True
+        measurement = Measurement()
+        self._train(batch, self._gauge.measure(measurement))
+        if is_timed:
+            self._seconds.append(measurement.seconds)
+            self._rss_bytes.append(measurement.rss_bytes)
+        return {"settled": self._at_rest}
+
+    def count(self) -> dict[str, Any]:
+        """Train on the last batch, with the live bytes counted: what that takes itself would disturb later steps."""
+        self._meter = PeakMeter()
+        self._train(self._next_batch(), self._meter)
+        return {}
+
+    def _next_batch(self) -> Any:
         if self._number > 0:
             self._optimizer.step()
             self._optimizer.zero_grad()
         batch = self._workload.batch(self._number)
         self._number += 1
-        settled = self._cold == 0 if self._memory is None else self._memory.state in FINAL_STATES
-        self._cold -= not settled
-        context = self._memory.step() if self._memory is not None else contextlib.nullcontext()
-        if settled and self._meter is None:
-            self._gauge.rest()
-            with PeakMeter() as self._meter, context:
-                loss = self._workload.step(batch)
-        else:
-            measurement = Measurement()
-            with self._gauge.measure(measurement), context:
-                loss = self._workload.step(batch)
-            if settled:
-                self._seconds.append(measurement.seconds)
-                self._rss_bytes.append(measurement.rss_bytes)
-        self._loss = float(loss)
-        return {"settled": self._meter is not None}
+        return batch
+
+    def _train(self, batch: Any, around: AbstractContextManager[object]) -> None:
+        """Forward and backward; the gradients stay until the next step, for `digest`."""
+        with around, self._memory.step() if self._memory is not None else contextlib.nullcontext():
+            self._loss = float(self._workload.step(batch))
 
     def tune(self) -> dict[str, Any]:
         """Some of what ebbtide gains or loses comes from the allocator's settings alone: plain steps get them, too."""
@@ -107,7 +121,7 @@ class Case:
     def result(self) -> dict[str, Any]:
         """What was measured until now."""
         if self._meter is None or not self._seconds:
-            raise RuntimeError("too few steps: none was timed")
+            raise RuntimeError("too few steps: none was timed, or none counted")
         return dataclasses.asdict(
             CaseResult(
                 peak_bytes=self._meter.peak_bytes,

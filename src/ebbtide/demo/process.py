@@ -58,7 +58,14 @@ class CaseProcess:
 
     def step(self) -> dict[str, Any]:
         """Take one step. Returns the case's answer."""
-        answer = self._ask("step")
+        return self._step("step")
+
+    def count(self) -> None:
+        """Take the last step, and count its bytes."""
+        self._step("count")
+
+    def _step(self, how: str) -> dict[str, Any]:
+        answer = self._ask(how)
         self.steps += 1
         self._advance()
         return answer

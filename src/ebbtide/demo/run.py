@@ -19,14 +19,14 @@ from ebbtide.units import format_bytes, format_seconds
 BATCH_SIZES = {"vgg19": 8, "resnet50": 12, "gpt2": 4}
 """Models of the demo and the batch with which a step takes about a second on two cores."""
 FRACTIONS = (0.5, 0.25)
-STEPS = 9
+STEPS = 10
 MARGIN = 1.01
 """Where a budget cannot be met, the least reachable peak times this is used instead."""
 TRIES = 3
 """How often; what the planner calls reachable may still be a little too little for another observation."""
 
-UNTIMED_STEPS = 4
-"""Steps of a budget until it is settled, as a rule."""
+UNTIMED_STEPS = 6
+"""Steps of a budget until it is settled, as a rule, and its last."""
 
 Advance = Callable[[], None]
 Describe = Callable[..., None]
@@ -93,8 +93,9 @@ def _run_model(name: str, steps: int, spill: str | None, describe: Describe, adv
 
         describe(description=f"{name}, plain")
         plain = start()
-        for _ in range(steps):
+        for _ in range(steps - 1):
             plain.step()
+        plain.count()
         outcome = plain.result()
         settled = []
         for fraction in FRACTIONS:
@@ -105,10 +106,12 @@ def _run_model(name: str, steps: int, spill: str | None, describe: Describe, adv
         for _ in range(WARM_UP_STEPS):
             plain.step()
         processes = [process for process, _ in settled]
-        while any(process.steps < steps for process in processes):
+        while any(process.steps < steps - 1 for process in processes):
             for process in (plain, *processes):
-                if process is plain or process.steps < steps:
+                if process is plain or process.steps < steps - 1:
                     process.step()
+        for process in processes:
+            process.count()
         outcome = dataclasses.replace(outcome, seconds=min(outcome.seconds, plain.result().seconds))
         rows = [Row(name, None, None, True, outcome)]
         for fraction, (process, reachable) in zip(FRACTIONS, settled, strict=True):
