@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import random
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -216,14 +216,13 @@ def _run_within(
 
 
 def divided(solve: Callable[..., Plan], tier: str) -> Callable[..., Plan]:
-    """A planner whose plans send about every other value that leaves to ``tier`` instead."""
-    dice = random.Random(0)
+    """A planner whose plans send every other value that leaves to ``tier`` instead."""
 
     def solve_divided(*arguments: Any, **options: Any) -> Plan:
         plan = solve(*arguments, **options)
+        turns = itertools.cycle((False, True))
         decisions = tuple(
-            dataclasses.replace(d, tier=tier) if isinstance(d, Offload) and dice.random() < 0.5 else d
-            for d in plan.decisions
+            dataclasses.replace(d, tier=tier) if isinstance(d, Offload) and next(turns) else d for d in plan.decisions
         )
         return dataclasses.replace(plan, decisions=decisions)
 

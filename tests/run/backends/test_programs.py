@@ -136,7 +136,7 @@ def test_two_tiers_in_one_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             memory.tiers["host"] = host
             disks.append(memory.tiers["disk"])
 
-        trial = run_within(Chain, plain(Chain), "60%", machine, tmp_path, prepare)
+        trial = run_within(Chain, plain(Chain), "40%", machine, tmp_path, prepare)
         assert host.read_bytes > 0
         assert disks[-1].read_bytes > 0
     assert {d.tier for d in trial.decisions if isinstance(d, Offload)} == {"disk", "host"}
