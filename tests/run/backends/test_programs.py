@@ -129,14 +129,14 @@ def test_two_tiers_in_one_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(kinds, "solve", divided(kinds.solve, "host"))
     machine = fast_machine("ram", Tier("disk", "disk"), Tier("host", "host"))
     with InlineBackend(3) as backend:
-        host = StreamTier(backend, Arena(torch.UntypedStorage, 64 * MIB, 64 * MIB))
-        disks = []
+        hosts, disks = [], []
 
         def prepare(memory: ebbtide.Budget) -> None:
-            memory.tiers["host"] = host
+            memory.tiers["host"] = StreamTier(backend, Arena(torch.UntypedStorage, 64 * MIB, 64 * MIB))
+            hosts.append(memory.tiers["host"])
             disks.append(memory.tiers["disk"])
 
-        trial = run_within(Chain, plain(Chain), "40%", machine, tmp_path, prepare)
-        assert host.read_bytes > 0
+        trial = run_within(Chain, plain(Chain), "50%", machine, tmp_path, prepare)
+        assert hosts[-1].read_bytes > 0
         assert disks[-1].read_bytes > 0
     assert {d.tier for d in trial.decisions if isinstance(d, Offload)} == {"disk", "host"}
