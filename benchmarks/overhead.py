@@ -50,6 +50,8 @@ class Record:
         plain_default_seconds, plain_tuned_seconds: plain steps with glibc's own and with ebbtide's allocator settings.
         plain_seconds: the smaller of the two.
         ratio: ``seconds / plain_seconds``.
+        turn_ratio: the median, over turns, of a step's seconds by those of the plain step of the same turn: the same
+            thing, less moved by a machine whose speed drifts.
         bound: a ratio that no plan can beat, on the planner's own figures.
         all_seconds, all_plain_seconds: of each turn; those of the quicker plain steps.
         gradients_identical, buffers_identical: bit for bit those of a plain step from the same state.
@@ -72,6 +74,7 @@ class Record:
     seconds: float
     predicted_seconds: float | None
     ratio: float
+    turn_ratio: float
     bound: float | None
     gradients_identical: bool
     buffers_identical: bool
@@ -180,7 +183,8 @@ def _record(
     seconds = {each: statistics.median(take["seconds"] for take in takes[each]) for each in takes}
     rss_bytes = {each: max(take["rss_bytes"] for take in takes[each]) for each in takes}
     default, tuned = (each.worker for each in plain)
-    plain_seconds = min(seconds[default], seconds[tuned])
+    quicker = default if seconds[default] < seconds[tuned] else tuned
+    all_seconds, all_plain_seconds = ([take["seconds"] for take in takes[each]] for each in (worker, quicker))
     facts = worker.ask("facts")
     # Last, for both leave a heap that a training loop would not: one runs a plain step in the worker's process.
     counted = worker.ask("count")
@@ -200,15 +204,16 @@ def _record(
         rss_bytes=rss_bytes[worker],
         plain_default_seconds=seconds[default],
         plain_tuned_seconds=seconds[tuned],
-        plain_seconds=plain_seconds,
+        plain_seconds=seconds[quicker],
         seconds=seconds[worker],
         predicted_seconds=facts.get("predicted_seconds"),
-        ratio=seconds[worker] / plain_seconds,
+        ratio=seconds[worker] / seconds[quicker],
+        turn_ratio=statistics.median(a / b for a, b in zip(all_seconds, all_plain_seconds, strict=True)),
         bound=None if bound_seconds is None else bound_seconds / facts["predicted_plain_seconds"],
         gradients_identical=same["gradients_identical"],
         buffers_identical=same["buffers_identical"],
-        all_seconds=[take["seconds"] for take in takes[worker]],
-        all_plain_seconds=[take["seconds"] for take in takes[default if seconds[default] < seconds[tuned] else tuned]],
+        all_seconds=all_seconds,
+        all_plain_seconds=all_plain_seconds,
     )
 
 
@@ -217,7 +222,7 @@ def table_of(records: Sequence[Record]) -> Table:
     table = Table(title="Peak and time of a training step against plain PyTorch", title_justify="left")
     table.add_column("model")
     table.add_column("method")
-    for heading in ("asked", "limit", "peak", "share", "resident", "step", "x plain", "bound", "predicted"):
+    for heading in ("asked", "limit", "peak", "share", "resident", "step", "x plain", "by turn", "bound", "predicted"):
         table.add_column(heading, justify="right")
     table.add_column("same")
     for index, record in enumerate(records):
@@ -233,6 +238,7 @@ def table_of(records: Sequence[Record]) -> Table:
             f"{record.rss_bytes / record.plain_rss_bytes:.0%}",
             format_seconds(record.seconds),
             f"{record.ratio:.3f}",
+            f"{record.turn_ratio:.3f}",
             "" if record.bound is None else f"{record.bound:.3f}",
             "" if record.predicted_seconds is None else format_seconds(record.predicted_seconds),
             "yes"

@@ -61,6 +61,7 @@ def test_table() -> None:
         seconds=1.02,
         predicted_seconds=1.01,
         ratio=1.02,
+        turn_ratio=1.02,
         bound=None,
         gradients_identical=True,
         buffers_identical=True,
