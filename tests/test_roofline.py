@@ -124,7 +124,7 @@ def test_counts_of_the_cpus_own_attention() -> None:
 def test_counts_of_a_recurrent_layer() -> None:
     inputs, state = torch.ones(6, 2, 5), torch.zeros(2, 7)
     weights = (torch.ones(28, 5), torch.ones(28, 7), torch.ones(28), torch.ones(28))
-    settings = (False, [], 2, 7, 1, True, False, False, True)
+    settings: tuple[object, ...] = (False, [], 2, 7, 1, True, False, False, True)
     work = called(aten.mkldnn_rnn_layer.default, inputs, *weights, state, state, *settings)
     assert work.flops == 2 * 6 * 2 * 28 * (5 + 7)
 

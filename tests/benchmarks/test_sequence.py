@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks.sequence import Case, Sweep, cases, run_case, tables
-from benchmarks.sequence_cells import Wave, make_cell
+from benchmarks.sequence_cells import Array, Pair, Wave, make_cell
 from benchmarks.sequence_methods import METHODS
 from benchmarks.sequence_plot import draw
 
@@ -32,27 +33,32 @@ def test_every_method_gives_the_same(tmp_path: Path) -> None:
         assert len(set(found.values())) == 1, found
 
 
+def pair(parts: Iterable[Array]) -> Pair:
+    now, before = parts
+    return now, before
+
+
 def test_gradient_of_the_wave() -> None:
     """Against finite differences, with respect to the field at the start."""
     wave = Wave(24)
     rng = np.random.default_rng(0)
-    start = tuple(part + 0.1 * rng.standard_normal(part.shape) * (wave.start[0] != 0) for part in wave.start)
+    start = pair(part + 0.1 * rng.standard_normal(part.shape) * (wave.start[0] != 0) for part in wave.start)
 
-    def final(state: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
-        state = tuple(part.copy() for part in state)
+    def final(state: Pair) -> Pair:
+        state = pair(part.copy() for part in state)
         for step in range(N):
             state = wave.forward(state, step)
         return state
 
-    states = [tuple(part.copy() for part in start)]
+    states = [pair(part.copy() for part in start)]
     for step in range(N):
-        states.append(wave.forward(tuple(part.copy() for part in states[-1]), step))
+        states.append(wave.forward(pair(part.copy() for part in states[-1]), step))
     adjoint = wave.turn(states[-1])
     for step in reversed(range(N)):
         adjoint = wave.reverse(states[step], adjoint, step)
-    direction = tuple(1e-6 * rng.standard_normal(part.shape) * (wave.start[0] != 0) for part in start)
-    above = final(tuple(a + b for a, b in zip(start, direction, strict=True)))
-    below = final(tuple(a - b for a, b in zip(start, direction, strict=True)))
+    direction = pair(1e-6 * rng.standard_normal(part.shape) * (wave.start[0] != 0) for part in start)
+    above = final(pair(a + b for a, b in zip(start, direction, strict=True)))
+    below = final(pair(a - b for a, b in zip(start, direction, strict=True)))
     expected = 0.25 * float(np.sum(above[0] ** 2) - np.sum(below[0] ** 2))
     inside = wave.start[0] != 0
     found = sum(float(np.sum((a * b)[inside])) for a, b in zip(adjoint, direction, strict=True))

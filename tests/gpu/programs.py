@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -10,7 +9,7 @@ from torch import nn
 
 import tests.run.programs_rare  # noqa: F401  (registers its programs)
 from ebbtide.machine import Tier
-from tests.run.harness import Program, Record, fast_machine, identical, run_plain, slow_machine
+from tests.run.harness import Program, Record, fast_machine, identical, once, run_plain, slow_machine
 from tests.run.programs import Chain, mlp
 
 HOST, DISK = Tier("host", "host"), Tier("disk", "disk")
@@ -18,13 +17,13 @@ FAST, SLOW = fast_machine("gpu", HOST), slow_machine("gpu", HOST)
 """Plans offload; plans recompute whatever has a recipe."""
 
 
-@functools.cache
+@once
 def plain(kind: Callable[[], Program]) -> list[Record]:
     """The records of a plain run, made once."""
     return run_plain(kind)
 
 
-@functools.cache
+@once
 def repeats(kind: Callable[[], Program]) -> bool:
     """Whether another plain run gives the same bits."""
     again = run_plain(kind, steps=3)

@@ -10,11 +10,10 @@ import torch
 import ebbtide
 from ebbtide.decisions import Offload
 from ebbtide.machine import Tier
-from ebbtide.run import kinds
-from ebbtide.run.tiers import SlowTier
+from ebbtide.run.tiers import QueuedTier, StreamTier
 from ebbtide.run.tiers.devices import DeviceTiers
 from tests.gpu.programs import DISK, FAST, HOST, Wide, plain
-from tests.run.harness import STEPS, compare, divided, fast_machine
+from tests.run.harness import STEPS, Solver, compare, divided, fast_machine
 
 pytestmark = pytest.mark.usefixtures("deterministic", "on_cuda", "quick_plans")
 
@@ -22,11 +21,13 @@ SLEEP_CYCLES = 400_000_000
 """Some 200 ms of kernel: longer than the host takes for a step of small ops."""
 
 
-def tier_of(memory: ebbtide.Budget, name: str) -> SlowTier:
+def tier_of(memory: ebbtide.Budget, name: str) -> StreamTier | QueuedTier:
     """The tier of that name for the current device."""
     tier = memory.tiers[name]
     assert isinstance(tier, DeviceTiers)
-    return tier.of(torch.device("cuda", torch.cuda.current_device()))
+    found = tier.of(torch.device("cuda", torch.cuda.current_device()))
+    assert isinstance(found, StreamTier | QueuedTier)
+    return found
 
 
 def run_all(memory: ebbtide.Budget) -> None:
@@ -63,9 +64,9 @@ def test_the_host_waits_for_nothing_in_a_planned_step(tmp_path: Path, request: p
             torch.cuda.current_stream().record_event().synchronize()
 
 
-def test_a_plan_over_three_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_over_three_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_plans: Solver) -> None:
     """About every other value goes to the disk, by way of pinned stages, the others to host memory."""
-    monkeypatch.setattr(kinds, "solve", divided(kinds.solve, "disk"))
+    monkeypatch.setattr("ebbtide.run.kinds.solve", divided(quick_plans, "disk"))
     with ebbtide.Budget("60%", spill=tmp_path, machine=fast_machine("gpu", HOST, DISK)) as memory:
         run_all(memory)
         assert tier_of(memory, "host").read_bytes > 0

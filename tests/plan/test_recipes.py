@@ -10,12 +10,14 @@ from ebbtide.plan.recipes import NEAREST, deeper_recipes
 from ebbtide.step import Replay, Step
 from tests.plan.random_steps import KIB, Tape
 
+PURE: tuple[Replay, ...] = ("pure",)
+
 
 def saved_chain(*replays: Replay, save_all: bool = False) -> Step:
     """A chain of ops of which the last result is saved (or all are), with an absence at the turn."""
     tape = Tape()
     value = tape.external(64 * KIB)
-    numbers = []
+    numbers: list[int] = []
     for place, replay in enumerate(replays):
         writes = value if replay == "in_place" else None
         value = tape.op([value], [] if writes is not None else [64 * KIB], writes=writes, replay=replay)[-1]
@@ -46,8 +48,8 @@ def test_follows_versions_written_in_place() -> None:
 
 
 def test_long_recipes_are_not_worth_it() -> None:
-    assert find_recipes(saved_chain(*["pure"] * 12)) == [tuple(range(12))]
-    assert find_recipes(saved_chain(*["pure"] * 13)) == [None]
+    assert find_recipes(saved_chain(*PURE * 12)) == [tuple(range(12))]
+    assert find_recipes(saved_chain(*PURE * 13)) == [None]
 
 
 def test_banned_values_are_made_neither_for_themselves_nor_on_the_way() -> None:
@@ -93,7 +95,7 @@ def test_ops_of_the_backward_pass_are_not_replayed() -> None:
 
 
 def test_deeper_recipes_make_again_what_shorter_ones_read() -> None:
-    step = saved_chain(*["pure"] * 4, save_all=True)
+    step = saved_chain(*PURE * 4, save_all=True)
     facts = Facts.of(step)
     assert deeper_recipes(facts, step.absences[3], (3,)) == [(2, 3), (1, 2, 3), (0, 1, 2, 3)]
     assert deeper_recipes(facts, step.absences[3], (3,), {2}) == [(2, 3)]

@@ -64,7 +64,7 @@ def test_plain_step_is_plain() -> None:
     step = random_step(3)
     outcome = simulate(step, lone_machine(), [Keep()] * len(step.absences))
     assert outcome.seconds == pytest.approx(step.plain_seconds)
-    assert outcome.transfers == outcome.stalls == outcome.recomputations == ()
+    assert (outcome.transfers, outcome.stalls, outcome.recomputations) == ((), (), ())
 
 
 def chain() -> Step:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,9 @@ from ebbtide.step import Step
 
 Guard = Callable[[], AbstractContextManager[object]]
 Record = dict[str, Tensor]
+Solver = Callable[..., Plan]
+Key = TypeVar("Key")
+Made = TypeVar("Made")
 
 STEPS = 8
 """Enough for every state of a budget (it observes, verifies and audits first) and a few planned steps."""
@@ -71,7 +75,7 @@ class Program:
 
     def __init__(self, seed: int = 0) -> None:
         torch.manual_seed(seed)
-        self.model = self.build()
+        self.model: Any = self.build()  # whatever kind of module: subclasses know which
         self.optimizer = self.optimize()
         self.kept: Record = {}
 
@@ -160,6 +164,11 @@ def compare(expected: Record, found: Record, where: str) -> None:
     assert not wrong, f"{where}: not identical to plain PyTorch: {', '.join(wrong)}"
 
 
+def once(make: Callable[[Key], Made]) -> Callable[[Key], Made]:
+    """`functools.cache` for functions of a class: mypy takes the hash of its instances for its own."""
+    return functools.cache(make)
+
+
 def run_plain(build: Callable[[], Program], steps: int = STEPS) -> list[Record]:
     """The records of a run without ebbtide."""
     program = build()
@@ -215,7 +224,7 @@ def _run_within(
         return Trial(memory.limit_bytes, states, memory.plan, kind.banned if kind is not None else frozenset())
 
 
-def divided(solve: Callable[..., Plan], tier: str) -> Callable[..., Plan]:
+def divided(solve: Solver, tier: str) -> Solver:
     """A planner whose plans send every other value that leaves to ``tier`` instead."""
 
     def solve_divided(*arguments: Any, **options: Any) -> Plan:
@@ -229,7 +238,7 @@ def divided(solve: Callable[..., Plan], tier: str) -> Callable[..., Plan]:
     return solve_divided
 
 
-def deeper(solve: Callable[..., Plan]) -> Callable[..., Plan]:
+def deeper(solve: Solver) -> Solver:
     """A planner whose plans compute values again from as far back as they may within the limit."""
 
     def solve_deeper(step: Step, machine: Machine, limit_bytes: int, **options: Any) -> Plan:

@@ -146,7 +146,7 @@ class UNet(Program):
     def build(self) -> nn.Module:
         widths = {"in": (3, 16), "down": (16, 32), "deep": (32, 32), "up": (64, 16), "out": (32, 3)}
         model = nn.ModuleDict({name: nn.Conv2d(a, b, 3, padding=1) for name, (a, b) in widths.items()})
-        return model.to(memory_format=torch.channels_last)
+        return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # its stubs lack this one
 
     def loss(self, index: int) -> Tensor:
         x = self.data(index, 4, 3, 24, 24).contiguous(memory_format=torch.channels_last)
@@ -297,7 +297,7 @@ class NoGradParts(Chain):
     def build(self) -> nn.Module:
         model = nn.ModuleDict({"pupil": mlp(64, 128, 128, 128, 16), "teacher": mlp(64, 128, 128, 16)})
         model["teacher"].requires_grad_(False)
-        model["pupil"][2].requires_grad_(False)
+        model["pupil"].get_submodule("2").requires_grad_(False)
         model.register_buffer("mean", torch.zeros(16))
         return model
 
@@ -318,6 +318,7 @@ class BackwardAfter(Chain):
     """In later steps the backward comes when the step is over, or in the next step, before or after its forward."""
 
     steady = False
+    late: Tensor
 
     def compute(self, index: int, guard: Guard) -> Record:
         with guard():

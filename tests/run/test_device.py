@@ -21,6 +21,7 @@ from ebbtide.observe.clock import HostClock
 from ebbtide.run import allocator
 from ebbtide.run.gauges import Gauges, gauges_of, likely_device
 from ebbtide.run.shortage import out_of_memory
+from ebbtide.run.tiers import DiskTier
 from ebbtide.units import format_bytes
 from tests.run.gauges import UNIT, ArenaMemory, LaggingClock, install
 from tests.run.harness import FAST_DISK, SLOW_DISK, Program, Record, compare
@@ -150,7 +151,9 @@ def test_what_others_hold_counts_in_observed_steps(device: ArenaMemory, tmp_path
         program.ballast = torch.zeros(size, dtype=torch.uint8)
         with within(limit, tmp_path) as memory:
             program.run(2, memory.step)
-            moved.append(memory.tiers["disk"].written_bytes)  # type: ignore[attr-defined]
+            disk = memory.tiers["disk"]
+            assert isinstance(disk, DiskTier)
+            moved.append(disk.written_bytes)
     assert moved[0] > 0 == moved[1]
 
 

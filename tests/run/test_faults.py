@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 import ebbtide
 from ebbtide.decisions import Offload
 from ebbtide.errors import BudgetError, EbbtideError, OutOfMemoryError, SpillError, StepError
+from ebbtide.run.tiers import DiskTier
 from ebbtide.units import format_bytes
 from tests.conftest import hooks_left, modes_left, open_files, runtime_threads
 from tests.run.harness import FAST_DISK, SLOW_DISK, STEPS, Guard, Record, compare
@@ -70,6 +71,7 @@ def assert_clean(memory: ebbtide.Budget) -> None:
     assert (hooks_left(), modes_left()) == (0, 0), "saved-tensor hooks or dispatch modes are left"
     gc.collect()
     for tier in memory.tiers.values():
+        assert isinstance(tier, DiskTier)
         deadline = time.monotonic() + 20
         tier.drain()
         while tier.places_in_use and time.monotonic() < deadline:
@@ -216,7 +218,8 @@ def test_step_in_a_second_thread_is_refused(memory: ebbtide.Budget) -> None:
 def test_steps_may_come_from_different_threads(memory: ebbtide.Budget) -> None:
     plain, program = Steps(at=-1), Steps(at=-1)
     for index in range(STEPS + 2):
-        expected, found = plain.run(index, contextlib.nullcontext), []
+        expected = plain.run(index, contextlib.nullcontext)
+        found: list[Record] = []
         thread = threading.Thread(target=lambda number=index, into=found: into.append(program.run(number, memory.step)))
         thread.start()
         thread.join()
@@ -255,14 +258,15 @@ def test_a_budget_that_is_dropped_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_nothing_grows(memory: ebbtide.Budget, tmp_path: Path) -> None:
-    program = Steps(at=-1)
+    program, disk = Steps(at=-1), memory.tiers["disk"]
+    assert isinstance(disk, DiskTier)
 
     def measure(start: int) -> tuple[int, int, int]:
         for index in range(start, start + 12):
             program.look(index, memory.step)
         assert_clean(memory)
         tensors = sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
-        return tensors, len(open_files()), memory.tiers["disk"].file_bytes  # type: ignore[attr-defined]
+        return tensors, len(open_files()), disk.file_bytes
 
     first, second = measure(0), measure(12)
     assert first == second
@@ -376,7 +380,9 @@ def test_an_odd_disk_changes_no_numbers(offloading: ebbtide.Budget, patch: Patch
         for index in range(STEPS + 2):
             expected = plain.run(index, contextlib.nullcontext)
             compare(expected, program.run(index, offloading.step), f"step {index} ({offloading.state})")
-    assert offloading.tiers["disk"].read_bytes > 0
+    disk = offloading.tiers["disk"]
+    assert isinstance(disk, DiskTier)
+    assert disk.read_bytes > 0
 
 
 @pytest.mark.parametrize("make", ["missing", "a file", "not writable"])
@@ -449,7 +455,7 @@ class _Loaded(Chain):
     def train(self, guard: Guard) -> list[Record]:
         """Two epochs; workers start anew in each."""
         loader = DataLoader(_Rows(), 256, shuffle=True, num_workers=2, multiprocessing_context="fork")
-        records = []
+        records: list[Record] = []
         for _ in range(2):
             for self.batch in loader:
                 records.append(self.run(len(records), guard))

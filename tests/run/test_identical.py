@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import ebbtide
 import tests.run.programs_rare  # noqa: F401  (registers its programs)
 from ebbtide.decisions import Offload, Plan, Recompute
 from ebbtide.machine import Machine
-from ebbtide.run import kinds
 from tests.run.harness import (
     FAST_DISK,
     METERED,
@@ -22,9 +20,11 @@ from tests.run.harness import (
     Guard,
     Program,
     Record,
+    Solver,
     compare,
     deeper,
     identical,
+    once,
     run_plain,
     run_within,
 )
@@ -41,7 +41,7 @@ CASES = {
 }
 
 
-@functools.cache
+@once
 def plain(kind: type[Program]) -> list[Record]:
     """The records of a plain run, made once."""
     return run_plain(kind)
@@ -71,16 +71,17 @@ def test_identical_to_plain(name: str, case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["ConvolutionalNet", "Transformer", "Complex", "UNet"])
-def test_deep_recipes_give_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deep_recipes_give_the_same(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_plans: Solver
+) -> None:
     """Whatever is computed again goes back as far as it can, to values that the plan has dropped itself."""
     shallow: list[Plan] = []
 
     def solve(*arguments: Any, **options: Any) -> Plan:
-        shallow.append(kinds_solve(*arguments, **options))
+        shallow.append(quick_plans(*arguments, **options))
         return shallow[-1]
 
-    kinds_solve = kinds.solve
-    monkeypatch.setattr(kinds, "solve", deeper(solve))
+    monkeypatch.setattr("ebbtide.run.kinds.solve", deeper(solve))
     trial = run_within(PROGRAMS[name], plain(PROGRAMS[name]), "80%", SLOW_DISK, tmp_path)
     assert not trial.banned
     assert trial.decisions != shallow[-1].decisions, "no recipe goes back further"

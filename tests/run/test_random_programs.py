@@ -130,7 +130,7 @@ class Written(Program):
 
     def compute(self, index: int, guard: Guard) -> Record:
         names: dict[str, Any] = {"x": self.data(index, 128, 96), "index": index}
-        names |= self.model.names()  # type: ignore[operator]
+        names |= self.model.names()
         refused = torch.tensor(False)
         with guard():
             exec(self.code, names)

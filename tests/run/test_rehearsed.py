@@ -139,7 +139,8 @@ def test_what_comes_and_goes_between_steps_uses_the_pages_of_the_steps() -> None
 
 def ladder_with_ghosts(sizes: list[int]) -> list[int]:
     """A step whose blocks each have another beside them that nobody writes to. Where those were."""
-    alive, places = [], []
+    alive: list[torch.Tensor] = []
+    places: list[int] = []
     for size in sizes:
         ghost = torch.empty(4 * size, dtype=torch.uint8)
         alive = [*alive[-2:], torch.ones(size, dtype=torch.uint8)]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ebbtide.machine import Link
 from ebbtide.run.tiers import DiskTier
 from ebbtide.run.tiers.memory import take_memory
-from ebbtide.sequence import SlowMemory, codec, planning, run
+from ebbtide.sequence import SlowMemory, planning, run
 from ebbtide.sequence.codec import Codec, codec_for, paying_share
 from ebbtide.sequence.disk import StateDisk, StatePlace
 from ebbtide.sequence.schedules import Multistage
@@ -39,7 +39,7 @@ class TestCodec:
 
     def test_smooth_fields_shrink_and_noise_does_not_pay(self) -> None:
         """Whatever the disk, noise is written as it is; a fast disk gets everything as it is."""
-        smooth = memoryview(np.sin(np.linspace(0, 3, 1 << 15)).round(6)).cast("B")
+        smooth = np.sin(np.linspace(0, 3, 1 << 15)).round(6).data.cast("B")
         noise = memoryview(np.random.default_rng(0).bytes(len(smooth)))
         tool = codec_for(8)
         assert tool is not None
@@ -51,7 +51,7 @@ class TestCodec:
         assert paying_share(tool, smooth, 10.0, 1e-7) is None
 
     def test_is_optional(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(codec.importlib.util, "find_spec", lambda _: None)
+        monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
         assert codec_for(8) is None
 
 
@@ -141,11 +141,12 @@ class TestCompressedStates:
 class TestShelf:
     @given(st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=80))
     def test_is_a_dict(self, actions: list[tuple[int, bool]]) -> None:
-        shelf, model, free = Shelf(), {}, list(range(100, 0, -1))
+        shelf, free = Shelf(), list(range(100, 0, -1))
+        model: dict[int, StatePlace] = {}
         for step, plain in actions:
             if step in model:
-                place = shelf.take(step)
-                assert place == model.pop(step)
+                place = model.pop(step)
+                assert shelf.take(step) == place
                 free.append(place.offset_bytes // SIZE)
             else:
                 model[step] = StatePlace(free.pop() * SIZE, SIZE, 0, checksums={} if plain else {0: step})

@@ -301,7 +301,7 @@ def test_what_is_left_out_is_not_needed(schedule: Schedule, there: list[int]) ->
     slots = {MEMORY: None, DISK: None}
     records = list(resumed(schedule.records(), there, DISK))
     before: list[Any] = []
-    for step, following in itertools.pairwise([*there, None]):
+    for step, following in itertools.zip_longest(there, there[1:]):
         before.append(Store(step, DISK))
         before += [] if following is None else [Advance(step, following)]
     whole = [*before, *records]

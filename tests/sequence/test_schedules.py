@@ -295,7 +295,7 @@ class TestJudge:
 
     def test_late_transfers_make_compute_wait(self) -> None:
         """Two copies out of 10 each beside steps of 1, one slot: the second waits for the first."""
-        records = [Store(0, DISK), Advance(0, 1), Store(1, DISK), Advance(1, 2), Reverse(2)]
+        records: list[Record] = [Store(0, DISK), Advance(0, 1), Store(1, DISK), Advance(1, 2), Reverse(2)]
         records += [Load(1, DISK), Drop(1, DISK), Reverse(1), Load(0, DISK), Drop(0, DISK), Reverse(0)]
         costs = Costs(1, 1, {DISK: 10}, {DISK: 3}, frozenset({DISK}))
         # 10: the first is out. 11: step 1 done. 12: reversed. 20: the second is out; 23: back; 24; 27: back; 28.

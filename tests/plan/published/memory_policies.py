@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
+from typing import get_args
 
 from ebbtide.plan.frontier import Planner
-from ebbtide.plan.published.autoswap import autoswap
+from ebbtide.plan.published.autoswap import Mode, Score, autoswap
 from ebbtide.plan.published.capuchin import capuchin
 from ebbtide.plan.published.hascoet import hascoet
 from ebbtide.plan.published.offload_all import offload_all
-from ebbtide.plan.published.superneurons import superneurons
+from ebbtide.plan.published.superneurons import Offloading, Recomputation, superneurons
 from ebbtide.plan.published.vdnn import vdnn
 from tests.plan.random_steps import KIB
 
@@ -23,15 +24,11 @@ POLICIES: dict[str, Planner] = {
     "hascoet without prefetch": partial(hascoet, layers="all", prefetch=False),
     **{
         f"autoswap {score}, {mode}": partial(autoswap, score=score, mode=mode, smallest_bytes=32 * KIB, trials=8)
-        for score, mode in itertools.product(
-            ("doa", "aoa", "wdoa", "swdoa", "voting", "weighted"), ("stick to limit", "zero overhead")
-        )
+        for score, mode in itertools.product(get_args(Score), get_args(Mode))
     },
     **{
         f"superneurons {offload}, {recompute}": partial(superneurons, offload=offload, recompute=recompute)
-        for offload, recompute in itertools.product(
-            ("none", "checkpoints", "cache"), ("none", "speed", "memory", "cost")
-        )
+        for offload, recompute in itertools.product(get_args(Offloading), get_args(Recomputation))
     },
     "capuchin": capuchin,
     "capuchin without feedback": partial(capuchin, feedback=0),

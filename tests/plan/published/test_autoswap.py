@@ -128,13 +128,13 @@ def test_found_weights_are_no_worse_than_each_score_alone() -> None:
     limit_bytes = limit_at(step, 0.6)
     found = autoswap(step, slow, limit_bytes, score="weighted")
     for score in ("doa", "aoa", "wdoa", "swdoa"):
-        assert found.seconds <= autoswap(step, slow, limit_bytes, score=score).seconds + 1e-9  # type: ignore[arg-type]
+        assert found.seconds <= autoswap(step, slow, limit_bytes, score=score).seconds + 1e-9
 
 
 def test_weights_are_found_where_the_cost_is_least() -> None:
     aim = np.array([0.15, 0.55, 0.3])
 
-    def cost(weights: np.ndarray) -> float:  # type: ignore[type-arg]
+    def cost(weights: np.ndarray) -> float:
         return float(((weights - aim) ** 2).sum())
 
     few, many = (best_weights(cost, 3, trials=trials, seed=0) for trials in (4, 24))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 
 from ebbtide.plan.published.beaumont import fluid_set, phases
@@ -70,7 +71,7 @@ def brute_force(
         transitions.append((seconds, crossed, i + 1, True))
     for j in range(i, len(stages)):
         held = [x[k + 1] + stages[k].forward_overhead_bytes + (x[k] if k > i else 0) for k in range(i, j + 1)]
-        again = float(solved.part_seconds(i, j, room))
+        again = float(solved.part_seconds(i, j, np.array(room)))
         if max(held) > room or math.isinf(again):
             continue
         before = [0, *itertools.accumulate(stages[k].forward_seconds for k in range(i, j + 1))]

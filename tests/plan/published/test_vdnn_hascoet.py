@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from ebbtide.decisions import Keep, Offload, Plan
 from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.plan import plain_peak_bytes, simulate
+from ebbtide.plan.frontier import Planner
 from ebbtide.plan.published.hascoet import hascoet
 from ebbtide.plan.published.layers import BackwardLayer
 from ebbtide.plan.published.offload_all import offload_all
@@ -114,9 +117,10 @@ def test_vdnn_dyn_moves_no_more_than_it_must() -> None:
 
 def test_without_convolutions_there_is_nothing_to_do() -> None:
     step = convolutions(op="addmm")
-    for refused in (lambda: vdnn(step, MACHINE, UNLIMITED, offload="conv"), lambda: hascoet(step, MACHINE, UNLIMITED)):
+    refused: tuple[Planner, ...] = (functools.partial(vdnn, offload="conv"), hascoet)
+    for policy in refused:
         with pytest.raises(PolicyError, match="saves no input of a convolution"):
-            refused()
+            policy(step, MACHINE, UNLIMITED)
     for plan in (vdnn(step, MACHINE, UNLIMITED), hascoet(step, MACHINE, UNLIMITED, layers="all")):
         assert len(offloads(plan)) == len(SIZES)
 

@@ -6,6 +6,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
+
 from ebbtide.run.tiers import StagedTier, base, staged
 from tests.run.backends.rig import SIZE, host_tier
 from tests.run.backends.scenarios import SCENARIOS
@@ -26,8 +28,9 @@ def show(title: str, make: Make, seeds: int) -> None:
 
 def main(seeds: int) -> None:
     show("host memory", host_tier, seeds)
-    base.PART_BYTES = staged.PART_BYTES = SIZE // 4
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        for module in (base, staged):
+            patch.setattr(module, "PART_BYTES", SIZE // 4)
         show("disk by two hops", lambda device: StagedTier(Path(directory), device), seeds)
 
 

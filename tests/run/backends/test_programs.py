@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,18 +14,19 @@ import ebbtide
 import tests.run.programs_rare  # noqa: F401  (registers its programs)
 from ebbtide.decisions import Offload
 from ebbtide.machine import Machine, Tier
-from ebbtide.run import kinds
 from ebbtide.run.backends.threads import InlineBackend, Temper
-from ebbtide.run.tiers import Arena, StagedTier, StreamTier
+from ebbtide.run.tiers import Arena, DiskTier, StagedTier, StreamTier
 from ebbtide.run.tiers.pinned import GROWTH_BYTES
 from tests.run.harness import (
     FAST_DISK,
     SLOW_DISK,
     Program,
     Record,
+    Solver,
     compare,
     divided,
     fast_machine,
+    once,
     run_plain,
     run_within,
 )
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
 TIERS = ("stream", "overflowing", "staged")
 
 
-@functools.cache
+@once
 def plain(kind: type[Program]) -> list[Record]:
     """The records of a plain run, made once."""
     return run_plain(kind)
@@ -61,7 +61,7 @@ def streams(backend: InlineBackend, kind: str, spill: Path) -> Callable[[ebbtide
     return prepare
 
 
-@hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 12)
+@hypothesis.settings(max_examples=hypothesis.settings().max_examples // 12)
 @hypothesis.given(
     name=st.sampled_from(sorted(PROGRAMS)),
     seed=st.integers(0, 1000),
@@ -81,13 +81,15 @@ def test_identical_to_plain(
 
 @pytest.mark.parametrize("kind", TIERS)
 def test_values_did_move(kind: str, tmp_path: Path) -> None:
-    tiers = []
+    tiers: list[StreamTier | StagedTier] = []
     with InlineBackend(temper=Temper.SLOW) as backend:
         prepare = streams(backend, kind, tmp_path)
 
         def prepared(memory: ebbtide.Budget) -> None:
             prepare(memory)
-            tiers.append(memory.tiers["disk"])
+            tier = memory.tiers["disk"]
+            assert isinstance(tier, StreamTier | StagedTier)
+            tiers.append(tier)
 
         trial = run_within(Chain, plain(Chain), "60%", FAST_DISK, tmp_path, prepared)
     assert any(isinstance(decision, Offload) for decision in trial.decisions)
@@ -124,17 +126,20 @@ def test_the_arena_becomes_as_large_as_the_plan_needs(tmp_path: Path) -> None:
     assert tier.read_bytes > 0
 
 
-def test_two_tiers_in_one_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_tiers_in_one_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_plans: Solver) -> None:
     """Every other value goes to the second tier: the plan says which, and the numbers are the same."""
-    monkeypatch.setattr(kinds, "solve", divided(kinds.solve, "host"))
+    monkeypatch.setattr("ebbtide.run.kinds.solve", divided(quick_plans, "host"))
     machine = fast_machine("ram", Tier("disk", "disk"), Tier("host", "host"))
     with InlineBackend(3) as backend:
-        hosts, disks = [], []
+        hosts: list[StreamTier] = []
+        disks: list[DiskTier] = []
 
         def prepare(memory: ebbtide.Budget) -> None:
-            memory.tiers["host"] = StreamTier(backend, Arena(torch.UntypedStorage, 64 * MIB, 64 * MIB))
-            hosts.append(memory.tiers["host"])
-            disks.append(memory.tiers["disk"])
+            host, disk = StreamTier(backend, Arena(torch.UntypedStorage, 64 * MIB, 64 * MIB)), memory.tiers["disk"]
+            assert isinstance(disk, DiskTier)
+            memory.tiers["host"] = host
+            hosts.append(host)
+            disks.append(disk)
 
         trial = run_within(Chain, plain(Chain), "50%", machine, tmp_path, prepare)
         assert hosts[-1].read_bytes > 0

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ebbtide.observe.mode import DispatchMode
 from ebbtide.run.backends import cuda
 from ebbtide.run.backends.ordered import OrderedMemory
 from ebbtide.run.backends.threads import InlineBackend, QueuedBackend, Temper
@@ -19,9 +21,10 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 def test_a_stream_keeps_its_order() -> None:
     with InlineBackend(temper=Temper.MOODY) as backend:
-        stream, done = backend.new_stream("one"), []
+        stream = backend.new_stream("one")
+        done: list[int] = []
         for number in range(50):
-            stream.launch(lambda number=number: done.append(number))
+            stream.launch(functools.partial(done.append, number))
         backend.finish(stream)
         assert done == list(range(50))
 
@@ -29,10 +32,11 @@ def test_a_stream_keeps_its_order() -> None:
 def test_an_event_orders_two_streams() -> None:
     for seed in range(10):
         with InlineBackend(seed) as backend:
-            one, other, done = backend.new_stream("one"), backend.new_stream("other"), []
-            one.launch(lambda done=done: done.append("one"))
+            one, other = backend.new_stream("one"), backend.new_stream("other")
+            done: list[str] = []
+            one.launch(functools.partial(done.append, "one"))
             other.wait_event(one.record_event())
-            other.launch(lambda done=done: done.append("other"))
+            other.launch(functools.partial(done.append, "other"))
             backend.finish(other)
             assert done == ["one", "other"]
 
@@ -103,8 +107,8 @@ def test_cpus_near_a_device(node: str, tmp_path: Path) -> None:
 def test_no_dispatch_mode_sees_a_copy_of_the_cuda_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU: what hides the copy is PyTorch's; that it hides it is tested."""
 
-    class Refuse(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    class Refuse(DispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             raise AssertionError(f"{func} was seen")
 
     class NoStream:

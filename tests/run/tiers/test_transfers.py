@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbtide.errors import SpillError
+from ebbtide.observe.mode import DispatchMode
 from ebbtide.run.allocator import trim
 from ebbtide.run.tiers import DiskTier, QueuedTier
 from ebbtide.run.tiers import base as base_module
 from ebbtide.run.tiers.base import PART_BYTES
-from ebbtide.run.tiers.disk import Places
+from ebbtide.run.tiers.places import Places
 from tests.run.tiers.stand_ins import MIB, Gate, bytes_of, resident_bytes, storage_of
 
 
@@ -76,7 +76,7 @@ class TestRoundTrip:
     def test_no_dispatch_mode_sees_a_transfer(self, tier: QueuedTier) -> None:
         seen = []
 
-        class Watch(TorchDispatchMode):
+        class Watch(DispatchMode):
             def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 seen.append(func)
                 return func(*args, **(kwargs or {}))

@@ -30,7 +30,7 @@ from ebbtide.run.tiers.memory import CONGRUENCE_BYTES, take_memory
 PIECES = 4
 """Copies are made in so many pieces, between which a slow stream pauses."""
 
-Work = Callable[[], None]
+Work = Callable[[], object]
 _B = TypeVar("_B", bound="InlineBackend")
 
 
