@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
@@ -129,14 +130,14 @@ def test_two_tiers_in_one_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(kinds, "solve", divided(kinds.solve, "host"))
     machine = fast_machine("ram", Tier("disk", "disk"), Tier("host", "host"))
     with InlineBackend(3) as backend:
-        host = StreamTier(backend, Arena(torch.UntypedStorage, 64 * MIB, 64 * MIB))
-        disks = []
+        tiers: list[dict[str, Any]] = []
 
         def prepare(memory: ebbtide.Budget) -> None:
-            memory.tiers["host"] = host
-            disks.append(memory.tiers["disk"])
+            # Anew for each budget that is tried: each closes its own.
+            memory.tiers["host"] = StreamTier(backend, Arena(torch.UntypedStorage, 64 * MIB, 64 * MIB))
+            tiers.append(memory.tiers)  # type: ignore[arg-type]
 
         trial = run_within(Chain, plain(Chain), "40%", machine, tmp_path, prepare)
-        assert host.read_bytes > 0
-        assert disks[-1].read_bytes > 0
+        assert tiers[-1]["host"].read_bytes > 0
+        assert tiers[-1]["disk"].read_bytes > 0
     assert {d.tier for d in trial.decisions if isinstance(d, Offload)} == {"disk", "host"}
