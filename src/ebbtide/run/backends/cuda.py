@@ -58,11 +58,19 @@ class CudaBackend:
 
     def pin(self, address: int, size_bytes: int) -> None:
         """See `Backend.pin`. Raises `torch.cuda.CudaError` if the system allows no more pinned memory."""
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size_bytes, _PORTABLE))
+        with torch.cuda.device(self.device):  # elsewhere, it would make a context there
+            try:
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size_bytes, _PORTABLE))
+            except RuntimeError:
+                # CUDA keeps a fault until somebody asks, and PyTorch asks after each kernel: this one fails for it.
+                with torch._C._DisableTorchDispatch(), contextlib.suppress(RuntimeError):
+                    torch.empty(1, device=self.device).fill_(0)
+                raise
 
     def unpin(self, address: int) -> None:
         """See `Backend.unpin`."""
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
+        with torch.cuda.device(self.device):
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
 
     def near_cpus(self) -> frozenset[int]:
         """See `Backend.near_cpus`."""
