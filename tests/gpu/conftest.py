@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -17,6 +18,9 @@ IGNORED = (
     "steps on CUDA are untried",
     # Plain steps that differ among themselves are told by running them twice.
     ".*deterministic",
+    # PyTorch says these once a process.
+    "Synchronization debug mode is a prototype feature",
+    "Attempting to run cuBLAS, but there was no current CUDA context",
     "RNN module weights are not part of single contiguous chunk",
 )
 
@@ -27,6 +31,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
             for message in IGNORED:
                 item.add_marker(pytest.mark.filterwarnings(f"ignore:{message}"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_cached() -> None:
+    """No test finds blocks that another one left to the allocator: larger ones than asked for count in full."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture
