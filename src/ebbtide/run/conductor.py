@@ -220,8 +220,11 @@ class Conductor:
             holding.fill(tensor)
             if saving.treatment == Treatment.REMAKE:
                 self._remake(holding, saving)
-            elif saving.treatment == Treatment.MOVE and not saving.first:
-                holding.send(self._tier(saving.tier))  # its planned copy out went with the former holding
+            elif saving.treatment == Treatment.MOVE:
+                tier = self._tier(saving.tier)
+                tier.expect(tensor.device)
+                if not saving.first:
+                    holding.send(tier)  # its planned copy out went with the former holding
         elif holding.tensor is None and holding.recipe is None:
             return Kept(tensor, number)
         return View(holding, tensor, number)

@@ -144,6 +144,8 @@ class SafePolicy:
         counts = self._memory is None or self._memory.size_of(tensor.untyped_storage()) > 0
         if counts and holding.size_bytes >= LEAST_MOVED_BYTES:
             self._cache[id(holding)] = self._held[identity]
+            if self._limit_bytes is not None:
+                self._tier().expect(tensor.device)
         if recorder is not None:
             recorder.held(holding.record, 1)
         return holding

@@ -18,11 +18,12 @@ from ebbtide.decisions import Offload
 from ebbtide.machine import Machine, Tier
 from ebbtide.run import kinds
 from ebbtide.run.backends.threads import InlineBackend, Temper
-from ebbtide.run.tiers import Arena, StagedTier, StreamTier
+from ebbtide.run.tiers import Arena, Slot, StagedTier, StreamTier
 from ebbtide.run.tiers.pinned import GROWTH_BYTES
 from tests.run.harness import (
     FAST_DISK,
     SLOW_DISK,
+    STEPS,
     Program,
     Record,
     compare,
@@ -123,6 +124,40 @@ def test_the_arena_becomes_as_large_as_the_plan_needs(tmp_path: Path) -> None:
             assert planned.footprint_bytes <= arena.size_bytes <= planned.footprint_bytes + 2 * GROWTH_BYTES
     assert behind[-1] == behind[-4], "nothing overflows in planned steps"
     assert tier.read_bytes > 0
+
+
+def test_what_may_move_is_expected_where_it_is_saved(tmp_path: Path) -> None:
+    """Under the safe policy and as planned: so the stream that made it is known, whichever is current when it goes."""
+
+    class Expecting(StreamTier):
+        expected = writes = 0
+
+        def expect(self, device: torch.device) -> None:
+            self.expected += 1
+            super().expect(device)
+
+        def write(self, storage: torch.UntypedStorage) -> Slot:
+            self.writes += 1
+            assert self.expected >= self.writes
+            return super().write(storage)
+
+    limit: int | str | None = "60%"
+    for state, steps in (("planned", STEPS), ("observe", 1)):
+        program, writes = Chain(), dict[str, int]()
+        assert limit is not None
+        with (
+            InlineBackend() as backend,
+            ebbtide.Budget(limit, spill=tmp_path, machine=FAST_DISK, verify=False) as memory,
+        ):
+            memory.tiers["disk"].close()
+            tier = Expecting(backend, Arena(torch.UntypedStorage, 64 * MIB, 64 * MIB), name="disk")
+            memory.tiers["disk"] = tier
+            for index, record in enumerate(plain(Chain)[:steps]):
+                before, now = tier.writes, memory.state
+                compare(record, program.run(index, memory.step), f"step {index}")
+                writes[now] = tier.writes - before
+            limit = memory.limit_bytes
+        assert writes[state] > 0
 
 
 def test_two_tiers_in_one_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -356,7 +356,7 @@ class TestDevices:
             made.append(device)
             return DiskTier(tmp_path)
 
-        tiers = DeviceTiers("host", "host", make)
+        tiers = DeviceTiers("host", "host", make, lambda device: None)
         storage = storage_of(1000)
         slots = [tiers.write(storage) for _ in range(3)]
         with pytest.raises(SpillError, match="not on meta"):

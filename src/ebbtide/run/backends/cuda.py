@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ebbtide.run.backends.base import ComputeStreams
+
 _PORTABLE = 1
 """``cudaHostRegisterPortable``: pinned for every device of the process, not only for the current one."""
 _GRAIN_BYTES = 512
@@ -19,6 +21,7 @@ class CudaBackend:
 
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
+        self.streams = ComputeStreams(self)
         self._beside: dict[tuple[Any, torch.device], torch.cuda.Stream] = {}
 
     def compute(self) -> torch.cuda.Stream:
