@@ -73,6 +73,10 @@ class Backend(Protocol):
         """
         ...
 
+    def adopt_thread(self) -> None:
+        """The calling thread is one of ours, and works for this device from now on."""
+        ...
+
     def finish(self, stream: Any, /) -> None:
         """Wait on the host until all that is queued on ``stream`` is done: for worker threads, and when things end."""
         ...

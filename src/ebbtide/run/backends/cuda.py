@@ -53,6 +53,10 @@ class CudaBackend:
             self._beside[key] = torch.cuda.Stream(device)
         return self._beside[key]
 
+    def adopt_thread(self) -> None:
+        """See `Backend.adopt_thread`. To come back to device 0, where threads begin, would make a context there."""
+        torch.cuda.set_device(self.device)
+
     def finish(self, stream: Any) -> None:
         """See `Backend.finish`. The thread sleeps: by default, CUDA would keep its core busy."""
         event = torch.cuda.Event(blocking=True)

@@ -184,6 +184,9 @@ class InlineBackend:
             for piece in pieces:
                 piece()
 
+    def adopt_thread(self) -> None:
+        """See `Backend.adopt_thread`."""
+
     def finish(self, stream: Any) -> None:
         """See `Backend.finish`."""
         stream.record_event().synchronize()

@@ -95,6 +95,7 @@ class StagedTier(DiskTier):
         slot.place = DiskPlace(self._places.take(size_bytes), size_bytes, head_bytes=0)
 
     def _store(self, slot: Slot, start: int, stop: int) -> None:
+        self._backend.adopt_thread()
         storage = slot.unwritten
         assert storage is not None
         with self._stage() as stage:
@@ -105,6 +106,7 @@ class StagedTier(DiskTier):
             self._put(slot.place, stage.data_ptr(), start, stop)
 
     def _fetch(self, load: Load, start: int, stop: int) -> None:
+        self._backend.adopt_thread()
         with self._stage() as stage:
             self._get(load.slot.place, stage.data_ptr(), start, stop)
             _follow(self._back, load)
