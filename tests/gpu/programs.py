@@ -34,8 +34,10 @@ def repeats(kind: Callable[[], Program]) -> bool:
 
 
 class Wide(Chain):
-    """A chain of layers that save 64 MiB each, several times what rests: weights, momentum, workspaces of libraries. Its
-    data is there before the step."""
+    """A chain of layers that save 64 MiB each, several times what rests: weights, momentum, workspaces.
+
+    Its data is there before the step.
+    """
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__(seed)
