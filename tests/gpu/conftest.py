@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 
 # Read when cuBLAS is first used: products in a fixed order, and workspaces (one a thread, for good) that are small
-# beside what the programs here save. By default they take 32 MiB each, and no budget of some share of the peak would bind.
+# beside what the programs here save. By default they take 32 MiB each, and no budget by share of the peak would bind.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
 os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "128")
 
