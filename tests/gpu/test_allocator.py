@@ -22,12 +22,12 @@ SETTLING = 8
 
 
 class Training:
-    """A loop over one of three models with tensors of 10 to 60 MiB, and with Adam's state beside them."""
+    """A loop over one of three models with tensors of 16 to 128 MiB, and with Adam's state beside them."""
 
     def __init__(self, name: str) -> None:
         torch.manual_seed(0)
         made: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
-            "chain": (mlp(1024, *[2048] * 8, 1024), (4096, 1024)),
+            "chain": (mlp(1024, *[2048] * 8, 1024), (16384, 1024)),
             "convolutions": (_convolutions(), (64, 3, 64, 64)),
             "transformer": (nn.Sequential(*(Attention(512, 8) for _ in range(4))), (16, 512, 512)),
         }

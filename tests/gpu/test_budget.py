@@ -74,7 +74,7 @@ def test_a_plan_over_three_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_has_no_place_in_host_memory_goes_to_the_disk(tmp_path: Path) -> None:
-    with ebbtide.Budget("60%", spill=tmp_path, machine=FAST, host="24MiB") as memory:
+    with ebbtide.Budget("60%", spill=tmp_path, machine=FAST, host="96MiB") as memory:
         run_all(memory)
         assert tier_of(memory, "host").read_bytes > 0
         assert tier_of(memory, "disk").read_bytes > 0

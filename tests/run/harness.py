@@ -143,8 +143,8 @@ class Trial:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The bytes of a dense tensor."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    """The bytes of a dense tensor, in RAM."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).cpu()
 
 
 def identical(one: Tensor, other: Tensor) -> bool:

@@ -254,6 +254,47 @@ def test_other_memory_says_nothing_of_the_budget(fault: Exception, match: str, d
     assert match in str(error)
 
 
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (torch.AcceleratorError, "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"),
+        (RuntimeError, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
+def test_libraries_that_find_no_memory(
+    kind: type[Exception], message: str, device: ArenaMemory, tmp_path: Path
+) -> None:
+    def fail() -> None:
+        raise kind(message)
+
+    with within(1 << 40, tmp_path) as memory:
+        with pytest.raises(OutOfMemoryError, match=r"CUDA out of memory\. In a step on cpu, memory") as caught:
+            Blocks(0, fail).compute(0, memory.step)
+        assert memory.state == "observe"
+    assert isinstance(caught.value, torch.OutOfMemoryError)
+    assert caught.value.asked_bytes is None
+
+
+def test_a_device_that_does_not_even_take_the_time(
+    device: ArenaMemory, clock: LaggingClock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """After a fault of its own, CUDA refuses everything; the step is taken down all the same."""
+
+    def refuse() -> int:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def fail() -> None:
+        monkeypatch.setattr(clock, "mark", refuse)
+        refuse()
+
+    program = Blocks(0, fail)
+    with within(1 << 40, tmp_path) as memory:
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            program.compute(0, memory.step)
+        monkeypatch.undo()
+        memory.close()
+
+
 def test_the_error_keeps_no_tensor_alive(device: ArenaMemory, tmp_path: Path) -> None:
     program, seen = Blocks(), []
 

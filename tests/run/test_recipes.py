@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ebbtide.decisions import Recompute
+from ebbtide.observe.schema import operator_info
 from ebbtide.run.holdings import Holding
 from ebbtide.run.recipes import KnownOp, Recipe, capture
+from tests.run.harness import SLOW_DISK, Program, run_plain, run_within
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "itself": lambda x: x,
@@ -35,3 +40,59 @@ def test_a_view_of_a_value_is_read_again_as_it_was(view: str) -> None:
     again = Recipe(1, [call], {0: leaf}, (0,)).replay()
     assert torch.equal(again, expected)
     assert again.stride() == expected.stride()
+
+
+@pytest.fixture
+def cudnn_on_cpu() -> Iterator[None]:
+    """The CPU has cuDNN's batch norm: it updates the running statistics, of which its schema says nothing."""
+    aten: Any = torch.ops.aten
+
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        return (*aten.native_batch_norm(*arguments), arguments[0].new_empty(0))
+
+    def backward(x: Tensor, gradient: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        mean, variance, saved_mean, saved_variance, epsilon, _ = others
+        statistics = mean, variance, saved_mean, saved_variance
+        found: tuple[Tensor, ...] = aten.native_batch_norm_backward(
+            gradient, x, weight, *statistics, True, epsilon, [True] * 3
+        )
+        return found
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("cudnn_batch_norm", forward, "CPU")
+    library.impl("cudnn_batch_norm_backward", backward, "CPU")
+    yield
+    library._destroy()
+
+
+class CudnnNorm(nn.BatchNorm2d):
+    """As CUDA does it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        statistics = self.running_mean, self.running_var, True, 0.1, self.eps
+        return torch.cudnn_batch_norm(input, self.weight, self.bias, *statistics)[0]
+
+
+class CudnnNormed(Program):
+    """Convolutions with such norms."""
+
+    def build(self) -> nn.Module:
+        layers = [(nn.Conv2d(16, 16, 3, padding=1), CudnnNorm(16), nn.ReLU()) for _ in range(4)]
+        return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *(part for layer in layers for part in layer))
+
+    def loss(self, index: int) -> Tensor:
+        loss: Tensor = self.model(self.data(index, 8, 3, 20, 20)).square().mean()
+        return loss
+
+
+@pytest.mark.usefixtures("cudnn_on_cpu", "nothing_left", "quick_plans")
+def test_cudnn_updates_running_statistics_once(tmp_path: Path) -> None:
+    trial = run_within(CudnnNormed, run_plain(CudnnNormed), "60%", SLOW_DISK, tmp_path)
+    assert trial.states[-1] == "planned"
+    assert any(isinstance(decision, Recompute) for decision in trial.decisions)
+
+
+@pytest.mark.parametrize("name", ["batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"])
+def test_statistics_over_devices_are_gathered_once(name: str) -> None:
+    """Synchronised batch norm writes them, and its schema says nothing of it."""
+    assert operator_info(getattr(torch.ops.aten, name).default).replay == "opaque"

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import threading
 import weakref
 from typing import Any
 
@@ -107,6 +108,7 @@ class Recorder(DispatchMode):
 
     Attributes:
         hidden: while true, ops are run without being recorded; the runtime sets it around its own ops.
+        lock: held by the thread of autograd that runs an op, or a hook that reports here: there may be several.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class Recorder(DispatchMode):
     ) -> None:
         super().__init__()
         self.hidden = False
+        self.lock = threading.RLock()
         self.ledger = Ledger(self._died) if memory is None else Ledger(self._died, memory.size_of)
         self._memory = memory
         self._probe = probe if memory is None else AllocatedProbe(memory)
@@ -149,9 +152,10 @@ class Recorder(DispatchMode):
     # --- ops -----------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.hidden:
-            return func(*args, **kwargs)
+        with self.lock:
+            return func(*args, **(kwargs or {})) if self.hidden else self._record(func, args, kwargs or {})
+
+    def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
         self._tick_over()
         info = operator_info(func)
         tick = len(self._ops)

@@ -10,7 +10,9 @@ import torch
 
 from ebbtide.step import Replay
 
-_BATCH_NORM = frozenset({"native_batch_norm", "_native_batch_norm_legit"})
+_BATCH_NORM = frozenset({"native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm"})
+_GATHERING = frozenset({"batch_norm_gather_stats", "batch_norm_gather_stats_with_counts", "batch_norm_update_stats"})
+"""Parts of batch norm over several devices that write running statistics, too, of which their schemas say nothing."""
 _UNINITIALISED = ("empty", "new_empty", "resize", "_resize", "as_strided_scatter", "set_")
 _DATA_DEPENDENT = frozenset(
     {"_local_scalar_dense", "item", "nonzero", "unique2", "_unique2", "masked_select", "bincount"}
@@ -54,7 +56,9 @@ def _replay(func: Any, schema: Any, writes: bool, writes_out: bool) -> Replay:
     if torch.Tag.nondeterministic_seeded in func.tags:
         return "random"
     # A recipe must not end in memory that a kernel unknown to us fills, nor run what is not ATen's own.
-    if namespace not in ("aten", "prims") or base.startswith(_UNINITIALISED) or base in _DATA_DEPENDENT or writes_out:
+    if namespace not in ("aten", "prims") or base.startswith(_UNINITIALISED) or writes_out:
+        return "opaque"
+    if base in _DATA_DEPENDENT or base in _GATHERING:
         return "opaque"
     if base in _BATCH_NORM and func._overloadname in ("default", ""):
         return "batch_norm"

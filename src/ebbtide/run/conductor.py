@@ -8,10 +8,16 @@ If a tensor is saved that the script does not expect there, the conductor first 
 with all that was saved so far and goes on with that; a tensor that is only smaller than expected is no reason to leave.
 Otherwise the plan is left: what is held stays valid (a holding never needs the script), new saves go to the safe
 policy, and what is asked for comes back on demand.
+
+NOTE [Threads of autograd]
+Autograd has a thread for each device, and uses the caller's for the CPU; they may call the hooks at once. Whatever
+takes longer than a look, they do in turn. In which order they come is not for a plan to say: if it is not the observed
+one, the plan is left.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -72,6 +78,7 @@ class Conductor:
         self._exact = True
         self._held: dict[int, weakref.ref[Holding]] = {}
         self._capture = CaptureMode(script.known, self.leave) if script.remakes else None
+        self._lock = threading.RLock()  # a value that dies in a hook may call another
         self._mark = clock.mark if clock is not None else None
         # Where nothing is to be done but to keep and to show, as at most events of most steps, the hooks are short.
         self._is_short = clock is None and trimmer is None
@@ -114,7 +121,8 @@ class Conductor:
                 self._event = event + 1
                 self._packed = number = self._packed + 1
                 return Kept(tensor, number - 1)
-        return self._pack(tensor)
+        with self._lock:
+            return self._pack(tensor)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         began = self._mark() if self._mark is not None else None
@@ -149,7 +157,8 @@ class Conductor:
         ):
             self._event = event + 1
             return handle.show()
-        return self._unpack(handle)
+        with self._lock:
+            return self._unpack(handle)
 
     def _unpack(self, handle: Kept | View) -> torch.Tensor:
         if self.left:
@@ -220,8 +229,11 @@ class Conductor:
             holding.fill(tensor)
             if saving.treatment == Treatment.REMAKE:
                 self._remake(holding, saving)
-            elif saving.treatment == Treatment.MOVE and not saving.first:
-                holding.send(self._tier(saving.tier))  # its planned copy out went with the former holding
+            elif saving.treatment == Treatment.MOVE:
+                tier = self._tier(saving.tier)
+                tier.expect(tensor.device)
+                if not saving.first:
+                    holding.send(tier)  # its planned copy out went with the former holding
         elif holding.tensor is None and holding.recipe is None:
             return Kept(tensor, number)
         return View(holding, tensor, number)

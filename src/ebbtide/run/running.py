@@ -127,10 +127,12 @@ class Running:
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        ended = self._ground.clock.mark()
         loop, short = self._loop, None
         try:
-            self._take_down()
+            try:
+                ended = self._ground.clock.mark()
+            finally:  # a device that has failed may not even take the time
+                self._take_down()
             if fault is not None:
                 if is_out_of_memory(fault):
                     short = loop.run_short(fault, self._kind)

@@ -8,6 +8,7 @@ or that leave their plan, not for speed.
 from __future__ import annotations
 
 import collections
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -82,6 +83,8 @@ class SafePolicy:
         memory: Memory | None = None,
     ) -> None:
         self.recorder = recorder
+        # Threads of autograd come in turn, those with an op as those with a hook.
+        self._lock = recorder.lock if recorder is not None else threading.RLock()
         self.seen_bytes: collections.Counter[torch.device] = collections.Counter()
         self._memory = memory
         self._trimmer = trimmer
@@ -97,27 +100,29 @@ class SafePolicy:
     def pack(self, tensor: torch.Tensor) -> Any:
         """The pack hook."""
         recorder = self.recorder
-        if recorder is None or not recorder.ledger.open:
-            return self._take(tensor, -1)
-        recorder.hidden = True
-        try:
-            return self._take(tensor, recorder.pack(tensor))
-        finally:
-            recorder.hidden = False
-            recorder.resume()
+        with self._lock:
+            if recorder is None or not recorder.ledger.open:
+                return self._take(tensor, -1)
+            recorder.hidden = True
+            try:
+                return self._take(tensor, recorder.pack(tensor))
+            finally:
+                recorder.hidden = False
+                recorder.resume()
 
     def unpack(self, handle: Kept | View) -> torch.Tensor:
         """The unpack hook."""
         recorder = self.recorder
-        if recorder is None or not recorder.ledger.open:
-            return handle.show()
-        recorder.hidden = True
-        try:
-            recorder.unpack(handle.number)
-            return self._show(handle)
-        finally:
-            recorder.hidden = False
-            recorder.resume()
+        with self._lock:
+            if recorder is None or not recorder.ledger.open:
+                return handle.show()
+            recorder.hidden = True
+            try:
+                recorder.unpack(handle.number)
+                return self._show(handle)
+            finally:
+                recorder.hidden = False
+                recorder.resume()
 
     def _take(self, tensor: torch.Tensor, number: int) -> Kept | View:
         recorder = self.recorder if number >= 0 else None
@@ -144,6 +149,8 @@ class SafePolicy:
         counts = self._memory is None or self._memory.size_of(tensor.untyped_storage()) > 0
         if counts and holding.size_bytes >= LEAST_MOVED_BYTES:
             self._cache[id(holding)] = self._held[identity]
+            if self._limit_bytes is not None:
+                self._tier().expect(tensor.device)
         if recorder is not None:
             recorder.held(holding.record, 1)
         return holding

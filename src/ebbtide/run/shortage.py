@@ -16,6 +16,8 @@ _ASKED = re.compile(r"[Tt]ried to allocate ([0-9.]+) (bytes|[KMG]iB)")
 """In the messages of PyTorch's allocators, on CUDA as on a CPU."""
 _WHERE = re.compile(r"GPU ([0-9]+)")
 """In those of CUDA's: the device that is full."""
+_LIBRARIES = re.compile(r"CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED")
+"""CUDA and its libraries take memory beside the allocator (for code, handles), and say so in their own ways."""
 
 
 class _DeviceOutOfMemoryError(OutOfMemoryError, torch.OutOfMemoryError):
@@ -25,7 +27,12 @@ class _DeviceOutOfMemoryError(OutOfMemoryError, torch.OutOfMemoryError):
 def is_out_of_memory(fault: BaseException) -> bool:
     """Whether ``fault`` is how PyTorch or Python say that memory has run out."""
     on_cpu = type(fault) is RuntimeError and "DefaultCPUAllocator" in str(fault)
-    return on_cpu or isinstance(fault, (torch.OutOfMemoryError, MemoryError))
+    return on_cpu or isinstance(fault, MemoryError) or _of_device(fault)
+
+
+def _of_device(fault: BaseException) -> bool:
+    full = isinstance(fault, RuntimeError) and _LIBRARIES.search(str(fault)) is not None
+    return full or isinstance(fault, torch.OutOfMemoryError)
 
 
 def out_of_memory(
@@ -38,7 +45,7 @@ def out_of_memory(
     asked = _asked_bytes(str(fault))
     fits = None
     advice = "Make the batch smaller, or give back memory that the step does not need"
-    if not isinstance(fault, torch.OutOfMemoryError):
+    if not _of_device(fault):
         state = f"{format_bytes(available_bytes())} of RAM are available"
     elif memory is None or _elsewhere(fault, device):
         state = "it is not the memory that the budget is for"
@@ -59,7 +66,7 @@ def out_of_memory(
         f"{f' within a budget of {format_bytes(limit_bytes)}' if limit_bytes is not None else ''}. {advice}. The next "
         "step runs under the safe policy, is observed, and planned for anew"
     )
-    kind = _DeviceOutOfMemoryError if isinstance(fault, torch.OutOfMemoryError) else OutOfMemoryError
+    kind = _DeviceOutOfMemoryError if _of_device(fault) else OutOfMemoryError
     return kind(
         message, planned_bytes=plan.peak_bytes if plan is not None else None, asked_bytes=asked, fits_bytes=fits
     )
@@ -78,7 +85,7 @@ def _asked_bytes(message: str) -> int | None:
 
 def _first_sentence(fault: BaseException) -> str:
     """Kept at the beginning, since scripts look for it there."""
-    return "CUDA out of memory." if isinstance(fault, torch.OutOfMemoryError) else "Out of memory."
+    return "CUDA out of memory." if _of_device(fault) else "Out of memory."
 
 
 def _planned(plan: Plan | None) -> str:

@@ -16,6 +16,7 @@ class Rig(Protocol):
     """A device and its kernels, as in `tests.run.backends.rig`: of threads, or a real one."""
 
     seed: int
+    device: torch.device
 
     def new(self, number: int) -> torch.UntypedStorage: ...
     def fill(self, storage: torch.UntypedStorage, number: int) -> None: ...
@@ -129,15 +130,18 @@ def other_stream_lets_go(device: Rig, tier: SlowTier) -> None:
 
 
 def other_stream_copies(device: Rig, tier: SlowTier) -> None:
-    """A value is made on one compute stream and leaves while another is current, which is not behind the first."""
+    """A value is made on one compute stream, which saves it and has asked for no transfer, and leaves while another is
+    current, which is not behind the first; the first goes on and takes its memory."""
     side = device.new_stream("side")
-    with device.on(side):
-        tier.free(tier.write(device.new(99)))
     for number in range(0, 30, 10):
         with device.on(side):
             value = device.new(number)
+            tier.expect(device.device)
         slot = tier.write(value)
         slot.wait()
+        del value
+        with device.on(side):
+            device.look(device.new(number + 1), number + 1, "took the memory")
         device.look(tier.read(slot).wait(), number, "came back")
         tier.free(slot)
     device.order(side, device.compute())

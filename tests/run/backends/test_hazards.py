@@ -86,6 +86,10 @@ def _current_only_records(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ComputeStreams, "record", lambda self: (self.note().record_event(),))
 
 
+def _nobody_expects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StreamTier, "expect", lambda self, device: None)
+
+
 def _used_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "seen_on", lambda backend, home, storage, like: storage)
 
@@ -102,7 +106,8 @@ def _loads_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "break_it", [_current_only_waits, _current_only_records, _used_where_it_is, _loads_are_not_kept]
+    "break_it",
+    [_current_only_waits, _current_only_records, _nobody_expects, _used_where_it_is, _loads_are_not_kept],
 )
 def test_each_other_guard_is_needed(
     break_it: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch

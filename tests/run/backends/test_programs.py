@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,17 +11,20 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
+from torch import Tensor, nn
 
 import ebbtide
 import tests.run.programs_rare  # noqa: F401  (registers its programs)
 from ebbtide.decisions import Offload
 from ebbtide.machine import Machine, Tier
 from ebbtide.run.backends.threads import InlineBackend, Temper
-from ebbtide.run.tiers import Arena, DiskTier, StagedTier, StreamTier
+from ebbtide.run.tiers import Arena, DiskTier, Load, Slot, StagedTier, StreamTier
 from ebbtide.run.tiers.pinned import GROWTH_BYTES
 from tests.run.harness import (
     FAST_DISK,
     SLOW_DISK,
+    STEPS,
+    Guard,
     Program,
     Record,
     Solver,
@@ -30,7 +35,7 @@ from tests.run.harness import (
     run_plain,
     run_within,
 )
-from tests.run.programs import PROGRAMS, Chain
+from tests.run.programs import PROGRAMS, Chain, mlp
 from tests.run.test_identical import Forbidden
 from tests.run.tiers.stand_ins import MIB
 
@@ -124,6 +129,97 @@ def test_the_arena_becomes_as_large_as_the_plan_needs(tmp_path: Path) -> None:
             assert planned.footprint_bytes <= arena.size_bytes <= planned.footprint_bytes + 2 * GROWTH_BYTES
     assert behind[-1] == behind[-4], "nothing overflows in planned steps"
     assert tier.read_bytes > 0
+
+
+class TwoThreads(Program):
+    """Two models of one step, each of whose backward passes runs in a thread of its own, as on two devices."""
+
+    steady = False
+
+    def build(self) -> nn.Module:
+        return nn.ModuleList(mlp(64, *[256] * 6, 4) for _ in range(2))
+
+    def compute(self, index: int, guard: Guard) -> Record:
+        faults: list[BaseException] = []
+
+        def backward(loss: Tensor) -> None:
+            try:
+                loss.backward()
+            except BaseException as fault:
+                faults.append(fault)
+
+        with guard():
+            inputs = self.data(index, 64, 64)
+            losses = [model(inputs).square().mean() for model in self.model]
+            threads = [threading.Thread(target=backward, args=(loss,)) for loss in losses]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert faults == []
+        return {"loss": losses[0], "other loss": losses[1]}
+
+
+def test_two_threads_of_autograd(tmp_path: Path) -> None:
+    """Autograd has a thread for each device: saved tensors are asked for by several at once, but served in turn."""
+    overlaps: list[str] = []
+
+    class Alone(StreamTier):
+        inside = False
+
+        def read(self, slot: Slot, into: torch.UntypedStorage | None = None) -> Load:
+            overlaps.extend(["read"] * self.inside)
+            self.inside = True
+            time.sleep(1e-3)
+            try:
+                return super().read(slot, into)
+            finally:
+                self.inside = False
+
+    program, states = TwoThreads(), []
+    with InlineBackend() as backend, ebbtide.Budget("80%", spill=tmp_path, machine=FAST_DISK) as memory:
+        memory.tiers["disk"].close()
+        tier = Alone(backend, Arena(torch.UntypedStorage, 64 * MIB, 64 * MIB), name="disk")
+        memory.tiers["disk"] = tier
+        for index, record in enumerate(plain(TwoThreads)):
+            states.append(memory.state)
+            compare(record, program.run(index, memory.step), f"step {index} ({states[-1]})")
+    assert tier.read_bytes > 0
+    assert overlaps == []
+
+
+def test_what_may_move_is_expected_where_it_is_saved(tmp_path: Path) -> None:
+    """Under the safe policy and as planned: so the stream that made it is known, whichever is current when it goes."""
+
+    class Expecting(StreamTier):
+        expected = writes = 0
+
+        def expect(self, device: torch.device) -> None:
+            self.expected += 1
+            super().expect(device)
+
+        def write(self, storage: torch.UntypedStorage) -> Slot:
+            self.writes += 1
+            assert self.expected >= self.writes
+            return super().write(storage)
+
+    limit: int | str | None = "60%"
+    for state, steps in (("planned", STEPS), ("observe", 1)):
+        program, writes = Chain(), dict[str, int]()
+        assert limit is not None
+        with (
+            InlineBackend() as backend,
+            ebbtide.Budget(limit, spill=tmp_path, machine=FAST_DISK, verify=False) as memory,
+        ):
+            memory.tiers["disk"].close()
+            tier = Expecting(backend, Arena(torch.UntypedStorage, 64 * MIB, 64 * MIB), name="disk")
+            memory.tiers["disk"] = tier
+            for index, record in enumerate(plain(Chain)[:steps]):
+                before, now = tier.writes, memory.state
+                compare(record, program.run(index, memory.step), f"step {index}")
+                writes[now] = tier.writes - before
+            limit = memory.limit_bytes
+        assert writes[state] > 0
 
 
 def test_two_tiers_in_one_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_plans: Solver) -> None:

@@ -70,7 +70,7 @@ def test_arenas_follow_the_plan_of_their_tier() -> None:
         arenas = [Arena(torch.UntypedStorage, 100 * MIB) for _ in range(3)]
         tiers = [StreamTier(backend, arena) for arena in arenas]
         remaining = iter(tiers[1:])
-        several = DeviceTiers("several", "host", lambda device: next(remaining))
+        several = DeviceTiers("several", "host", lambda device: next(remaining), lambda device: None)
         settle({"one": tiers[0], "several": several}, lambda _: nothing, CPU)
         assert not several.made, "nothing goes there"
         settle({"one": tiers[0], "several": several}, planned.get, CPU)

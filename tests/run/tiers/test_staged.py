@@ -108,3 +108,21 @@ def test_stages_come_back_after_faults(tier: StagedTier, monkeypatch: pytest.Mon
                 tier.write(storage_of(2 * PART)).wait()
     storage = storage_of(5 * PART)
     assert bytes_of(tier.read(tier.write(storage)).wait()) == bytes_of(storage)
+
+
+def test_workers_work_for_the_device(tier: StagedTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA every thread begins on device 0, which is not theirs to touch."""
+    adopted: set[int] = set()
+    copied: set[int] = set()
+    copy = tier._backend.copy
+
+    def noted(stream: object, target: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
+        copied.add(threading.get_ident())
+        assert copied <= adopted
+        copy(stream, target, source)
+
+    monkeypatch.setattr(tier._backend, "adopt_thread", lambda: adopted.add(threading.get_ident()))
+    monkeypatch.setattr(tier._backend, "copy", noted)
+    slot = tier.write(storage := storage_of(3 * PART))
+    assert bytes_of(tier.read(slot).wait()) == bytes_of(storage)
+    assert copied

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import itertools
+import mmap
 import os
 import random
 import types
@@ -30,6 +32,22 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 def backend() -> Iterator[InlineBackend]:
     with InlineBackend(temper=Temper.LATE) as made:
         yield made
+
+
+class CurrentDevice:
+    """Stands in for `torch.cuda.device`: remembers which device is current, 0 at first."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.index = 0
+        monkeypatch.setattr(torch.cuda, "device", self._on)
+
+    @contextlib.contextmanager
+    def _on(self, device: torch.device) -> Iterator[None]:
+        before, self.index = self.index, device.index
+        try:
+            yield
+        finally:
+            self.index = before
 
 
 def quiet() -> None:
@@ -182,13 +200,16 @@ class TestPinnedMemory:
 
     def test_as_cuda_does_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pinned: dict[int, tuple[int, int]] = {}
+        current = CurrentDevice(monkeypatch)
 
         class Runtime:
             def cudaHostRegister(self, pointer: int, size_bytes: int, flags: int) -> int:  # noqa: N802
+                assert current.index == 1, "another device would get a context"
                 pinned[pointer] = (size_bytes, flags)
                 return 0
 
             def cudaHostUnregister(self, pointer: int) -> int:  # noqa: N802
+                assert current.index == 1
                 del pinned[pointer]
                 return 0
 
@@ -196,10 +217,42 @@ class TestPinnedMemory:
         monkeypatch.setattr(torch.cuda, "cudart", Runtime)
         monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-        memory = pinned_memory(CudaBackend(0))(MIB)
+        memory = pinned_memory(CudaBackend(1))(MIB)
         assert pinned == {memory.data_ptr(): (MIB, 1)}
         del memory
         assert not pinned
+
+    def test_what_cuda_remembers_of_a_refusal_is_asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It would fail the user's next kernel."""
+        CurrentDevice(monkeypatch)
+        pending: list[int] = []
+
+        class Runtime:
+            def cudaHostRegister(self, pointer: int, size_bytes: int, flags: int) -> int:  # noqa: N802
+                pending.append(2)
+                return 2
+
+        def check_error(code: int) -> None:
+            raise torch.cuda.CudaError.__base__(f"out of memory ({code})")  # type: ignore[misc]
+
+        class Kernel:
+            def fill_(self, value: int) -> None:
+                assert pending.pop() == 2
+                raise RuntimeError("CUDA error: out of memory")
+
+        monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+        monkeypatch.setattr(torch.cuda, "check_error", check_error)
+        with monkeypatch.context() as kernels:
+            kernels.setattr(torch, "empty", lambda *_, device: Kernel())
+            with pytest.raises(RuntimeError, match=r"^out of memory \(2\)$"):
+                CudaBackend(0).pin(1 << 30, MIB)
+        assert not pending
+
+    def test_it_needs_no_huge_pages(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A kernel without them refuses the advice."""
+        monkeypatch.setattr(mmap, "MADV_HUGEPAGE", -1)
+        with InlineBackend() as backend:
+            assert pinned_memory(backend)(MIB).nbytes() == MIB
 
     def test_a_refusal_is_one_clear_error(self) -> None:
         class Refusing(InlineBackend):
@@ -305,7 +358,7 @@ class TestDevices:
             made.append(device)
             return DiskTier(tmp_path)
 
-        tiers = DeviceTiers("host", "host", make)
+        tiers = DeviceTiers("host", "host", make, lambda device: None)
         storage = storage_of(1000)
         slots = [tiers.write(storage) for _ in range(3)]
         with pytest.raises(SpillError, match="not on meta"):

@@ -45,9 +45,11 @@ class Backend(Protocol):
 
     Attributes:
         device: of the storages that live on it.
+        streams: its compute streams, as far as they are known: one knowledge for all tiers of the device.
     """
 
     device: torch.device
+    streams: ComputeStreams
 
     def compute(self) -> Stream:
         """The compute stream of the calling thread."""
@@ -71,6 +73,10 @@ class Backend(Protocol):
         """
         ...
 
+    def adopt_thread(self) -> None:
+        """The calling thread is one of ours, and works for this device from now on."""
+        ...
+
     def finish(self, stream: Any, /) -> None:
         """Wait on the host until all that is queued on ``stream`` is done: for worker threads, and when things end."""
         ...
@@ -89,7 +95,7 @@ class Backend(Protocol):
 
 
 class ComputeStreams:
-    """Every compute stream of a device that asked for a transfer; as a rule there is one.
+    """Every compute stream of a device that saved what may move, or asked for a transfer; as a rule there is one.
 
     Memory belongs to the stream on which it was taken (rule 3), but PyTorch does not say which that is, and what one
     stream saved another may be current for when it leaves. So what concerns compute concerns all of them.

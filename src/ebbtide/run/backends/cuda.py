@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ebbtide.run.backends.base import ComputeStreams
+
 _PORTABLE = 1
 """``cudaHostRegisterPortable``: pinned for every device of the process, not only for the current one."""
 _GRAIN_BYTES = 512
@@ -19,6 +21,7 @@ class CudaBackend:
 
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
+        self.streams = ComputeStreams(self)
         self._beside: dict[tuple[Any, torch.device], torch.cuda.Stream] = {}
 
     def compute(self) -> torch.cuda.Stream:
@@ -50,6 +53,10 @@ class CudaBackend:
             self._beside[key] = torch.cuda.Stream(device)
         return self._beside[key]
 
+    def adopt_thread(self) -> None:
+        """See `Backend.adopt_thread`. To come back to device 0, where threads begin, would make a context there."""
+        torch.cuda.set_device(self.device)
+
     def finish(self, stream: Any) -> None:
         """See `Backend.finish`. The thread sleeps: by default, CUDA would keep its core busy."""
         event = torch.cuda.Event(blocking=True)
@@ -58,11 +65,19 @@ class CudaBackend:
 
     def pin(self, address: int, size_bytes: int) -> None:
         """See `Backend.pin`. Raises `torch.cuda.CudaError` if the system allows no more pinned memory."""
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size_bytes, _PORTABLE))
+        with torch.cuda.device(self.device):  # elsewhere, it would make a context there
+            try:
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size_bytes, _PORTABLE))
+            except RuntimeError:
+                # CUDA keeps a fault until somebody asks, and PyTorch asks after each kernel: this one fails for it.
+                with torch._C._DisableTorchDispatch(), contextlib.suppress(RuntimeError):
+                    torch.empty(1, device=self.device).fill_(0)
+                raise
 
     def unpin(self, address: int) -> None:
         """See `Backend.unpin`."""
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
+        with torch.cuda.device(self.device):
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
 
     def near_cpus(self) -> frozenset[int]:
         """See `Backend.near_cpus`."""

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ebbtide.run.backends.base import ComputeStreams
 from ebbtide.run.backends.ordered import OrderedMemory
 from ebbtide.run.tiers.memory import CONGRUENCE_BYTES, take_memory
 
@@ -147,6 +148,7 @@ class InlineBackend:
         self._seed = seed
         self._pause_seconds = pause_seconds
         self._temper = temper
+        self.streams = ComputeStreams(self)
         self._inline = InlineStream()
         self._streams: list[ThreadStream] = []
 
@@ -181,6 +183,9 @@ class InlineBackend:
         else:
             for piece in pieces:
                 piece()
+
+    def adopt_thread(self) -> None:
+        """See `Backend.adopt_thread`."""
 
     def finish(self, stream: Any) -> None:
         """See `Backend.finish`."""

@@ -128,6 +128,10 @@ class SlowTier(Protocol):
     name: str
     kind: TierKind
 
+    def expect(self, device: torch.device, /) -> None:
+        """A value on ``device`` that may be written later was made by what the calling thread has queued so far."""
+        ...
+
     def write(self, storage: torch.UntypedStorage) -> Slot:
         """Reserve a place and queue the copy; once the slot's `wait` has returned, ``storage`` is not held here."""
         ...
@@ -246,6 +250,9 @@ class QueuedTier(abc.ABC):
         return f"moving {format_bytes(transfer.size_bytes)} in the {self.name} tier failed: {fault!r}"
 
     # The contract.
+
+    def expect(self, _device: torch.device) -> None:  # noqa: B027
+        """See `SlowTier.expect`. What is in RAM is there."""
 
     def write(self, storage: torch.UntypedStorage) -> Slot:
         """See `SlowTier.write`. Raises `SpillError` if the tier is closed or the storage is on another device."""

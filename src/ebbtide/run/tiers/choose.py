@@ -40,10 +40,14 @@ def tiers_for(spill: Path, *, checksum: bool, host_bytes: int | None = None) -> 
         return {"disk": disk}
     backends = [CudaBackend(index) for index in range(torch.cuda.device_count())]
 
+    def expect(device: torch.device) -> None:
+        if device.type == "cuda":
+            backends[device.index].streams.note()
+
     def make_disk(device: torch.device) -> SlowTier:
         return disk if device.type == "cpu" else StagedTier(spill, backends[device.index], checksum=checksum)
 
-    disks = DeviceTiers("disk", "disk", make_disk)
+    disks = DeviceTiers("disk", "disk", make_disk, expect)
     disks.of(torch.device("cpu"))
 
     def make_host(device: torch.device) -> SlowTier:
@@ -54,11 +58,11 @@ def tiers_for(spill: Path, *, checksum: bool, host_bytes: int | None = None) -> 
         arena = Arena(pinned_memory(backend), limit // len(backends), START_BYTES)
         return StreamTier(backend, arena, overflow=disks.of(device))
 
-    hosts = DeviceTiers("host", "host", make_host)
+    hosts = DeviceTiers("host", "host", make_host, expect)
     tiers: dict[str, SlowTier] = {"host": hosts, "disk": disks}
     for backend in backends:
         name = str(backend.device)
-        tiers[name] = DeviceTiers(name, "device", _peer_maker(backend, backends, hosts))
+        tiers[name] = DeviceTiers(name, "device", _peer_maker(backend, backends, hosts), expect)
     return tiers
 
 

@@ -17,11 +17,19 @@ class DeviceTiers:
     Args:
         name, kind: how machines and plans name this tier, and what it is.
         make: makes the tier of a device.
+        expect: see `SlowTier.expect`; it makes no tier.
     """
 
-    def __init__(self, name: str, kind: TierKind, make: Callable[[torch.device], SlowTier]) -> None:
+    def __init__(
+        self,
+        name: str,
+        kind: TierKind,
+        make: Callable[[torch.device], SlowTier],
+        expect: Callable[[torch.device], None],
+    ) -> None:
         self.name = name
         self.kind = kind
+        self.expect = expect
         self._make = make
         self._tiers: dict[torch.device, SlowTier] = {}
         self._lock = threading.Lock()

@@ -13,6 +13,7 @@ NOTE [Arena]
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import logging
@@ -156,11 +157,12 @@ def pinned_memory(backend: Backend) -> TakeMemory:
     def take(size_bytes: int) -> torch.UntypedStorage:
         try:
             pages = mmap.mmap(-1, size_bytes)
-            pages.madvise(mmap.MADV_HUGEPAGE)
         except OSError as fault:
             raise SpillError(
                 f"no RAM for {format_bytes(size_bytes)} of pinned memory ({fault.strerror}); allow it less"
             ) from fault
+        with contextlib.suppress(OSError):  # a kernel may have no huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
         exported = ctypes.c_char.from_buffer(pages)
         address = ctypes.addressof(exported)
         touch(address, size_bytes, backend.near_cpus())

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from ebbtide.run.backends.base import Backend, ComputeStreams, Stream, seen_on
+from ebbtide.run.backends.base import Backend, Stream, seen_on
 from ebbtide.run.tiers.base import PART_BYTES, Load, Slot
 from ebbtide.run.tiers.disk import PLACE_ALIGNMENT_BYTES, READERS, DiskPlace, DiskTier
 from ebbtide.run.tiers.memory import CONGRUENCE_BYTES
@@ -65,20 +65,23 @@ class StagedTier(DiskTier):
         self.congruence_bytes = CONGRUENCE_BYTES  # whatever the disk wants: only stages are read and written directly
         self.device = backend.device
         self._backend = backend
-        self._compute = ComputeStreams(backend)
         self._out = backend.new_stream(f"{name}-out")
         self._back = backend.new_stream(f"{name}-back")
         self._stages: queue.SimpleQueue[torch.UntypedStorage] = queue.SimpleQueue()
         for start in range(0, count * PART_BYTES, PART_BYTES):
             self._stages.put(stages[start : start + PART_BYTES])
 
+    def expect(self, _device: torch.device) -> None:
+        """See `SlowTier.expect`."""
+        self._backend.streams.note()
+
     def _announce(self, transfer: Slot | Load) -> None:
-        home = self._compute.note()
+        home = self._backend.streams.note()
         if isinstance(transfer, StagedLoad):
             transfer.after = (home.record_event(),)
             transfer.home = home
         else:
-            transfer.after = self._compute.record()
+            transfer.after = self._backend.streams.record()
 
     def _take_memory(self, slot: Slot) -> torch.UntypedStorage:
         return self._backend.allocate(slot.size_bytes, slot.pointer)
@@ -92,6 +95,7 @@ class StagedTier(DiskTier):
         slot.place = DiskPlace(self._places.take(size_bytes), size_bytes, head_bytes=0)
 
     def _store(self, slot: Slot, start: int, stop: int) -> None:
+        self._backend.adopt_thread()
         storage = slot.unwritten
         assert storage is not None
         with self._stage() as stage:
@@ -102,6 +106,7 @@ class StagedTier(DiskTier):
             self._put(slot.place, stage.data_ptr(), start, stop)
 
     def _fetch(self, load: Load, start: int, stop: int) -> None:
+        self._backend.adopt_thread()
         with self._stage() as stage:
             self._get(load.slot.place, stage.data_ptr(), start, stop)
             _follow(self._back, load)

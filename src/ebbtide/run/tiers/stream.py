@@ -25,7 +25,7 @@ import torch
 
 from ebbtide.errors import SpillError
 from ebbtide.machine import TierKind
-from ebbtide.run.backends.base import Backend, ComputeStreams, Stream, seen_on
+from ebbtide.run.backends.base import Backend, Stream, seen_on
 from ebbtide.run.tiers.base import Load, Slot, SlowTier, check_device, check_memory
 from ebbtide.run.tiers.memory import CONGRUENCE_BYTES
 from ebbtide.run.tiers.pinned import Arena, Place, PlannedPlaces
@@ -118,7 +118,7 @@ class StreamTier:
         self.kind = kind
         self.written_bytes = 0
         self.read_bytes = 0
-        self.compute = ComputeStreams(backend)
+        self.compute = backend.streams
         self._arena = arena
         self._overflow = overflow
         self._out = backend.new_stream(f"{name}-out")
@@ -131,6 +131,10 @@ class StreamTier:
         self._process = os.getpid()
 
     # --- the contract ----------------------------------------------------------------------------------------------
+
+    def expect(self, _device: torch.device) -> None:
+        """See `SlowTier.expect`."""
+        self.compute.note()
 
     def write(self, storage: torch.UntypedStorage) -> Slot:
         """See `SlowTier.write`. Raises `SpillError` if the tier is closed, or full and without an overflow."""
