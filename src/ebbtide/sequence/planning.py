@@ -63,14 +63,14 @@ class Course:
         choice: what is expected; None where the length is not known.
         spills: whether states go to a disk.
         steps_took: to be told how many steps of the first sweep took how many seconds.
-        was_late: to be told how long compute has waited for a copy out.
+        was_late: to be told how long compute has waited for a copy out, and of how many states.
     """
 
     records: Records
     choice: Choice | None
     spills: bool = False
     steps_took: Callable[[int, float], None] = unnoted
-    was_late: Callable[[float], None] = unnoted
+    was_late: Callable[[float, int], None] = unnoted
 
 
 def quickest(
