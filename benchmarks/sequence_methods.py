@@ -246,7 +246,7 @@ class _Synchronous:
         self._disk = DiskTier(spill)
         self._layout = Layout(cell.start)
         trial = _trial(cell)
-        self._block = trial.sample()
+        (self._block,) = trial.samples(1)
         self._slots: dict[int, Any] = {}
 
     def run(self, actions: tuple[Any, ...]) -> None:

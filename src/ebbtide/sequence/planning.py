@@ -249,7 +249,7 @@ def _measured(
     out, back = map(_as_if_packed, ways)
     if chosen([SlowMemory(disk.name, out, back, capacity_bytes)]).seconds >= CODEC_GAIN * chosen([plain]).seconds:
         return plain
-    block = trial.sample()
+    (block,) = trial.samples(1)
     sample = block.memory()[:PART_BYTES]
     share = paying_share(disk.codec, sample, *(way.seconds(len(sample)) for way in ways))
     trial.blocks.give_back(block)

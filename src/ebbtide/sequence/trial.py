@@ -17,8 +17,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ebbtide.machine import Link
-from ebbtide.sequence.blocks import Block, Blocks
+from ebbtide.sequence.blocks import Block, Blocks, storage_of
 from ebbtide.sequence.choose import SlowMemory
 from ebbtide.sequence.disk import Copy, StateDisk, StatePlace
 
@@ -34,7 +36,7 @@ FEW_BLOCKS = 16
 """States in so many blocks are likely to be in the processor's caches still when they are read ..."""
 MANY_BLOCKS_BYTES = 64 << 20
 """... and no more are timed, where there are more, than take so much."""
-STORE_SECONDS = 15e-6
+STORE_SECONDS = 10e-6
 """Compute spends about so long for each transfer in one direction on what the store must know of it."""
 TRANSFERS = 3
 TURNS = 8
@@ -83,11 +85,13 @@ class Trial:
         self.step(state)
         return time.perf_counter() - start
 
-    def sample(self) -> Block:
-        """A block with state 1 in it. It must be given back."""
-        block = self.blocks.take()
-        self.pack(self.step(self.prepare()), block)
-        return block
+    def samples(self, length: int) -> list[Block]:
+        """A run of up to ``length`` blocks with state 1 in each. They must be given back."""
+        run = self.blocks.take_run(length)
+        state = self.step(self.prepare())
+        for block in run:
+            self.pack(state, block)
+        return run
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -218,52 +222,63 @@ def time_transfers(
     Raises:
         SpillError: if states cannot be moved.
     """
-    blocks = [trial.sample()]
+    runs = [trial.samples(trial.blocks.run_length if disk.takes_runs(trial.blocks.block_bytes) else 1)]
+    length = len(runs[0])
+    storages = [storage_of(runs[0])]
     state = trial.prepare()
     places: collections.deque[StatePlace] = collections.deque()
-    ways = [_time_trip(disk, blocks[0], places) for _ in range(TRANSFERS)]
+    ways = [_time_trip(disk, storages[0], places) for _ in range(TRANSFERS)]
     out, back = (statistics.median(way) for way in zip(*ways, strict=True))
     out_loss = back_loss = 0.0
     seconds = min(seconds / 2, BESIDE_SECONDS)
     if step_seconds < seconds / 4 and trial.slots >= 2:
-        room = (
-            TRIAL_PLACES if capacity_bytes is None else min(TRIAL_PLACES, capacity_bytes // blocks[0].storage.nbytes())
-        )
-        count = min(UNDER_WAY, trial.slots, 2 + int(step_seconds / max(min(out, back), 1e-9)))
-        blocks += [trial.sample() for _ in range(count - 1)]
+        room = max(TRIAL_PLACES // length, 1)
+        if capacity_bytes is not None:
+            room = min(room, capacity_bytes // storages[0].nbytes())
+        count = min(UNDER_WAY, trial.slots // length, 2 + int(step_seconds / max(min(out, back), 1e-9)))
+        runs += [trial.samples(length) for _ in range(count - 1)]
+        while len(runs[-1]) < length:  # what is free does not lie together
+            trial.blocks.give_back(*runs.pop())
+        count = len(runs)
+        storages = [storage_of(run) for run in runs]
 
         def write(number: int) -> Copy:
             if len(places) >= max(room, count + 1):
                 disk.forget(places.popleft())
-            trial.pack(state, blocks[number])
-            copy = disk.store(blocks[number].storage)
+            for block in runs[number]:
+                trial.pack(state, block)
+            copy = disk.store(storages[number])
             places.append(copy.place)
             return copy
 
         out, out_loss = _beside(trial, write, count, seconds, out)
-        out_loss = max(out_loss - copy_seconds, 0.0)
         following = itertools.cycle(places)
         back, back_loss = _beside(
-            trial, lambda number: disk.bring(next(following), blocks[number].storage), count, seconds, back
+            trial, lambda number: disk.bring(next(following), storages[number]), count, seconds, back
         )
+        out_loss = STORE_SECONDS + max(out_loss / length - copy_seconds, 0.0)
+        back_loss = STORE_SECONDS + back_loss / length
     for place in reversed(places):
         disk.forget(place)
-    trial.blocks.give_back(*blocks)
+    for run in runs:
+        trial.blocks.give_back(*run)
     return SlowMemory(
         disk.name,
-        _link("memory", disk.name, trial.state_bytes, out, out_loss),
-        _link(disk.name, "memory", trial.state_bytes, back, back_loss),
+        _link("memory", disk.name, trial.state_bytes, out / length, out_loss),
+        _link(disk.name, "memory", trial.state_bytes, back / length, back_loss),
         capacity_bytes,
     )
 
 
-def _time_trip(disk: StateDisk, block: Block, places: collections.deque[StatePlace]) -> tuple[float, float]:
-    """Seconds of a state to the disk and of the way back; notes its place, which is not given back."""
+def _time_trip(
+    disk: StateDisk, storage: torch.UntypedStorage, places: collections.deque[StatePlace]
+) -> tuple[float, float]:
+    """Seconds of some states to the disk and of the way back; notes its place, which is not given back."""
     start = time.perf_counter()
-    copy = disk.store(block.storage)
+    copy = disk.store(storage)
     copy.wait()
     written = time.perf_counter()
-    disk.bring(copy.place, block.storage).wait()
+    disk.bring(copy.place, storage).wait()
     end = time.perf_counter()
     places.append(copy.place)
     return written - start, end - written
@@ -294,7 +309,7 @@ def _beside(
     steps_each = whole.calls / beginning.calls
     begin_seconds, whole_seconds = beginning.typical(), whole.typical()
     lost_share = max(1 - alone.typical() / stepping.typical(), 0.0)
-    loss = STORE_SECONDS + begin_seconds + steps_each * whole_seconds * lost_share
+    loss = begin_seconds + steps_each * whole_seconds * lost_share
     was_idle = alone_seconds * count < whole_seconds  # as steps take too long for so few buffers
     return alone_seconds if was_idle else begin_seconds + steps_each * whole_seconds, loss
 
