@@ -62,8 +62,8 @@ def state_bytes(cell: Cell) -> int:
     return Layout(cell.start).size_bytes
 
 
-def reverse_seconds(cell: Cell) -> float:
-    """Of a reverse step alone, in a short chain: what it is likely to take now, as the processor's speed varies."""
+def reverse_seconds(cell: Cell, count: int) -> float:
+    """Of a reverse step, in a short chain in as much memory: what it is likely to take now, as speeds vary."""
     samples = Samples()
 
     def timed(state: Pair, adjoint: Pair, step: int) -> Pair:
@@ -72,13 +72,13 @@ def reverse_seconds(cell: Cell) -> float:
         samples.add(time.perf_counter() - start)
         return adjoint
 
-    run(cell.forward, timed, PILOT_STEPS, cell.start, turn=cell.turn, memory=12 * state_bytes(cell))
+    run(cell.forward, timed, PILOT_STEPS, cell.start, turn=cell.turn, memory=count * state_bytes(cell))
     return samples.typical()
 
 
 def ours(cell: Cell, n: int, count: int, spill: str) -> Answer:
     """`ebbtide.sequence.run`, which chooses the schedule itself."""
-    expected = reverse_seconds(cell)  # not timed
+    expected = reverse_seconds(cell, count)  # not timed
     memory = count * state_bytes(cell)
     done, answer = _measured(
         lambda: run(
@@ -333,7 +333,7 @@ def _costs(cell: Cell, spill: str) -> Answer:
         "copy_seconds": copy_seconds,
         "out_seconds": slow.out.seconds(trial.state_bytes),
         "back_seconds": slow.back.seconds(trial.state_bytes),
-        "reverse_seconds": reverse_seconds(cell),
+        "reverse_seconds": reverse_seconds(cell, FEW_BLOCKS),
         "state_bytes": trial.state_bytes,
     }
 
@@ -343,7 +343,7 @@ def chosen_interval(cell: Cell, n: int, count: int, spill: str) -> Answer | None
     layout = Layout(cell.start)
     trial = _trial(cell, count - 1)
     with open_spill(spill, checksum=False, item_bytes=layout.item_bytes) as files:
-        choice = quickest(n, files, trial, reverse_factor=2.0, reverse_seconds=reverse_seconds(cell)).choice
+        choice = quickest(n, files, trial, reverse_factor=2.0, reverse_seconds=reverse_seconds(cell, count)).choice
     assert choice is not None
     return {"interval": choice.schedule.interval} if isinstance(choice.schedule, Multistage) else None
 

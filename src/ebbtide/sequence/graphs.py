@@ -192,7 +192,7 @@ def _ends(outputs: Iterable[Tensor], own: set[int], since: int) -> tuple[list[tu
     results: dict[Edge, int] = {}
     seen: set[Node] = set()
     left: list[Node] = []
-    # What a node's `next_functions` would be whose inputs the outputs are. This runs once for each step: hence its form.
+    # As if there were a node that takes the outputs. All this runs once for each step, which is why it is so terse.
     edges: Sequence[tuple[Node | None, int]] = [
         (get_gradient_edge(output).node if output.grad_fn is None else output.grad_fn, output.output_nr)
         for output in outputs

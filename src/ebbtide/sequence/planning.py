@@ -45,8 +45,8 @@ LEAST_CODEC_BYTES = 1 << 16
 """A smaller state takes a disk about as long whatever its size."""
 MANY_COPIES = 5
 """To time copies into all blocks takes about so many of each."""
-RECORDS_SECONDS = 10e-6
-"""To follow a schedule takes about so long for each step of the chain."""
+RECORDS_SECONDS = 13e-6
+"""To follow a schedule, and to know where states are, takes about so long for each step of the chain."""
 CODEC_GAIN = 0.97
 """States are compressed if the whole chain then takes less than this part of the time."""
 
