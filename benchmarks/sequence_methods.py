@@ -30,7 +30,7 @@ from ebbtide.sequence.planning import quickest
 from ebbtide.sequence.schedules import DISK, Advance, Multistage, Record, Store
 from ebbtide.sequence.spill import open_spill
 from ebbtide.sequence.store import StateStore
-from ebbtide.sequence.trial import FEW_BLOCKS, Samples, Trial, time_copy, time_step, time_transfers
+from ebbtide.sequence.trial import FEW_BLOCKS, Samples, Trial, time_steps, time_transfers
 
 PILOT_STEPS = 300
 SWEEP_BLOCKS = 9
@@ -325,12 +325,12 @@ def sweep(cell: Cell, n: int, interval: int, spill: str) -> Answer:
 @functools.lru_cache(maxsize=1)
 def _costs(cell: Cell, spill: str) -> Answer:
     trial = _trial(cell)
-    step_seconds, copy_seconds = time_step(trial, 0.5), time_copy(trial, FEW_BLOCKS).seconds
+    step = time_steps(trial, 0.5)
     with contextlib.closing(StateDisk(spill)) as disk:
-        slow = time_transfers(disk, trial, step_seconds, copy_seconds, None, seconds=1.0)
+        slow = time_transfers(disk, trial, step.seconds, step.copy_seconds, None, seconds=1.0)
     return {
-        "seconds": step_seconds,
-        "copy_seconds": copy_seconds,
+        "seconds": step.seconds,
+        "copy_seconds": step.copy_seconds,
         "out_seconds": slow.out.seconds(trial.state_bytes),
         "back_seconds": slow.back.seconds(trial.state_bytes),
         "reverse_seconds": reverse_seconds(cell, FEW_BLOCKS),

@@ -28,7 +28,9 @@ TRIALS = 5
 TRIAL_SECONDS = 0.5
 """Calls of a step that are timed before a chain is run: so many, or for so long, but more than the first."""
 WARM_SECONDS = 2e-3
-"""Short steps are timed for so long at least."""
+"""Once it is worth it, short steps are timed for so long at least ..."""
+WARM_SHARE = 0.25
+"""... and so much of all calls is left out, at the beginning."""
 MANY_CALLS = 20
 """From so many on, a mean says more than a median; one in so many is left out."""
 MOST_SAMPLES = 256
@@ -95,6 +97,14 @@ class Trial:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Seconds of a step, and of a copy of the state that it has made."""
+
+    seconds: float
+    copy_seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class CopyCosts:
     """Seconds that a state costs besides steps, once for each step about, whatever the schedule.
 
@@ -137,32 +147,31 @@ class Samples:
         return statistics.fmean(means[: len(means) - len(means) // MANY_CALLS])
 
 
-def time_first_steps(trial: Trial) -> float:
-    """Seconds of a step, from a few calls: enough for a chain that may be short."""
-    return _time_steps(trial, 0.0, [])
+def time_first_steps(trial: Trial) -> StepCosts:
+    """What a step costs, from a few calls: enough for a chain that may be short."""
+    return time_steps(trial, 0.0)
 
 
-def time_step(trial: Trial, seconds: float) -> float:
-    """Seconds of a step, once all that it touches is warm; ``seconds`` is what measuring may take.
+def time_steps(trial: Trial, seconds: float) -> StepCosts:
+    """What a step costs, once all that it touches is warm; ``seconds`` is what measuring may take.
 
-    As in a run, states are copied in between, which takes some of what the step touches out of the caches.
+    As in a run, states are copied in between: steps and copies take from each other what they have in the caches.
     """
     blocks = [trial.blocks.take() for _ in range(min(trial.slots, FEW_BLOCKS))]
-    found = _time_steps(trial, max(seconds, WARM_SECONDS), blocks)
-    trial.blocks.give_back(*blocks)
-    return found
-
-
-def _time_steps(trial: Trial, least_seconds: float, blocks: list[Block]) -> float:
-    samples = Samples()
+    steps, copies = Samples(), Samples()
     start = time.perf_counter()
-    while (taken := time.perf_counter() - start) < max(TRIAL_SECONDS, least_seconds) or samples.calls < 2:
-        if samples.calls >= TRIALS and taken >= least_seconds:
+    while (taken := time.perf_counter() - start) < max(TRIAL_SECONDS, seconds) or steps.calls < 2:
+        if steps.calls >= TRIALS and taken >= seconds:
             break
-        if blocks:
-            trial.pack(trial.prepare(), blocks[samples.calls % len(blocks)])
-        samples.add(trial.time())
-    return samples.typical(warm_share=0.25)
+        state = trial.prepare()
+        began = time.perf_counter()
+        state = trial.step(state)
+        done = time.perf_counter()
+        trial.pack(state, blocks[steps.calls % len(blocks)])
+        copies.add(time.perf_counter() - done)
+        steps.add(done - began)
+    trial.blocks.give_back(*blocks)
+    return StepCosts(steps.typical(warm_share=WARM_SHARE), copies.typical(warm_share=WARM_SHARE))
 
 
 def time_copy(trial: Trial, count: int) -> CopyCosts:
