@@ -91,7 +91,8 @@ class StateStore:
         Raises:
             SpillError: if a copy out has failed.
         """
-        self._bring()
+        if self._wanted:
+            self._bring()
         while self._writing and self._writing[0].copy.ready:
             self._reap()
         if self._reserved and self._filled[0] == tier:
@@ -162,7 +163,8 @@ class StateStore:
 
     def get(self, step: int, tier: str) -> Block:
         """A state's block, once it is there. One in memory stays that slot's; one from a slow tier is the caller's."""
-        self._bring()
+        if self._wanted:
+            self._bring()
         if tier != MEMORY:
             block = self._all.extra()
             return self._wait(self._tiers[tier].bring(self._find(step, tier), block.storage), block)
@@ -173,7 +175,8 @@ class StateStore:
 
     def drop(self, step: int, tier: str) -> None:
         """Give a slot back."""
-        self._bring()
+        if self._wanted:
+            self._bring()
         if tier == MEMORY:
             held = self._memory.pop(step)
             self._all.give_back(self._wait(*held) if isinstance(held, tuple) else held)
