@@ -125,12 +125,12 @@ def test_what_compute_loses_makes_intervals_longer() -> None:
 
 
 def test_of_intervals_about_as_good_the_longest_is_taken() -> None:
-    """What transfers take from compute in short parts, steps that run again take in long ones: 1 is best by a little."""
-    n, states, lost = 10**5, 49, 1.05
+    """What transfers take from compute in short parts, steps that run again take in long ones."""
+    n, states, lost = 10**5, 49, 0.9
     tier = disk(0.5, 0.5, slowdown=lost)
     choice = choose(n, SIZE, 1.0, 2.0, (states + 1) * SIZE, [tier])
     assert isinstance(choice.schedule, Multistage)
-    assert 30 < choice.schedule.interval < states
+    assert 20 < choice.schedule.interval < states
     shortest = Multistage(n, states, 1)
     least_seconds = shortest.seconds(1.0, 2.0, 0.5, 0.5) + shortest.slots["disk"] * lost
     assert least_seconds < choice.seconds < (1 + ALIKE_SHARE) * least_seconds
