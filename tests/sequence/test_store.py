@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.errors import SequenceError
-from ebbtide.sequence import aio
+from ebbtide.sequence import aio, run
 from ebbtide.sequence.blocks import RUN_BYTES, Block, Blocks, storage_of
 from ebbtide.sequence.disk import Copy, StateDisk, StatePlace, joined
-from ebbtide.sequence.schedules import DISK, MEMORY
+from ebbtide.sequence.schedules import DISK, MEMORY, Multistage
 from ebbtide.sequence.store import StateStore
+from tests.sequence.test_run import START, forward, forward_in_place, plain, reverse, turn
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 STATE_BYTES = 5000
@@ -152,3 +154,15 @@ class TestStore:
             assert all(holds(store.get(step, MEMORY), step) for step in range(8))
         assert disk.out == disk.back == [blocks.block_bytes] * 8
         disk.close()
+
+
+@given(st.integers(2, 90), st.integers(6, 20), st.integers(1, 12), st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_chains_whose_states_go_together(n: int, states: int, interval: int, in_place: bool) -> None:
+    """The adjoint is that of the plain loop, and the forward steps are the schedule's."""
+    schedule = Multistage(n, states, interval)
+    operator, memory = forward_in_place if in_place else forward, (states + 1) * START.nbytes
+    with tempfile.TemporaryDirectory() as directory:
+        done = run(operator, reverse, n, START, turn=turn, memory=memory, spill=directory, schedule=schedule)
+    assert done.adjoint.tobytes() == plain(n)[0].tobytes()
+    assert done.forward_steps == schedule.forward_steps
