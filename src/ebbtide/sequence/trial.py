@@ -245,9 +245,11 @@ def time_transfers(
         if capacity_bytes is not None:
             room = min(room, capacity_bytes // storages[0].nbytes())
         count = min(UNDER_WAY, trial.slots // length, 2 + int(step_seconds / max(min(out, back), 1e-9)))
-        runs += [trial.samples(length) for _ in range(count - 1)]
-        while len(runs[-1]) < length:  # what is free does not lie together
-            trial.blocks.give_back(*runs.pop())
+        others = [trial.samples(length) for _ in range(count - 1)]
+        runs += [run for run in others if len(run) == length]
+        for run in others:  # of what is free, some may not lie together
+            if len(run) < length:
+                trial.blocks.give_back(*run)
         count = len(runs)
         storages = [storage_of(run) for run in runs]
 
