@@ -30,7 +30,7 @@ from ebbtide.sequence.planning import quickest
 from ebbtide.sequence.schedules import DISK, Advance, Multistage, Record, Store
 from ebbtide.sequence.spill import open_spill
 from ebbtide.sequence.store import StateStore
-from ebbtide.sequence.trial import FEW_BLOCKS, Samples, Trial, time_copy, time_step, time_transfers
+from ebbtide.sequence.trial import FEW_BLOCKS, Samples, Trial, time_steps, time_transfers
 
 PILOT_STEPS = 300
 SWEEP_BLOCKS = 9
@@ -62,8 +62,8 @@ def state_bytes(cell: Cell) -> int:
     return Layout(cell.start).size_bytes
 
 
-def reverse_seconds(cell: Cell) -> float:
-    """Of a reverse step alone, in a short chain: what it is likely to take now, as the processor's speed varies."""
+def reverse_seconds(cell: Cell, count: int) -> float:
+    """Of a reverse step, in a short chain in as much memory: what it is likely to take now, as speeds vary."""
     samples = Samples()
 
     def timed(state: Pair, adjoint: Pair, step: int) -> Pair:
@@ -72,13 +72,13 @@ def reverse_seconds(cell: Cell) -> float:
         samples.add(time.perf_counter() - start)
         return adjoint
 
-    run(cell.forward, timed, PILOT_STEPS, cell.start, turn=cell.turn, memory=12 * state_bytes(cell))
+    run(cell.forward, timed, PILOT_STEPS, cell.start, turn=cell.turn, memory=count * state_bytes(cell))
     return samples.typical()
 
 
 def ours(cell: Cell, n: int, count: int, spill: str) -> Answer:
     """`ebbtide.sequence.run`, which chooses the schedule itself."""
-    expected = reverse_seconds(cell)  # not timed
+    expected = reverse_seconds(cell, count)  # not timed
     memory = count * state_bytes(cell)
     done, answer = _measured(
         lambda: run(
@@ -246,7 +246,7 @@ class _Synchronous:
         self._disk = DiskTier(spill)
         self._layout = Layout(cell.start)
         trial = _trial(cell)
-        self._block = trial.sample()
+        (self._block,) = trial.samples(1)
         self._slots: dict[int, Any] = {}
 
     def run(self, actions: tuple[Any, ...]) -> None:
@@ -325,15 +325,15 @@ def sweep(cell: Cell, n: int, interval: int, spill: str) -> Answer:
 @functools.lru_cache(maxsize=1)
 def _costs(cell: Cell, spill: str) -> Answer:
     trial = _trial(cell)
-    step_seconds, copy_seconds = time_step(trial, 0.5), time_copy(trial, FEW_BLOCKS).seconds
+    step = time_steps(trial, 0.5)
     with contextlib.closing(StateDisk(spill)) as disk:
-        slow = time_transfers(disk, trial, step_seconds, copy_seconds, None, seconds=1.0)
+        slow = time_transfers(disk, trial, step.seconds, step.copy_seconds, None, seconds=1.0)
     return {
-        "seconds": step_seconds,
-        "copy_seconds": copy_seconds,
+        "seconds": step.seconds,
+        "copy_seconds": step.copy_seconds,
         "out_seconds": slow.out.seconds(trial.state_bytes),
         "back_seconds": slow.back.seconds(trial.state_bytes),
-        "reverse_seconds": reverse_seconds(cell),
+        "reverse_seconds": reverse_seconds(cell, FEW_BLOCKS),
         "state_bytes": trial.state_bytes,
     }
 
@@ -343,7 +343,7 @@ def chosen_interval(cell: Cell, n: int, count: int, spill: str) -> Answer | None
     layout = Layout(cell.start)
     trial = _trial(cell, count - 1)
     with open_spill(spill, checksum=False, item_bytes=layout.item_bytes) as files:
-        choice = quickest(n, files, trial, reverse_factor=2.0, reverse_seconds=reverse_seconds(cell)).choice
+        choice = quickest(n, files, trial, reverse_factor=2.0, reverse_seconds=reverse_seconds(cell, count)).choice
     assert choice is not None
     return {"interval": choice.schedule.interval} if isinstance(choice.schedule, Multistage) else None
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ebbtide.errors import SequenceError
 from ebbtide.machine import Link
 from ebbtide.sequence import SlowMemory, candidates, choose, slow_memories
-from ebbtide.sequence.choose import hidden_interval
+from ebbtide.sequence.choose import ALIKE_SHARE, hidden_interval
 from ebbtide.sequence.schedules import Costs, HRevolve, Multistage, PeriodicDiskRevolve, Revolve, StoreAll, interpret
 from tests.plan.random_steps import disk_machine
 
@@ -122,6 +122,18 @@ def test_what_compute_loses_makes_intervals_longer() -> None:
     assert heavy.schedule.interval >= 9
     stores = heavy.slow_bytes["disk"] / SIZE
     assert heavy.seconds == pytest.approx(heavy.forward_steps + 2e5 + 20 * stores, rel=1e-3)
+
+
+def test_of_intervals_about_as_good_the_longest_is_taken() -> None:
+    """What transfers take from compute in short parts, steps that run again take in long ones."""
+    n, states, lost = 10**5, 49, 0.9
+    tier = disk(0.5, 0.5, slowdown=lost)
+    choice = choose(n, SIZE, 1.0, 2.0, (states + 1) * SIZE, [tier])
+    assert isinstance(choice.schedule, Multistage)
+    assert 20 < choice.schedule.interval < states
+    shortest = Multistage(n, states, 1)
+    least_seconds = shortest.seconds(1.0, 2.0, 0.5, 0.5) + shortest.slots["disk"] * lost
+    assert least_seconds < choice.seconds < (1 + ALIKE_SHARE) * least_seconds
 
 
 def test_least_memory_and_a_long_chain() -> None:

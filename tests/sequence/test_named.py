@@ -35,6 +35,7 @@ from ebbtide.sequence.schedules import (
     StoreAll,
     interpret,
 )
+from ebbtide.sequence.trial import StepCosts
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 Array = npt.NDArray[np.float64]
@@ -271,7 +272,7 @@ def test_chosen_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             return SlowMemory(DISK, Link("m", DISK, 0, rate, rate), Link(DISK, "m", 0, rate, rate))
 
         monkeypatch.setattr(planning, "time_transfers", slow)
-        monkeypatch.setattr(planning, "time_step", lambda *_: 1e-4)
+        monkeypatch.setattr(planning, "time_steps", lambda *_: StepCosts(1e-4, 0.0))
 
     monkeypatch.setattr(pace, "STEADY", 1e9)  # the interval is not chosen again
     monkeypatch.setattr(pace, "LATE_SHARE", 1e9)

@@ -34,6 +34,7 @@ from ebbtide.sequence.schedules import (
     Schedule,
     StoreAll,
 )
+from ebbtide.sequence.trial import StepCosts
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 Array = npt.NDArray[np.float64]
@@ -210,7 +211,7 @@ def test_three_levels_are_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         links = Link("m", disk.name, 0, rate, rate), Link(disk.name, "m", 0, rate, rate)
         return SlowMemory(disk.name, *links, None if room is None else room * STATE_BYTES)
 
-    monkeypatch.setattr(planning, "time_step", lambda *_: 1.0)
+    monkeypatch.setattr(planning, "time_steps", lambda *_: StepCosts(1.0, 0.0))
     monkeypatch.setattr(planning, "time_transfers", measured)
     done = run(forward, reverse, 400, START, turn=turn, memory=3 * STATE_BYTES, spill=[tmp_path, tmp_path])
     assert done.choice is not None

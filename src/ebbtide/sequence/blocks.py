@@ -5,12 +5,19 @@ Blocks that come and go between the operators' own arrays leave holes in the hea
 not fit: what is resident would then be a matter of chance, up to twice what is in use. So they are parts of mappings
 whose pages are there once they are written to, which all go back together. What a chain is tried with before it is run
 lies in the same blocks.
+
+NOTE [Runs]
+To ask a disk for a transfer takes compute about as long as to copy a state, and what the disk's side does of the other
+core for each request slows compute down, too. So small states go several at a time: from blocks that lie one after
+another, a run, to places that do.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,6 +31,12 @@ MAPPING_BYTES = 16 << 20
 """A mapping has at most so many bytes, or one block."""
 CACHE_LINE_BYTES = 64
 """Blocks begin at multiples of this at least."""
+RUN_BYTES = 1 << 20
+"""Of more bytes at a time a disk takes no more each second."""
+LOOKED_AT = 4
+"""For a run, so many times its length of free blocks are looked at."""
+RUNS_IN_MEMORY = 3
+"""So many runs fit at least: one that is being filled, and two on their way."""
 
 
 class Block:
@@ -31,18 +44,28 @@ class Block:
 
     Attributes:
         storage: its bytes.
+        address: where they begin.
         views: what the layout of the states has made of it, so that it is made once.
     """
 
-    __slots__ = ("storage", "views")
+    __slots__ = ("address", "storage", "views")
 
-    def __init__(self, storage: torch.UntypedStorage) -> None:
+    def __init__(self, storage: torch.UntypedStorage, address: int) -> None:
         self.storage = storage
+        self.address = address
         self.views: Any = None
 
     def memory(self) -> memoryview:
         """All bytes."""
         return torch.empty(0, dtype=torch.uint8).set_(self.storage).numpy().data
+
+
+def storage_of(run: Sequence[Block]) -> torch.UntypedStorage:
+    """The bytes of blocks that lie one after another."""
+    if len(run) == 1:
+        return run[0].storage
+    size_bytes = sum(block.storage.nbytes() for block in run)
+    return storage_over(run[0].address, size_bytes, [block.storage for block in run], lambda _: None)
 
 
 class Blocks:
@@ -55,6 +78,8 @@ class Blocks:
 
     Attributes:
         state_bytes, count: see above.
+        block_bytes: size of a block.
+        run_length: how many make a run, at most: see NOTE [Runs].
         made: how many have been in use so far.
     """
 
@@ -62,10 +87,11 @@ class Blocks:
         self.state_bytes = state_bytes
         self.count = count
         self.made = 0
-        self._block_bytes = whole_bytes(state_bytes, PLACE_ALIGNMENT_BYTES if for_disk else CACHE_LINE_BYTES)
+        self.block_bytes = whole_bytes(state_bytes, PLACE_ALIGNMENT_BYTES if for_disk else CACHE_LINE_BYTES)
+        self.run_length = max(min(RUN_BYTES // self.block_bytes, count // RUNS_IN_MEMORY), 1)
         self._mapping: mmap.mmap | None = None
         self._end_bytes = 0  # of the blocks in it
-        self._free: list[Block] = []
+        self._free: dict[int, Block] = {}  # by address; the one given back last comes last
 
     @property
     def are_taken(self) -> bool:
@@ -74,13 +100,32 @@ class Blocks:
 
     def take(self) -> Block:
         """A block: the one given back last, or a new one. Raises `SequenceError` if there is no RAM for it."""
-        if self._free:
-            return self._free.pop()
+        return self._free.popitem()[1] if self._free else self._new()
+
+    def take_run(self, length: int) -> list[Block]:
+        """Up to ``length`` blocks, at least one, that lie one after another. Errors: `take`."""
+        if not self._free:
+            length = min(length, self.count - self.made)
+            run = [self._new()]
+            while len(run) < length and self._mapping is not None and self._end_bytes < len(self._mapping):
+                run.append(self._new())
+            return run
+        # Those that have been free for longest: of them most lie together still.
+        addresses = sorted(itertools.islice(self._free, LOOKED_AT * length))
+        best, start = (0, 1), 0
+        for stop in range(1, len(addresses) + 1):
+            if stop == len(addresses) or addresses[stop] != addresses[stop - 1] + self.block_bytes:
+                if stop - start > best[1] - best[0]:
+                    best = start, stop
+                start = stop
+        return [self._free.pop(address) for address in addresses[slice(*best)][:length]]
+
+    def _new(self) -> Block:
         if self._mapping is None or self._end_bytes == len(self._mapping):
-            self._mapping = self._map(max(min(MAPPING_BYTES // self._block_bytes, self.count - self.made), 1))
+            self._mapping = self._map(max(min(MAPPING_BYTES // self.block_bytes, self.count - self.made), 1))
             self._end_bytes = 0
         block = self._block(self._mapping, self._end_bytes)
-        self._end_bytes += self._block_bytes
+        self._end_bytes += self.block_bytes
         self.made += 1
         return block
 
@@ -90,19 +135,20 @@ class Blocks:
 
     def give_back(self, *blocks: Block) -> None:
         """They may be taken again."""
-        self._free += blocks
+        for block in blocks:
+            self._free[block.address] = block
 
     def _map(self, count: int) -> mmap.mmap:
         """A mapping for so many blocks. It goes when the last of them does."""
         try:
-            return mmap.mmap(-1, count * self._block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            return mmap.mmap(-1, count * self.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as fault:
-            size = format_bytes(self._block_bytes)
+            size = format_bytes(self.block_bytes)
             raise SequenceError(f"no RAM for a state of {size} ({fault.strerror}); give less memory=...") from fault
 
     def _block(self, mapping: mmap.mmap, start: int) -> Block:
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapping, start))
-        return Block(storage_over(address, self._block_bytes, mapping, lambda _: None))
+        return Block(storage_over(address, self.block_bytes, mapping, lambda _: None), address)
 
 
 def whole_bytes(size_bytes: int, alignment_bytes: int) -> int:

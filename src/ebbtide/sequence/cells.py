@@ -21,6 +21,7 @@ from ebbtide.sequence.tensors import State, TensorLayout, bytes_of
 Cell = Callable[[Any, Any], tuple[Any, Any]]
 _LEAF_TYPES = (Tensor, int, type(None))
 _LEAF: TreeSpec = tree_flatten(None)[1]
+_NOTHING: tuple[list[Any], TreeSpec] = ([None], _LEAF)
 
 
 class Inputs(Protocol):
@@ -112,7 +113,7 @@ class CellChain:
         self._steps_took = steps_took
         self._checksums = Checksums("cell") if check else None
         self._steps: list[_Step] = []
-        self._alike: dict[_Step, _Step] = {}  # so that steps that are alike share one record
+        self._alike: dict[tuple[Any, ...], _Step] = {}  # so that steps that are alike share one record
         self._ys: list[tuple[list[Any], TreeSpec]] = []
         self._final: list[Any] = []
         self._start: list[int | None] = []
@@ -170,11 +171,15 @@ class CellChain:
         same = tuple(_find(output, ran.following) for output in outputs)
         inputs = tuple(map(self.outside.input_number, ran.inputs))
         once = tuple(count == 1 for count in uses.values())
-        record = _Step(inputs, tuple(uses), once, same, _needs_grad(ran.following))
-        self._steps.append(self._alike.setdefault(record, record))
+        key = (inputs, tuple(uses), once, same, _needs_grad(ran.following))
+        record = self._alike.get(key)
+        if record is None:
+            record = self._alike[key] = _Step(*key)
+        self._steps.append(record)
         numbers = {id(output): _Number(len(self.results) + k) for k, output in enumerate(outputs)}
         self.results += [output.detach() for output in outputs]
-        self._ys.append(([numbers.get(id(part), part) for part in ran.parts], ran.spec))
+        nothing = ran.spec is _LEAF and ran.parts[0] is None
+        self._ys.append(_NOTHING if nothing else ([numbers.get(id(part), part) for part in ran.parts], ran.spec))
         if step == len(self._inputs) - 1:
             for part in ran.following:
                 if part.requires_grad and id(part) not in numbers:

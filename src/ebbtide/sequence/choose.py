@@ -32,6 +32,8 @@ INTERVALS = 16
 """Intervals up to this are all tried, of longer ones so many to each power of e."""
 SMALL_SHARE = 0.01
 """No interval is tried only because transfers cost compute a smaller part of its time than this."""
+ALIKE_SHARE = 0.03
+"""Intervals whose predicted times differ by less are as good as each other, as times are not known better than so."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -169,7 +171,10 @@ def hidden_interval(step_seconds: float, transfer_seconds: float) -> int:
 def best_multistage(
     n: int, states: int, state_bytes: int, step_seconds: float, reverse_seconds: float, tier: SlowMemory
 ) -> tuple[Multistage, float] | None:
-    """The multistage schedule with the best interval, and its predicted seconds; None if the tier is too small."""
+    """The multistage schedule with the best interval, and its predicted seconds; None if the tier is too small.
+
+    Of intervals that are about as good, the longest: it moves least.
+    """
     write, read = tier.out.seconds(state_bytes), tier.back.seconds(state_bytes)
     slowdown = write * tier.out.compute_slowdown + read * tier.back.compute_slowdown
     room = tier.slots(state_bytes)
@@ -180,15 +185,15 @@ def best_multistage(
     if room is not None:
         exact.append(-(-n // max(room, 1)))  # so many that they fit there
     exact = [min(interval, n) for interval in exact]
-    best: tuple[Multistage, float] | None = None
+    found: list[tuple[Multistage, float]] = []
     for interval in sorted({*_spread(max(exact)), *exact}):
         schedule = Multistage(n, states, interval, tier.name)
         moved = schedule.slots[tier.name]
         if room is None or moved <= room:
             seconds = schedule.seconds(step_seconds, reverse_seconds, write, read) + moved * slowdown
-            if best is None or seconds < best[1]:
-                best = schedule, seconds
-    return best
+            found.append((schedule, seconds))
+    most = (1 + ALIKE_SHARE) * min((seconds for _, seconds in found), default=0.0)
+    return next((pair for pair in reversed(found) if pair[1] <= most), None)
 
 
 def _spread(longest: int) -> Iterator[int]:

@@ -13,6 +13,7 @@ import os
 import threading
 import weakref
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -37,6 +38,29 @@ class StatePlace(DiskPlace):
     """
 
     packed: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all is in the file, as it was in memory, and nothing else is known of it."""
+        return not (self.packed or self.checksums or self.head_bytes or self.tail)
+
+    def is_right_before(self, other: StatePlace) -> bool:
+        """Whether this place and ``other`` could be read as one."""
+        return self.is_plain and other.is_plain and self.offset_bytes + self.size_bytes == other.offset_bytes
+
+    def split(self, count: int) -> list[StatePlace]:
+        """As so many places of one size."""
+        if count == 1:
+            return [self]
+        size_bytes = self.size_bytes // count
+        return [StatePlace(self.offset_bytes + number * size_bytes, size_bytes, 0) for number in range(count)]
+
+
+def joined(places: Sequence[StatePlace]) -> StatePlace:
+    """Places of which each is right before the one that precedes it here, as one."""
+    if len(places) == 1:
+        return places[0]
+    return StatePlace(places[-1].offset_bytes, sum(place.size_bytes for place in places), 0)
 
 
 class Copy(Protocol):
@@ -82,7 +106,7 @@ class StateDisk(DiskTier):
     def store(self, storage: torch.UntypedStorage) -> Copy:
         """Begin to copy a state out, to a place of its own. Raises `SpillError` if that cannot begin."""
         size_bytes = storage.nbytes()
-        file = self._file_for(storage, size_bytes)
+        file = self._file_for(storage.data_ptr(), size_bytes)
         if file is None:
             slot = self.write(storage)
             return _QueuedCopy(self, slot, slot)
@@ -98,8 +122,7 @@ class StateDisk(DiskTier):
     def bring(self, place: StatePlace, storage: torch.UntypedStorage) -> Copy:
         """Begin to copy what is at a place back, into memory like that from which it was written. Errors: `store`."""
         size_bytes = storage.nbytes()
-        is_plain = not (place.packed or place.checksums or place.head_bytes or place.tail)
-        file = self._file_for(storage, size_bytes) if is_plain else None
+        file = self._file_for(storage.data_ptr(), size_bytes) if place.is_plain else None
         if file is None:
             slot = self.recall(place, storage)
             return _QueuedCopy(self, slot, self.read(slot, storage))
@@ -109,14 +132,18 @@ class StateDisk(DiskTier):
         except OSError as fault:
             raise SpillError(self.explain(fault, size_bytes, "reading")) from fault
 
-    def _file_for(self, storage: torch.UntypedStorage, size_bytes: int) -> aio.AsyncFile | None:
+    def takes_runs(self, block_bytes: int) -> bool:
+        """Whether states in blocks of this size, at multiples of it, may come and go several at a time."""
+        return self._file_for(0, block_bytes) is not None
+
+    def _file_for(self, address: int, size_bytes: int) -> aio.AsyncFile | None:
         """See NOTE [Two ways]. None is for the threads of `DiskTier`."""
         if (
             self.checksum
             or (self.codec is not None and self.share > 0)
             or not 0 < size_bytes <= PART_BYTES
             or size_bytes % self.block_bytes
-            or storage.data_ptr() % self.block_bytes
+            or address % self.block_bytes
         ):
             return None
         if self._file is None and aio.is_there():

@@ -77,7 +77,7 @@ class Executor(Generic[State]):
                 self._working = chain.advance(self._take(), record.start, record.stop)
                 self.forward_steps += record.stop - record.start
             elif isinstance(record, Store):
-                block = store.take()
+                block = store.take(record.tier)
                 chain.pack(self.working, block)
                 store.put(record.step, record.tier, block)
             elif isinstance(record, Load):

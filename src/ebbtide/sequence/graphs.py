@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node, _engine_run_backward, get_gradient_edge
+from torch.overrides import has_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
@@ -142,7 +143,10 @@ def local_gradients(
     """
     fed = [(_alias(target), held) for target, held in zip(targets, sums, strict=True) if held is not None]
     outputs, grads = zip(*roots, *fed, strict=True)
-    return list(torch.autograd.grad(outputs, targets, grads, retain_graph=keep, allow_unused=True))
+    if has_torch_function((*outputs, *targets)):
+        return list(torch.autograd.grad(outputs, targets, grads, retain_graph=keep, allow_unused=True))
+    # What `torch.autograd.grad` comes to. It looks at shapes and types first, which the engine does, too.
+    return list(_engine_run_backward(outputs, grads, keep, False, tuple(targets), True, accumulate_grad=False))
 
 
 @contextlib.contextmanager
@@ -183,28 +187,33 @@ class _Finder(TorchDispatchMode):
 
 def _ends(outputs: Iterable[Tensor], own: set[int], since: int) -> tuple[list[tuple[Tensor, int]], dict[Edge, int]]:
     """Leaves and edges to results of other ops at which the graph of ``outputs`` ends, and how often it does."""
-    leaves: dict[int, tuple[Tensor, int]] = {}
+    leaves: dict[int, Tensor] = {}
+    counts: dict[int, int] = {}
     results: dict[Edge, int] = {}
-    edges: list[Edge] = []
-
-    def meet(leaf: Tensor) -> None:
-        if id(leaf) not in own:
-            leaves[id(leaf)] = (leaf, leaves[id(leaf)][1] + 1 if id(leaf) in leaves else 1)
-
-    for output in outputs:
-        if output.grad_fn is not None:
-            edges.append((output.grad_fn, output.output_nr))
-        elif output.requires_grad:
-            meet(output)
     seen: set[Node] = set()
-    while edges:
-        edge = edges.pop()
-        node = edge[0]
-        if type(node) is _LEAF_NODE:
-            meet(node.variable)  # type: ignore[attr-defined]
-        elif node._sequence_nr() < since:
-            results[edge] = results.get(edge, 0) + 1
-        elif node not in seen:
-            seen.add(node)
-            edges += [(following, number) for following, number in node.next_functions if following is not None]
-    return list(leaves.values()), results
+    left: list[Node] = []
+    # As if there were a node that takes the outputs. All this runs once for each step, which is why it is so terse.
+    edges: Sequence[tuple[Node | None, int]] = [
+        (get_gradient_edge(output).node if output.grad_fn is None else output.grad_fn, output.output_nr)
+        for output in outputs
+        if output.requires_grad
+    ]
+    while True:
+        for edge in edges:
+            node = edge[0]
+            if node is None or node in seen:
+                continue
+            if type(node) is _LEAF_NODE:
+                leaf: Tensor = node.variable  # type: ignore[attr-defined]
+                key = id(leaf)
+                if key not in own:
+                    leaves[key] = leaf
+                    counts[key] = counts.get(key, 0) + 1
+            elif node._sequence_nr() < since:
+                results[edge] = results.get(edge, 0) + 1  # type: ignore[index, arg-type]
+            else:
+                seen.add(node)
+                left.append(node)
+        if not left:
+            return [(leaf, counts[key]) for key, leaf in leaves.items()], results
+        edges = left.pop().next_functions

@@ -34,28 +34,27 @@ class Pace:
         self._interval = max(interval, least, 1)
         self._took: list[float] = []
         self._waits: list[float] = []
-        self._waited = 0.0
+        self._intervals = 0
 
     def steps_took(self, steps: int, seconds: float) -> None:
         """Note what steps of the first sweep took, from one stored state to the next."""
         self._took.append(seconds / steps)
 
-    def was_late(self, seconds: float) -> None:
-        """Note that compute has waited for a copy out."""
-        self._waited += seconds
+    def was_late(self, seconds: float, states: int = 1) -> None:
+        """Note how long compute has waited for a copy out of so many states."""
+        self._waits += [seconds / states] * states
 
     def interval(self, step: int) -> int:  # noqa: ARG002
         """Steps from a state that is about to be stored to the next."""
-        self._waits.append(self._waited)
-        self._waited = 0.0
-        if len(self._waits) > RECENT:
+        self._intervals += 1
+        if self._intervals > RECENT:
             self._follow()
-            self._took, self._waits = [], []
+            self._took, self._waits, self._intervals = [], [], 0
         return self._interval
 
     def _follow(self) -> None:
         step_seconds = statistics.median(self._took) if self._took else self._step_seconds
-        late_seconds = statistics.median(self._waits) - self._late_seconds
+        late_seconds = (statistics.median(self._waits) if self._waits else 0.0) - self._late_seconds
         is_late = late_seconds > LATE_SHARE * self._seconds
         if is_late:
             self._seconds += late_seconds

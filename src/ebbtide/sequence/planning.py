@@ -22,11 +22,13 @@ from ebbtide.sequence.store import unnoted
 from ebbtide.sequence.trial import (
     FEW_BLOCKS,
     MANY_BLOCKS_BYTES,
+    WARM_SECONDS,
     CopyCosts,
+    StepCosts,
     Trial,
     time_copy,
     time_first_steps,
-    time_step,
+    time_steps,
     time_transfers,
 )
 
@@ -45,8 +47,8 @@ LEAST_CODEC_BYTES = 1 << 16
 """A smaller state takes a disk about as long whatever its size."""
 MANY_COPIES = 5
 """To time copies into all blocks takes about so many of each."""
-RECORDS_SECONDS = 10e-6
-"""To follow a schedule takes about so long for each step of the chain."""
+RECORDS_SECONDS = 13e-6
+"""To follow a schedule, and to know where states are, takes about so long for each step of the chain."""
 CODEC_GAIN = 0.97
 """States are compressed if the whole chain then takes less than this part of the time."""
 
@@ -63,14 +65,14 @@ class Course:
         choice: what is expected; None where the length is not known.
         spills: whether states go to a disk.
         steps_took: to be told how many steps of the first sweep took how many seconds.
-        was_late: to be told how long compute has waited for a copy out.
+        was_late: to be told how long compute has waited for a copy out, and of how many states.
     """
 
     records: Records
     choice: Choice | None
     spills: bool = False
     steps_took: Callable[[int, float], None] = unnoted
-    was_late: Callable[[float], None] = unnoted
+    was_late: Callable[[float, int], None] = unnoted
 
 
 def quickest(
@@ -100,11 +102,12 @@ def quickest(
         choice = choose(n, trial.state_bytes, 0.0, 0.0, _memory(slots, trial))
         choice = dataclasses.replace(choice, seconds=math.nan)  # nothing was measured, as there is nothing to decide
         return Course(lambda _: choice.schedule.records(), choice)
-    step_seconds = time_first_steps(trial)
     copy = time_copy(trial, min(slots, FEW_BLOCKS))
-    ways = [(slots, copy.seconds)]
+    step = time_first_steps(trial)
+    ways = _ways(trial, copy, step, 0.0)
 
     def chosen(tiers: Sequence[SlowMemory]) -> Choice:
+        step_seconds = step.seconds
         reverse = reverse_factor * step_seconds if reverse_seconds is None else reverse_seconds
         return _best(n, trial, ways, step_seconds, reverse + RECORDS_SECONDS, tiers, resume=bool(there))
 
@@ -119,9 +122,9 @@ def quickest(
         choice = expected(choice)
         return Course(lambda _: choice.schedule.records(), choice)
     seconds = MEASURING_SHARE * least_seconds
-    step_seconds = time_step(trial, seconds)
-    ways = _ways(trial, copy, seconds)
-    tiers = [_measured(disk, trial, step_seconds, copy.seconds, seconds, chosen) for disk in spill.open()]
+    step = time_steps(trial, max(seconds, WARM_SECONDS))
+    ways = _ways(trial, copy, step, seconds)
+    tiers = [_measured(disk, trial, step, seconds, chosen) for disk in spill.open()]
     choice = expected(chosen(tiers))
     schedule = choice.schedule
     if not isinstance(schedule, Multistage) or not (schedule.parts or there):  # nothing goes to a disk beside steps
@@ -129,23 +132,25 @@ def quickest(
         left = there if spills else []
         return Course(lambda _: resumed(schedule.records(), left, DISK), choice, spills)
     tier = next(tier for tier in tiers if tier.name == schedule.tier)
-    return _paced(schedule, choice, tier, trial, step_seconds, there)
+    return _paced(schedule, choice, tier, trial, step.seconds, there)
 
 
-def _ways(trial: Trial, copy: CopyCosts, seconds: float) -> list[tuple[int, float]]:
+def _ways(trial: Trial, copy: CopyCosts, step: StepCosts, seconds: float) -> list[tuple[int, float]]:
     """How many slots may be taken, and what copies of states cost then.
 
     Few of them stay in the processor's caches, so that it may be quicker to run more steps again and leave the others.
 
     Args:
         trial: the chain's states.
-        copy: what they cost with few slots.
+        copy: what they cost with few slots, one after another.
+        step: what steps cost, and copies between them.
         seconds: that it may take to time copies with all.
     """
+    few_seconds = max(copy.seconds, step.copy_seconds)
     many = min(trial.slots, MANY_BLOCKS_BYTES // max(trial.state_bytes, 1))
     if many <= FEW_BLOCKS or many * (copy.first_seconds + MANY_COPIES * copy.seconds) > seconds:
-        return [(trial.slots, copy.seconds)]
-    return [(trial.slots, max(time_copy(trial, many).seconds, copy.seconds)), (FEW_BLOCKS, copy.seconds)]
+        return [(trial.slots, few_seconds)]
+    return [(trial.slots, max(time_copy(trial, many).seconds, few_seconds)), (FEW_BLOCKS, few_seconds)]
 
 
 def _best(
@@ -219,7 +224,7 @@ def online(spill: SpillFiles, trial: Trial) -> Course:
     if not spill.names or slots < 2:
         return Course(OnlineInMemory(slots).records, None)
     disks = spill.open()
-    step_seconds = time_first_steps(trial)
+    step_seconds = time_first_steps(trial).seconds
     link = time_transfers(disks[0], trial, step_seconds, 0.0, None, seconds=0.0).out
     pace = Pace(hidden_interval(step_seconds, link.seconds(trial.state_bytes)), step_seconds)
     return Course(Online(slots, pace.interval, disks[0].name).records, None, True, pace.steps_took, pace.was_late)
@@ -235,28 +240,27 @@ def _as_if_packed(way: Link) -> Link:
 def _measured(
     disk: StateDisk,
     trial: Trial,
-    step_seconds: float,
-    copy_seconds: float,
+    step: StepCosts,
     seconds: float,
     chosen: Callable[[Sequence[SlowMemory]], Choice],
 ) -> SlowMemory:
     """The disk as measured; from then on it compresses states if the chain takes less time so."""
     capacity_bytes = int(DISK_SHARE * free_bytes(disk.directory))
-    plain = time_transfers(disk, trial, step_seconds, copy_seconds, capacity_bytes, seconds=seconds)
+    plain = time_transfers(disk, trial, step.seconds, step.copy_seconds, capacity_bytes, seconds=seconds)
     ways = (plain.out, plain.back)
     if disk.codec is None or trial.state_bytes < LEAST_CODEC_BYTES:
         return plain
     out, back = map(_as_if_packed, ways)
     if chosen([SlowMemory(disk.name, out, back, capacity_bytes)]).seconds >= CODEC_GAIN * chosen([plain]).seconds:
         return plain
-    block = trial.sample()
+    (block,) = trial.samples(1)
     sample = block.memory()[:PART_BYTES]
     share = paying_share(disk.codec, sample, *(way.seconds(len(sample)) for way in ways))
     trial.blocks.give_back(block)
     if share is None:
         return plain
     disk.share = share
-    packed = time_transfers(disk, trial, step_seconds, copy_seconds, capacity_bytes, seconds=seconds)
+    packed = time_transfers(disk, trial, step.seconds, step.copy_seconds, capacity_bytes, seconds=seconds)
     if chosen([packed]).seconds < CODEC_GAIN * chosen([plain]).seconds:
         return packed
     disk.share = 0.0

@@ -4,18 +4,22 @@ NOTE [Blocks]
 A slot in memory is a block of as many bytes as a state has. No more blocks than slots ever exist: a copy on its way out
 keeps its block until it is done, and one on its way back takes one at once. Whoever needs a block while all are taken
 waits for the oldest copy out. So a slow tier that is late makes compute wait, and nothing is dropped.
+
+Small states go to a slow tier in runs, if that takes them so: see NOTE [Runs] in `ebbtide.sequence.blocks`. A run goes
+when it is full, or when one of its states or blocks is wanted; states that are asked for together come back together.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from ebbtide.errors import SequenceError
-from ebbtide.sequence.blocks import Block, Blocks
-from ebbtide.sequence.disk import Copy, StateDisk, StatePlace
+from ebbtide.sequence.blocks import Block, Blocks, storage_of
+from ebbtide.sequence.disk import Copy, StateDisk, StatePlace, joined
 from ebbtide.sequence.schedules import MEMORY
 from ebbtide.sequence.shelf import Shelf
 
@@ -24,13 +28,22 @@ def unnoted(*_: object) -> None:
     """Nobody wants to know."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Outgoing:
+    """States on their way to a slow tier: by step, each with its block."""
+
+    tier: str
+    states: dict[int, Block]
+    copy: Copy
+
+
 class StateStore:
     """States by step and tier; a context that lets go of all of them at its end.
 
     Args:
         blocks: the slots in memory.
         tiers: the slow tiers, by name.
-        late: told the seconds that compute has waited for a copy out.
+        late: told the seconds that compute has waited for a copy out, and of how many states.
         written: told the step and place of each copy out, in order, some time after it is there.
 
     Attributes:
@@ -43,7 +56,7 @@ class StateStore:
         blocks: Blocks,
         tiers: Mapping[str, StateDisk],
         *,
-        late: Callable[[float], None] = unnoted,
+        late: Callable[[float, int], None] = unnoted,
         written: Callable[[int, StatePlace], None] = unnoted,
     ) -> None:
         self.waited_seconds = 0.0
@@ -54,7 +67,11 @@ class StateStore:
         self._tiers = tiers
         self._memory: dict[int, Block | tuple[Copy, Block]] = {}  # the latter while it comes back
         self._shelves = {name: Shelf() for name in tiers}  # what is on the slow tiers, but for what is on its way there
-        self._writing: collections.deque[tuple[int, str, Copy, Block]] = collections.deque()
+        self._writing: collections.deque[_Outgoing] = collections.deque()
+        # Of the run that is being filled: its tier, the states in it, and the blocks that follow.
+        self._filled: tuple[str, dict[int, Block]] = (MEMORY, {})
+        self._reserved: collections.deque[Block] = collections.deque()
+        self._wanted: list[tuple[int, str]] = []  # states that are to come back
 
     def __enter__(self) -> StateStore:
         return self
@@ -63,43 +80,94 @@ class StateStore:
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._writing.clear()
+        self._filled = (MEMORY, {})
+        self._reserved.clear()
         self._memory.clear()
         self._shelves.clear()
 
-    def take(self) -> Block:
-        """A block that is free: one given back, a new one, or the one of the oldest copy out, once that is done.
+    def take(self, tier: str) -> Block:
+        """A free block for a state that will be stored on ``tier``; if need be, once the oldest copy out is done.
 
         Raises:
             SpillError: if a copy out has failed.
         """
-        while self._writing and (self._writing[0][2].ready or self._all.are_taken):
+        if self._wanted:
+            self._bring()
+        while self._writing and self._writing[0].copy.ready:
+            self._reap()
+        if self._reserved and self._filled[0] == tier:
+            return self._reserved.popleft()
+        if tier == MEMORY:
+            self._free_one()
+            return self._all.take()
+        self._send()
+        self._free_one()
+        self._filled = (tier, {})
+        self._reserved += self._all.take_run(self._run_length(tier))
+        return self._reserved.popleft()
+
+    def _run_length(self, tier: str) -> int:
+        return self._all.run_length if self._tiers[tier].takes_runs(self._all.block_bytes) else 1
+
+    def _free_one(self) -> None:
+        """Wait until a block is free."""
+        if self._all.are_taken:
+            self._send()
+        while self._writing and self._all.are_taken:
             self._reap()
         if self._all.are_taken:
             raise SequenceError(f"the schedule holds more states in memory than its {self._all.count} slots")
-        return self._all.take()
 
     def put(self, step: int, tier: str, block: Block) -> None:
         """Store a state that was copied into a block of `take`."""
         if tier == MEMORY:
             self._memory[step] = block
-        else:
-            self._writing.append((step, tier, self._tiers[tier].store(block.storage), block))
-            self.stored[tier] += 1
+            return
+        self._filled[1][step] = block
+        self.stored[tier] += 1
+        if not self._reserved:
+            self._send()
+
+    def _send(self) -> None:
+        """Let the run go that is being filled."""
+        (tier, states), self._filled = self._filled, (MEMORY, {})
+        self._all.give_back(*self._reserved)
+        self._reserved.clear()
+        if states:
+            copy = self._tiers[tier].store(storage_of([*states.values()]))
+            self._writing.append(_Outgoing(tier, states, copy))
 
     def adopt(self, step: int, tier: str, place: StatePlace) -> None:
         """Take up a state that is on a slow tier already."""
         self._shelves[tier].put(step, place)
 
     def fetch(self, step: int, tier: str) -> None:
-        """Begin to bring a state back from a slow tier into a slot in memory."""
-        block = self.take()
-        self._memory[step] = (self._read(step, tier, block), block)
+        """Bring a state back from a slow tier into a slot in memory; begins before anything else is done."""
+        self._wanted.append((step, tier))
+
+    def _bring(self) -> None:
+        """Begin to bring back what is wanted."""
+        while self._wanted:
+            steps, tier = [self._wanted[0][0]], self._wanted[0][1]
+            places = [self._find(*self._wanted[0])]
+            for step, other in self._wanted[1 : self._run_length(tier)]:
+                if other != tier or not (place := self._find(step, tier)).is_right_before(places[-1]):
+                    break
+                steps.append(step)
+                places.append(place)
+            self._free_one()
+            run = self._all.take_run(len(places))
+            copy = self._tiers[tier].bring(joined(places[: len(run)]), storage_of(run))
+            self._memory.update((step, (copy, block)) for step, block in zip(steps, reversed(run), strict=False))
+            del self._wanted[: len(run)]
 
     def get(self, step: int, tier: str) -> Block:
         """A state's block, once it is there. One in memory stays that slot's; one from a slow tier is the caller's."""
+        if self._wanted:
+            self._bring()
         if tier != MEMORY:
             block = self._all.extra()
-            return self._wait(self._read(step, tier, block), block)
+            return self._wait(self._tiers[tier].bring(self._find(step, tier), block.storage), block)
         held = self._memory[step]
         if isinstance(held, tuple):
             held = self._memory[step] = self._wait(*held)
@@ -107,6 +175,8 @@ class StateStore:
 
     def drop(self, step: int, tier: str) -> None:
         """Give a slot back."""
+        if self._wanted:
+            self._bring()
         if tier == MEMORY:
             held = self._memory.pop(step)
             self._all.give_back(self._wait(*held) if isinstance(held, tuple) else held)
@@ -117,26 +187,29 @@ class StateStore:
         if (place := self._shelves[tier].take(step)) is not None:
             self._tiers[tier].forget(place)
 
-    def _read(self, step: int, tier: str, block: Block) -> Copy:
-        """Begin to bring a state back into a block."""
+    def _find(self, step: int, tier: str) -> StatePlace:
+        """Where a state is on a slow tier, once it is there."""
         self._settle(step, tier)
         place = self._shelves[tier].find(step)
         if place is None:
             raise SequenceError(f"the schedule loads state {step} from tier {tier!r}, where it is not")
-        return self._tiers[tier].bring(place, block.storage)
+        return place
 
     def _settle(self, step: int, tier: str) -> None:
         """Wait until a state is on its tier, if it is on its way there."""
-        while any(writing[:2] == (step, tier) for writing in self._writing):
+        if self._filled[0] == tier and step in self._filled[1]:
+            self._send()
+        while any(out.tier == tier and step in out.states for out in self._writing):
             self._reap()
 
     def _reap(self) -> None:
-        """Take back the block of the oldest copy out."""
-        step, tier, copy, block = self._writing.popleft()
-        self._late(self._waited(copy))
-        self._all.give_back(block)
-        self._written(step, copy.place)
-        self._shelves[tier].put(step, copy.place)
+        """Take back the blocks of the oldest copy out."""
+        out = self._writing.popleft()
+        self._late(self._waited(out.copy), len(out.states))
+        self._all.give_back(*out.states.values())
+        for step, place in zip(out.states, out.copy.place.split(len(out.states)), strict=True):
+            self._written(step, place)
+            self._shelves[out.tier].put(step, place)
 
     def _wait(self, copy: Copy, block: Block) -> Block:
         self._waited(copy)

@@ -17,8 +17,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ebbtide.machine import Link
-from ebbtide.sequence.blocks import Block, Blocks
+from ebbtide.sequence.blocks import Block, Blocks, storage_of
 from ebbtide.sequence.choose import SlowMemory
 from ebbtide.sequence.disk import Copy, StateDisk, StatePlace
 
@@ -26,7 +28,9 @@ TRIALS = 5
 TRIAL_SECONDS = 0.5
 """Calls of a step that are timed before a chain is run: so many, or for so long, but more than the first."""
 WARM_SECONDS = 2e-3
-"""Short steps are timed for so long at least."""
+"""Once it is worth it, short steps are timed for so long at least ..."""
+WARM_SHARE = 0.25
+"""... and so much of all calls is left out, at the beginning."""
 MANY_CALLS = 20
 """From so many on, a mean says more than a median; one in so many is left out."""
 MOST_SAMPLES = 256
@@ -34,7 +38,7 @@ FEW_BLOCKS = 16
 """States in so many blocks are likely to be in the processor's caches still when they are read ..."""
 MANY_BLOCKS_BYTES = 64 << 20
 """... and no more are timed, where there are more, than take so much."""
-STORE_SECONDS = 15e-6
+STORE_SECONDS = 10e-6
 """Compute spends about so long for each transfer in one direction on what the store must know of it."""
 TRANSFERS = 3
 TURNS = 8
@@ -83,11 +87,21 @@ class Trial:
         self.step(state)
         return time.perf_counter() - start
 
-    def sample(self) -> Block:
-        """A block with state 1 in it. It must be given back."""
-        block = self.blocks.take()
-        self.pack(self.step(self.prepare()), block)
-        return block
+    def samples(self, length: int) -> list[Block]:
+        """A run of up to ``length`` blocks with state 1 in each. They must be given back."""
+        run = self.blocks.take_run(length)
+        state = self.step(self.prepare())
+        for block in run:
+            self.pack(state, block)
+        return run
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Seconds of a step, and of a copy of the state that it has made."""
+
+    seconds: float
+    copy_seconds: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -133,32 +147,31 @@ class Samples:
         return statistics.fmean(means[: len(means) - len(means) // MANY_CALLS])
 
 
-def time_first_steps(trial: Trial) -> float:
-    """Seconds of a step, from a few calls: enough for a chain that may be short."""
-    return _time_steps(trial, 0.0, [])
+def time_first_steps(trial: Trial) -> StepCosts:
+    """What a step costs, from a few calls: enough for a chain that may be short."""
+    return time_steps(trial, 0.0)
 
 
-def time_step(trial: Trial, seconds: float) -> float:
-    """Seconds of a step, once all that it touches is warm; ``seconds`` is what measuring may take.
+def time_steps(trial: Trial, seconds: float) -> StepCosts:
+    """What a step costs, once all that it touches is warm; ``seconds`` is what measuring may take.
 
-    As in a run, states are copied in between, which takes some of what the step touches out of the caches.
+    As in a run, states are copied in between: steps and copies take from each other what they have in the caches.
     """
     blocks = [trial.blocks.take() for _ in range(min(trial.slots, FEW_BLOCKS))]
-    found = _time_steps(trial, max(seconds, WARM_SECONDS), blocks)
-    trial.blocks.give_back(*blocks)
-    return found
-
-
-def _time_steps(trial: Trial, least_seconds: float, blocks: list[Block]) -> float:
-    samples = Samples()
+    steps, copies = Samples(), Samples()
     start = time.perf_counter()
-    while (taken := time.perf_counter() - start) < max(TRIAL_SECONDS, least_seconds) or samples.calls < 2:
-        if samples.calls >= TRIALS and taken >= least_seconds:
+    while (taken := time.perf_counter() - start) < max(TRIAL_SECONDS, seconds) or steps.calls < 2:
+        if steps.calls >= TRIALS and taken >= seconds:
             break
-        if blocks:
-            trial.pack(trial.prepare(), blocks[samples.calls % len(blocks)])
-        samples.add(trial.time())
-    return samples.typical(warm_share=0.25)
+        state = trial.prepare()
+        began = time.perf_counter()
+        state = trial.step(state)
+        done = time.perf_counter()
+        trial.pack(state, blocks[steps.calls % len(blocks)])
+        copies.add(time.perf_counter() - done)
+        steps.add(done - began)
+    trial.blocks.give_back(*blocks)
+    return StepCosts(steps.typical(warm_share=WARM_SHARE), copies.typical(warm_share=WARM_SHARE))
 
 
 def time_copy(trial: Trial, count: int) -> CopyCosts:
@@ -218,52 +231,65 @@ def time_transfers(
     Raises:
         SpillError: if states cannot be moved.
     """
-    blocks = [trial.sample()]
+    runs = [trial.samples(trial.blocks.run_length if disk.takes_runs(trial.blocks.block_bytes) else 1)]
+    length = len(runs[0])
+    storages = [storage_of(runs[0])]
     state = trial.prepare()
     places: collections.deque[StatePlace] = collections.deque()
-    ways = [_time_trip(disk, blocks[0], places) for _ in range(TRANSFERS)]
+    ways = [_time_trip(disk, storages[0], places) for _ in range(TRANSFERS)]
     out, back = (statistics.median(way) for way in zip(*ways, strict=True))
     out_loss = back_loss = 0.0
     seconds = min(seconds / 2, BESIDE_SECONDS)
     if step_seconds < seconds / 4 and trial.slots >= 2:
-        room = (
-            TRIAL_PLACES if capacity_bytes is None else min(TRIAL_PLACES, capacity_bytes // blocks[0].storage.nbytes())
-        )
-        count = min(UNDER_WAY, trial.slots, 2 + int(step_seconds / max(min(out, back), 1e-9)))
-        blocks += [trial.sample() for _ in range(count - 1)]
+        room = max(TRIAL_PLACES // length, 1)
+        if capacity_bytes is not None:
+            room = min(room, capacity_bytes // storages[0].nbytes())
+        count = min(UNDER_WAY, trial.slots // length, 2 + int(step_seconds / max(min(out, back), 1e-9)))
+        others = [trial.samples(length) for _ in range(count - 1)]
+        runs += [run for run in others if len(run) == length]
+        for run in others:  # of what is free, some may not lie together
+            if len(run) < length:
+                trial.blocks.give_back(*run)
+        count = len(runs)
+        storages = [storage_of(run) for run in runs]
 
         def write(number: int) -> Copy:
             if len(places) >= max(room, count + 1):
                 disk.forget(places.popleft())
-            trial.pack(state, blocks[number])
-            copy = disk.store(blocks[number].storage)
+            for block in runs[number]:
+                trial.pack(state, block)
+            copy = disk.store(storages[number])
             places.append(copy.place)
             return copy
 
         out, out_loss = _beside(trial, write, count, seconds, out)
-        out_loss = max(out_loss - copy_seconds, 0.0)
         following = itertools.cycle(places)
         back, back_loss = _beside(
-            trial, lambda number: disk.bring(next(following), blocks[number].storage), count, seconds, back
+            trial, lambda number: disk.bring(next(following), storages[number]), count, seconds, back
         )
+        out_loss = STORE_SECONDS + max(out_loss / length - copy_seconds, 0.0)
+        back_loss = STORE_SECONDS + back_loss / length
     for place in reversed(places):
         disk.forget(place)
-    trial.blocks.give_back(*blocks)
+    for run in runs:
+        trial.blocks.give_back(*run)
     return SlowMemory(
         disk.name,
-        _link("memory", disk.name, trial.state_bytes, out, out_loss),
-        _link(disk.name, "memory", trial.state_bytes, back, back_loss),
+        _link("memory", disk.name, trial.state_bytes, out / length, out_loss),
+        _link(disk.name, "memory", trial.state_bytes, back / length, back_loss),
         capacity_bytes,
     )
 
 
-def _time_trip(disk: StateDisk, block: Block, places: collections.deque[StatePlace]) -> tuple[float, float]:
-    """Seconds of a state to the disk and of the way back; notes its place, which is not given back."""
+def _time_trip(
+    disk: StateDisk, storage: torch.UntypedStorage, places: collections.deque[StatePlace]
+) -> tuple[float, float]:
+    """Seconds of some states to the disk and of the way back; notes its place, which is not given back."""
     start = time.perf_counter()
-    copy = disk.store(block.storage)
+    copy = disk.store(storage)
     copy.wait()
     written = time.perf_counter()
-    disk.bring(copy.place, block.storage).wait()
+    disk.bring(copy.place, storage).wait()
     end = time.perf_counter()
     places.append(copy.place)
     return written - start, end - written
@@ -294,7 +320,7 @@ def _beside(
     steps_each = whole.calls / beginning.calls
     begin_seconds, whole_seconds = beginning.typical(), whole.typical()
     lost_share = max(1 - alone.typical() / stepping.typical(), 0.0)
-    loss = STORE_SECONDS + begin_seconds + steps_each * whole_seconds * lost_share
+    loss = begin_seconds + steps_each * whole_seconds * lost_share
     was_idle = alone_seconds * count < whole_seconds  # as steps take too long for so few buffers
     return alone_seconds if was_idle else begin_seconds + steps_each * whole_seconds, loss
 

@@ -38,7 +38,7 @@ from ebbtide.sequence.schedules.records import (
 )
 from ebbtide.sequence.schedules.revolve import revolve
 
-MOST_AHEAD = 8
+MOST_AHEAD = 16
 """States brought back ahead of their turn: more would not be in the processor's caches any more when it comes."""
 
 
@@ -188,9 +188,12 @@ def reverse_parts(
         depth: slots in memory for states that come back.
     """
     ready = collections.deque((part, False) for part in kept)
+    most = min(depth, MOST_AHEAD)
 
     def fetch() -> Iterator[Record]:
-        while len(ready) < min(depth, MOST_AHEAD) and (part := next(moved, None)) is not None:
+        if len(ready) > most // 2:  # several together may come in one go
+            return
+        while len(ready) < most and (part := next(moved, None)) is not None:
             ready.append((part, True))
             yield Load(part[0], tier, into=MEMORY)
 
