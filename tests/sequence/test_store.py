@@ -65,7 +65,8 @@ class TestRuns:
     @settings(max_examples=30, deadline=None)
     def test_blocks_of_a_run(self, takes: list[bool], random: Any) -> None:
         """They lie one after another, nobody else has them, and there are never more than there should be."""
-        blocks, taken = Blocks(STATE_BYTES, 12, for_disk=True), []
+        blocks = Blocks(STATE_BYTES, 12, for_disk=True)
+        taken: list[Block] = []
         for take in takes:
             if take and not blocks.are_taken:
                 run = blocks.take_run(4)

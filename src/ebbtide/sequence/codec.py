@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import threading
 import time
 from typing import Any
@@ -12,6 +13,8 @@ import numpy.typing as npt
 
 LEVEL = 1
 """Of Zstandard: the next ones take longer than a disk saves."""
+TRIES = 3
+"""The first time memory is faulted in, and another one may meet a busy moment of the machine."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -67,14 +70,14 @@ def paying_share(codec: Codec, sample: memoryview, out_seconds: float, back_seco
         out_seconds, back_seconds: time of a state to the disk and back as it is.
     """
     whole = memoryview(bytearray(len(sample)))
-    seconds = []
+    pack_seconds = unpack_seconds = math.inf
     packed = b""
-    for _ in range(2):  # the first time memory is faulted in
+    for _ in range(TRIES):
         start = time.perf_counter()
         packed = codec.pack(sample)
         middle = time.perf_counter()
         codec.unpack(memoryview(packed), whole)
-        seconds.append((middle - start, time.perf_counter() - middle))
-    pack_seconds, unpack_seconds = seconds[-1]
+        pack_seconds = min(pack_seconds, middle - start)
+        unpack_seconds = min(unpack_seconds, time.perf_counter() - middle)
     share = 1 - max(pack_seconds / max(out_seconds, 1e-9), unpack_seconds / max(back_seconds, 1e-9))
     return share if len(packed) < share * len(sample) else None
