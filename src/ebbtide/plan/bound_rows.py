@@ -27,6 +27,7 @@ class Rows:
         problem: what plans are for.
         absences: those that count, and how long it takes to compute each again.
         most_groups: of blocks, at most.
+        longer_seconds: by how much recipes can be longer than that, as far as the program says.
 
     Attributes:
         blocks: groups of blocks.
@@ -37,7 +38,7 @@ class Rows:
         replay, replayed: time of each recomputation, and whose it is.
     """
 
-    def __init__(self, problem: Problem, absences: Absences, most_groups: int) -> None:
+    def __init__(self, problem: Problem, absences: Absences, most_groups: int, longer_seconds: float) -> None:
         self.problem, self.absences = problem, absences
         self.blocks = Blocks(problem, most_groups)
         self.unit_seconds = max(problem.step.plain_seconds, 1e-9) / 100
@@ -50,6 +51,7 @@ class Rows:
         self.replayed = np.flatnonzero(can_replay)
         self.stall_limit = 2 * sum(float(seconds.sum()) for seconds in every)
         self.extra = float(self.replay.sum()) + sum(float(seconds.sum()) for seconds in slowed)
+        self.extra += longer_seconds / self.unit_seconds
 
         self.program = Program()
         count, waits = self.blocks.count, self.blocks.waits

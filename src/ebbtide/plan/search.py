@@ -295,7 +295,7 @@ class Search:
     def costs(self) -> tuple[float, float]:
         """Microseconds of a judgement and of a profile on a common machine: they decide how much is tried."""
         moments, both = self.problem.step.moments, self.problem.step.moments * self.count
-        return 40.0 + 0.025 * moments + 3e-5 * both, 45.0 + 0.012 * moments + 1.3e-4 * both
+        return 60.0 + 0.01 * moments + 3e-5 * both, 38.0 + 0.005 * moments + 2e-6 * both
 
     def _ruin(self, modes: Modes, stay: Mask) -> None:
         """Keep some moved candidates, or change how they are moved; some may not be moved again in this turn."""
