@@ -44,13 +44,17 @@ seconds and ``w + h`` its delay, ``h`` being what recomputation and slowed compu
    of it that came only just before are released by the last slot before, those needed soon are loaded from the next
    event on: the link works on them, whole, between that and their first possible event or their end. Flows of bytes
    would let parts of values leave, and what was copied of one value make room for another.
+14. What a recipe reads is there when it runs, or the recipe makes it itself. So where a value is recomputed, of another
+    one that every recipe of it reads or makes, and that is moved, one of these is true (`Read`): it is back by the end
+    of the former's absence, to be counted as held from then on; it is released only after the recipe may first run, to
+    be counted as held until then; or the recipe runs its maker, and takes that op's time longer.
 
 NOTE [Groups of blocks]
 Long steps have their blocks merged into groups. What is written per block above then says less, and stays true: sums of
 rows over the group for flows; pools are checked at the group's end only; 3 and 5 allow the plain time from the group's
 start to its last event; and within the group ``away`` is at most what was away before plus all that the group releases.
-Each is implied by the rows of the blocks, so the merged program is a relaxation of the finer one. The rows of rule 12,
-which are about single events, are left out.
+Each is implied by the rows of the blocks, so the merged program is a relaxation of the finer one. The rows of rules 12
+and 14, which are about single events, are left out.
 
 NOTE [Boxes]
 Each column has a finite upper bound that some best solution respects: flows and pools cannot exceed what is moved in
@@ -67,7 +71,7 @@ import numpy as np
 
 from ebbtide.machine import Link
 from ebbtide.plan.absent import Absences, Needed, absences_of, needed_absences
-from ebbtide.plan.blocks import AFTER, CLOSING, WITHIN, memory_rows
+from ebbtide.plan.blocks import AFTER, CLOSING, WITHIN, Blocks, memory_rows
 from ebbtide.plan.bound_reads import Parts, Read, Reading, reads_of
 from ebbtide.plan.bound_rows import NARROW
 from ebbtide.plan.linear import Assembled
@@ -112,8 +116,9 @@ def formulate(problem: Problem, limit_bytes: int | Ints, banned: Set[int], most_
     replay = np.array([one.seconds for one in again])[absences.number]
     absences = dataclasses.replace(absences, replay=replay)
     returns = Returns(problem.facts, banned, needed.gone(absences), _load_seconds(problem, absences))
-    reads = reads_of(problem, absences, needed, again, banned, most_groups)
-    builder = _Builder(problem, absences, needed, returns, reads, plain - limit_bytes, most_groups)
+    blocks = Blocks(problem, most_groups)
+    reads = [] if blocks.merged else reads_of(problem, absences, needed, again, banned)
+    builder = _Builder(problem, absences, needed, returns, reads, plain - limit_bytes, blocks)
     for out, back in problem.routes.values():
         builder.add_tier(out, back)
     builder.add_recomputation()
@@ -145,14 +150,10 @@ class _Builder(Reading):
         returns: Returns,
         reads: Sequence[Read],
         excess: Floats,
-        most_groups: int,
+        blocks: Blocks,
     ) -> None:
-        super().__init__(problem, absences, needed, returns, reads, most_groups)
+        super().__init__(problem, absences, needed, returns, reads, blocks)
         self.size = np.minimum(absences.size, max(float(excess.max()), 1.0)) / self.unit_bytes
-        self.ready, self.ready_rows = self._pool(self.extra, empty_end=True)
-        self.program.put(self.ready_rows, self.work, 1.0)
-        self.ahead, self.ahead_rows = self._pool(self.extra)
-        self.program.put(self.ahead_rows, self.work, -1.0)
         self.moments, self.kinds = memory_rows(excess, self.blocks, absences.closes)
         self.memory = self.program.rows(excess[self.moments] / self.unit_bytes, np.inf, len(self.moments))
         least_bytes = max(LARGE * absences.size.max(initial=0.0), MATTERS * float(excess.max()))

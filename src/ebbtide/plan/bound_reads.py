@@ -52,11 +52,9 @@ class Parts(NamedTuple):
         return Parts(self.which[kept], self.columns[kept], self.signs[kept], self.moments[kept])
 
 
-def reads_of(
-    problem: Problem, place: Absences, needed: Needed, again: Sequence[Again], banned: Set[int], most_groups: int
-) -> list[Read]:
+def reads_of(problem: Problem, place: Absences, needed: Needed, again: Sequence[Again], banned: Set[int]) -> list[Read]:
     """What the recipes of the absences at ``place`` read; ``again`` is per absence of the step."""
-    step, group = problem.step, Blocks(problem, most_groups).group
+    step = problem.step
     never = {step.absences[number].value for number in banned}
     by_value: dict[int, list[int]] = {}
     for where, number in enumerate(place.number.tolist()):
@@ -73,7 +71,7 @@ def reads_of(
             found += [
                 Read(reader, read, maker, seconds)
                 for read in by_value.get(value, ())
-                if place.opens[read] < runs_from and group[runs_by] < group[place.closes[read]]
+                if place.opens[read] < runs_from and runs_by < place.closes[read]
             ]
     return found
 
@@ -82,7 +80,7 @@ class Reading(Single):
     """Rows about what recipes read.
 
     Args:
-        problem, absences, needed, returns, most_groups: as in `Single`.
+        problem, absences, needed, returns, blocks: as in `Single`.
         reads: from `reads_of`.
     """
 
@@ -93,10 +91,10 @@ class Reading(Single):
         needed: Needed,
         returns: Returns,
         reads: Sequence[Read],
-        most_groups: int,
+        blocks: Blocks,
     ) -> None:
         makers = {(read.reader, read.maker): read.seconds for read in reads if math.isfinite(read.seconds)}
-        super().__init__(problem, absences, needed, returns, most_groups, math.fsum(makers.values()))
+        super().__init__(problem, absences, needed, returns, blocks, math.fsum(makers.values()))
         self.reads, self.makers = reads, makers
         self.early, self.late = self._moments()
         self.back_by: dict[tuple[int, int], list[int]] = {}
