@@ -48,6 +48,9 @@ another one to be ahead."""
 DEEPENED = 0.01
 """Deeper recipes are looked for where a value has at least this share of the bytes that have to be absent."""
 
+SECONDS, SECONDS_PER_OP = 0.5, 3e-4
+"""How long to search unless told otherwise: half a second, or a time in proportion to a step of more than 1,700 ops."""
+
 METHOD = "learnt prices, ruin and recreate"
 
 
@@ -56,7 +59,7 @@ def solve(
     machine: Machine,
     limit_bytes: int,
     *,
-    seconds: float = 1.0,
+    seconds: float | None = None,
     seed: int = 0,
     banned: Set[int] = frozenset(),
     caution: Caution = CAUTION,
@@ -70,7 +73,8 @@ def solve(
         step: the observed step.
         machine: all its slow tiers are used, if it has any.
         limit_bytes: the budget: most bytes held at once, resting bytes included.
-        seconds: about how long to search at most, on a common machine.
+        seconds: about how long to search at most, on a common machine; None for 0.5, more where a step has more than
+            1,700 ops.
         seed: seed of the search's random choices.
         banned: absences whose values must not be computed again.
         caution: what the plan leaves free for what nobody can predict; `NO_CAUTION` where plans are compared on paper
@@ -80,6 +84,8 @@ def solve(
         BudgetError: if no plan was found that stays within the budget.
         PlanError: if ``seconds`` is no such number.
     """
+    if seconds is None:
+        seconds = max(SECONDS, SECONDS_PER_OP * len(step.ops))
     if not 0 <= seconds < math.inf:
         raise PlanError(f"a search takes some number of seconds, 0 or more, not {seconds}")
     problem = Problem.of(step, machine)
