@@ -12,8 +12,7 @@ import pytest
 
 from ebbtide.decisions import Decision, Keep, Offload, Recompute
 from ebbtide.machine import Link, Machine, Tier
-from ebbtide.plan import bound_program
-from ebbtide.plan import NO_CAUTION, find_recipes, least_peak_bytes, lower_bound, plain_peak_bytes, solve
+from ebbtide.plan import NO_CAUTION, bound_program, find_recipes, least_peak_bytes, lower_bound, plain_peak_bytes, solve
 from ebbtide.plan.follow import Move, follow
 from ebbtide.plan.linear import Program, solve_program
 from ebbtide.plan.problem import Facts, Problem

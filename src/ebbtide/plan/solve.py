@@ -48,8 +48,9 @@ another one to be ahead."""
 DEEPENED = 0.01
 """Deeper recipes are looked for where a value has at least this share of the bytes that have to be absent."""
 
-SECONDS, SECONDS_PER_OP = 0.5, 3e-4
-"""How long to search unless told otherwise: half a second, or a time in proportion to a step of more than 1,700 ops."""
+SECONDS, SECONDS_PER_OP, MOST_SECONDS = 0.5, 3e-4, 5.0
+"""How long to search unless told otherwise: half a second, for steps of more than 1,700 ops in proportion, at most five
+seconds: of longer ones the bound takes most of the time anyway."""
 
 METHOD = "learnt prices, ruin and recreate"
 
@@ -73,8 +74,8 @@ def solve(
         step: the observed step.
         machine: all its slow tiers are used, if it has any.
         limit_bytes: the budget: most bytes held at once, resting bytes included.
-        seconds: about how long to search at most, on a common machine; None for 0.5, more where a step has more than
-            1,700 ops.
+        seconds: about how long to search at most, on a common machine; None for half a second, and up to five where a
+            step has more than 1,700 ops.
         seed: seed of the search's random choices.
         banned: absences whose values must not be computed again.
         caution: what the plan leaves free for what nobody can predict; `NO_CAUTION` where plans are compared on paper
@@ -85,7 +86,7 @@ def solve(
         PlanError: if ``seconds`` is no such number.
     """
     if seconds is None:
-        seconds = max(SECONDS, SECONDS_PER_OP * len(step.ops))
+        seconds = min(max(SECONDS, SECONDS_PER_OP * len(step.ops)), MOST_SECONDS)
     if not 0 <= seconds < math.inf:
         raise PlanError(f"a search takes some number of seconds, 0 or more, not {seconds}")
     problem = Problem.of(step, machine)
