@@ -30,7 +30,7 @@ TIE_SECONDS = 1e-6
 """Added to every price, so that among what costs nothing the largest values are taken first."""
 TURNS, EXPLORING = 10, 0.7
 """How often ruin and recreate and small changes take turns; share of the work that goes into the former. With two turns
-plans of the same step lost a tenth more time, and differed twice as much from seed to seed."""
+plans of six hard cases and three seeds were 8.6 % above the bound in the mean instead of 7.7 %."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
