@@ -153,12 +153,12 @@ def forward_seconds(step: Step) -> float:
     return math.fsum(op.duration_seconds for op in step.ops if op.phase == "forward")
 
 
-def solved(step: Step, machine: Machine, limit_bytes: int, seconds: float) -> Plan:
+def solved(step: Step, machine: Machine, limit_bytes: int, seconds: float | None) -> Plan:
     """The solver's plan, by the same rules as the policies'."""
     return solve(step, machine, limit_bytes, seconds=seconds, caution=NO_CAUTION)
 
 
-def cases_of(name: str, step: Step, machine: Machine, forwards: float, seconds: float) -> list[Case]:
+def cases_of(name: str, step: Step, machine: Machine, forwards: float, seconds: float | None) -> list[Case]:
     """A step with a link speed, for each budget. A first solve, which may have to compile, is not timed."""
     machine = with_speed(step, machine, forwards)
     least, plain = least_peak_bytes(step, machine), plain_peak_bytes(step)

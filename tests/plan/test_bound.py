@@ -12,7 +12,7 @@ import pytest
 
 from ebbtide.decisions import Decision, Keep, Offload, Recompute
 from ebbtide.machine import Link, Machine, Tier
-from ebbtide.plan import NO_CAUTION, find_recipes, least_peak_bytes, lower_bound, plain_peak_bytes, solve
+from ebbtide.plan import NO_CAUTION, bound_program, find_recipes, least_peak_bytes, lower_bound, plain_peak_bytes, solve
 from ebbtide.plan.follow import Move, follow
 from ebbtide.plan.linear import Program, solve_program
 from ebbtide.plan.problem import Facts, Problem
@@ -233,3 +233,32 @@ def test_of_two_values_that_cannot_both_be_held_one_has_left() -> None:
     # It takes 3 s to copy a, and 1.5 s of these have passed.
     assert plan.seconds == pytest.approx(step.plain_seconds + 1.5)
     assert plan.bound_seconds == pytest.approx(plan.seconds)
+
+
+def test_what_a_recipe_reads_is_there_or_comes_back_or_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Two of a, b and c have to be away in the fifth op; b is made from a in no time, but a is read again 9 s later.
+    tape = Tape()
+    x = tape.external(KIB)
+    saved = []
+    (a,) = tape.op([x], [100 * KIB], seconds=5.0)
+    saved.append(tape.pack(a))
+    (b,) = tape.op([a], [100 * KIB], seconds=0.0)
+    saved.append(tape.pack(b))
+    (c,) = tape.op([x], [100 * KIB], seconds=4.0, replay="opaque")
+    saved.append(tape.pack(c))
+    tape.op([x], [KIB], seconds=6.0, replay="opaque")
+    tape.pack(x)
+    tape.op([x], [300 * KIB], seconds=1.0, replay="opaque")
+    for number, seconds in zip(reversed(saved), (0.0, 9.0, 1.0), strict=True):
+        tape.unpack(number)
+        tape.op([tape.saved[number][0]], [KIB], seconds=seconds, phase="backward")
+    step, machine = tape.step(), disk_machine(100 * KIB / 3, 100 * KIB / 3, latency=0.0)
+    limit_bytes = plain_peak_bytes(step) - 200 * KIB
+    best = min(seconds for peak, seconds in all_plans(step, machine) if peak <= limit_bytes)
+    # Whichever two are away, one of them is loaded while compute waits: 3 s.
+    assert best == pytest.approx(step.plain_seconds + 3.0)
+    bound = lower_bound(step, machine, limit_bytes).seconds
+    monkeypatch.setattr(bound_program, "reads_of", lambda *_: [])
+    weaker = lower_bound(step, machine, limit_bytes).seconds
+    assert weaker == pytest.approx(step.plain_seconds)
+    assert step.plain_seconds + 1.8 < bound <= best

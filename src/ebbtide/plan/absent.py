@@ -10,7 +10,7 @@ from collections.abc import Set
 
 import numpy as np
 
-from ebbtide.plan.necessary import Gone, recompute_moments, recompute_seconds
+from ebbtide.plan.necessary import Gone, computed_again, recompute_moments
 from ebbtide.plan.problem import Floats, Ints, Problem
 from ebbtide.plan.profile import Mask, first_slots
 
@@ -45,7 +45,7 @@ def absences_of(problem: Problem, banned: Set[int]) -> tuple[Absences, Floats]:
     )
     chosen = [step.absences[number] for number in numbers]
     out, release, movable = first_slots(problem, numbers)
-    replay = np.array(recompute_seconds(facts, banned))[numbers] if len(numbers) else np.zeros(0)
+    replay = np.array([again.seconds for again in computed_again(facts, banned)])[numbers]
     every = Absences(
         numbers,
         np.array([step.values[absence.value].size_bytes for absence in chosen], dtype=np.float64),

@@ -19,7 +19,7 @@ seconds and ``w + h`` its delay, ``h`` being what recomputation and slowed compu
    trips. Back come only bytes that have left: ``away >= 0``.
 5. By the end of a block's events, what closes in them has arrived, in bytes and in link time.
 6. A recomputed value is absent at most from opens to closes; values that a recipe needs earlier come back earlier,
-   which only adds bytes and time. It costs at least what `recompute_seconds` says, in an event from its first possible
+   which only adds bytes and time. It costs at least what `computed_again` says, in an event from its first possible
    one up to the one that closes it. A transfer costs compute its slowdown in an event after its first slot, up to
    closes.
 7. At a moment in a block's ops the bytes held are at least the plain ones less ``away`` at the end of the block, less
@@ -44,13 +44,17 @@ seconds and ``w + h`` its delay, ``h`` being what recomputation and slowed compu
    of it that came only just before are released by the last slot before, those needed soon are loaded from the next
    event on: the link works on them, whole, between that and their first possible event or their end. Flows of bytes
    would let parts of values leave, and what was copied of one value make room for another.
+14. What a recipe reads is there when it runs, or the recipe makes it itself. So where a value is recomputed, of another
+    one that every recipe of it reads or makes, and that is moved, one of these is true (`Read`): it is back by the end
+    of the former's absence, to be counted as held from then on; it is released only after the recipe may first run, to
+    be counted as held until then; or the recipe runs its maker, and takes that op's time longer.
 
 NOTE [Groups of blocks]
 Long steps have their blocks merged into groups. What is written per block above then says less, and stays true: sums of
 rows over the group for flows; pools are checked at the group's end only; 3 and 5 allow the plain time from the group's
 start to its last event; and within the group ``away`` is at most what was away before plus all that the group releases.
-Each is implied by the rows of the blocks, so the merged program is a relaxation of the finer one. The rows of rule 12,
-which are about single events, are left out.
+Each is implied by the rows of the blocks, so the merged program is a relaxation of the finer one. The rows of rules 12
+and 14, which are about single events, are left out.
 
 NOTE [Boxes]
 Each column has a finite upper bound that some best solution respects: flows and pools cannot exceed what is moved in
@@ -61,17 +65,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Set
+from collections.abc import Sequence, Set
 
 import numpy as np
 
 from ebbtide.machine import Link
 from ebbtide.plan.absent import Absences, Needed, absences_of, needed_absences
-from ebbtide.plan.blocks import AFTER, CLOSING, WITHIN, memory_rows
+from ebbtide.plan.blocks import AFTER, CLOSING, WITHIN, Blocks, memory_rows
+from ebbtide.plan.bound_reads import Parts, Read, Reading, reads_of
 from ebbtide.plan.bound_rows import NARROW
-from ebbtide.plan.bound_single import Single
 from ebbtide.plan.linear import Assembled
-from ebbtide.plan.necessary import Returns, recompute_seconds
+from ebbtide.plan.necessary import Returns, computed_again
 from ebbtide.plan.problem import Floats, Ints, Problem
 
 LARGE = 0.5
@@ -108,13 +112,17 @@ def formulate(problem: Problem, limit_bytes: int | Ints, banned: Set[int], most_
     """The program of NOTE [Relaxation] for delay within ``limit_bytes``, one for all moments or one for each."""
     absences, plain = absences_of(problem, banned)
     needed = needed_absences(problem, absences, plain - limit_bytes)
-    replay = np.array(recompute_seconds(problem.facts, banned, needed.gone(absences)))[absences.number]
+    again = computed_again(problem.facts, banned, needed.gone(absences))
+    replay = np.array([one.seconds for one in again])[absences.number]
     absences = dataclasses.replace(absences, replay=replay)
     returns = Returns(problem.facts, banned, needed.gone(absences), _load_seconds(problem, absences))
-    builder = _Builder(problem, absences, needed, returns, plain - limit_bytes, most_groups)
+    blocks = Blocks(problem, most_groups)
+    reads = [] if blocks.merged else reads_of(problem, absences, needed, again, banned)
+    builder = _Builder(problem, absences, needed, returns, reads, plain - limit_bytes, blocks)
     for out, back in problem.routes.values():
         builder.add_tier(out, back)
     builder.add_recomputation()
+    builder.add_reads()
     builder.add_storages()
     builder.add_needed()
     builder.add_crowds(plain - limit_bytes, builder.moments[builder.kinds == AFTER])
@@ -131,7 +139,7 @@ def _load_seconds(problem: Problem, absences: Absences) -> dict[int, float]:
     }
 
 
-class _Builder(Single):
+class _Builder(Reading):
     """Puts the program together, rule by rule."""
 
     def __init__(
@@ -140,15 +148,12 @@ class _Builder(Single):
         absences: Absences,
         needed: Needed,
         returns: Returns,
+        reads: Sequence[Read],
         excess: Floats,
-        most_groups: int,
+        blocks: Blocks,
     ) -> None:
-        super().__init__(problem, absences, needed, returns, most_groups)
+        super().__init__(problem, absences, needed, returns, reads, blocks)
         self.size = np.minimum(absences.size, max(float(excess.max()), 1.0)) / self.unit_bytes
-        self.ready, self.ready_rows = self._pool(self.extra, empty_end=True)
-        self.program.put(self.ready_rows, self.work, 1.0)
-        self.ahead, self.ahead_rows = self._pool(self.extra)
-        self.program.put(self.ahead_rows, self.work, -1.0)
         self.moments, self.kinds = memory_rows(excess, self.blocks, absences.closes)
         self.memory = self.program.rows(excess[self.moments] / self.unit_bytes, np.inf, len(self.moments))
         least_bytes = max(LARGE * absences.size.max(initial=0.0), MATTERS * float(excess.max()))
@@ -181,18 +186,21 @@ class _Builder(Single):
             self.columns_of[number].append(column)
         out_seconds = self._link_seconds(out_link, self.absences.movable)
         in_seconds = self._link_seconds(in_link, self.absences.movable)
-        released = self._add_out(place, trips, size, out_seconds, chosen)
-        arrived, early = self._add_in(place, trips, size, in_seconds, chosen)
+        leaving, back = self._leaving(chosen, trips), self._back(chosen, trips)
+        released = self._add_out(place, trips, size, out_seconds, chosen, leaving)
+        arrived, early = self._add_in(place, trips, size, in_seconds, chosen, back)
         away, rows = self._pool(total)
         self.program.put(rows, released, -1.0)
         self.program.put(rows, arrived, 1.0)
         self._add_slowdown(place, trips, out_link.compute_slowdown * out_seconds, in_link.compute_slowdown * in_seconds)
-        self._add_away(place, trips, size, released, early, away)
+        self._add_away(size, released, early, away, back)
         large = self.large[chosen]
         if large.any() and len(self.counted):
-            self._add_counts(place.some(large), trips[large], size[large], in_seconds[large], released)
+            self._add_counts(size, in_seconds, released, leaving.some(large), back.some(large))
 
-    def _add_out(self, place: Absences, trips: Ints, size: Floats, seconds: Floats, chosen: Ints) -> Ints:
+    def _add_out(
+        self, place: Absences, trips: Ints, size: Floats, seconds: Floats, chosen: Ints, leaving: Parts
+    ) -> Ints:
         """Copies out and releases: rules 2, 3 and 11. Returns what is released."""
         program, group = self.program, self.blocks.group
         total_seconds, rate = float(seconds.sum()), float((size / seconds).max())
@@ -209,7 +217,7 @@ class _Builder(Single):
         program.put(rows, sent, -rate)
         program.put(rows, released, 1.0)
         _, rows = self._pool(float(size.sum()))
-        program.put(rows[group[place.release]], trips, -size)
+        program.put(rows[group[leaving.moments]], leaving.columns, -size[leaving.which] * leaving.signs)
         program.put(rows, released, 1.0)
         until = self.blocks.plain_until(np.array(self.problem.facts.slots, dtype=np.int64)) / self.unit_seconds
         rows = program.rows(-rate * until, np.inf, self.blocks.count)
@@ -218,11 +226,12 @@ class _Builder(Single):
         program.put(rows, released, -1.0)
         return released
 
-    def _add_in(self, place: Absences, trips: Ints, size: Floats, seconds: Floats, chosen: Ints) -> tuple[Ints, Ints]:
+    def _add_in(
+        self, place: Absences, trips: Ints, size: Floats, seconds: Floats, chosen: Ints, back: Parts
+    ) -> tuple[Ints, Ints]:
         """Loads: rules 2, 5 and 11. Returns what arrives, and what has arrived before it is needed."""
-        program, due = self.program, self.blocks.group[place.closes]
-        rates = size / seconds
-        fetched = self._fetched(place, trips, seconds)
+        program, rates = self.program, size / seconds
+        fetched = self._fetched(seconds, back)
         _, rows = self._pool(float(seconds.sum()))
         begin = np.maximum(place.release, self.needed.back_from[chosen])
         program.put(rows[self.blocks.group[begin]], trips, -seconds)
@@ -235,36 +244,37 @@ class _Builder(Single):
             program.put(rows, fetched, -rate)
         early, rows = self._pool(float(size.sum()))
         program.put(rows, arrived, -1.0)
-        program.put(rows[due], trips, size)
+        program.put(rows[self.blocks.group[back.moments]], back.columns, size[back.which] * back.signs)
         return arrived, early
 
-    def _fetched(self, place: Absences, trips: Ints, seconds: Floats) -> Ints:
+    def _fetched(self, seconds: Floats, back: Parts) -> Ints:
         """Seconds of loads in each group, done when the values are needed: rules 2 and 5."""
-        fetched = self._flow(float(seconds.sum()))
-        self._done_by(fetched, trips, seconds, place.closes)
+        fetched = self._flow(float(seconds[np.unique(back.which)].sum()))
+        self._done_by(fetched, back.columns, seconds[back.which] * back.signs, back.moments)
         return fetched
 
-    def _add_counts(self, place: Absences, trips: Ints, size: Floats, seconds: Floats, released: Ints) -> None:
+    def _add_counts(self, size: Floats, seconds: Floats, released: Ints, leaving: Parts, back: Parts) -> None:
         """Large values of one tier, each away whole or not at all: rule 10."""
-        program, group, count = self.program, self.blocks.group, float(len(trips))
+        program, group, which = self.program, self.blocks.group, np.unique(back.which)
+        count, longest = float(len(which)), float(seconds[which].max())
         left = program.columns(self.blocks.count, np.where(self.blocks.waits, count, 0.0))
         _, rows = self._pool(count)
-        program.put(rows[group[place.release]], trips, -1.0)
+        program.put(rows[group[leaving.moments]], leaving.columns, -leaving.signs)
         program.put(rows, left, 1.0)
         _, rows = self._pool(float(self.size.sum()))
         program.put(rows, released, -1.0)
-        program.put(rows, left, float(size.min()))
+        program.put(rows, left, float(size[which].min()))
         taken = program.columns(self.blocks.count, np.where(self.blocks.waits, count, 0.0))
         _, rows = self._pool(count)
         program.put(rows, taken, -1.0)
-        program.put(rows[group[place.closes]], trips, 1.0)
+        program.put(rows[group[back.moments]], back.columns, back.signs)
         away, rows = self._pool(count)
         program.put(rows, left, -1.0)
         program.put(rows, taken, 1.0)
         program.put(self.counts, away[group[self.counted]], 1.0)
-        fetched = self._fetched(place, trips, seconds)
-        _, rows = self._pool(float(seconds.max()) * count)
-        program.put(rows, taken, -float(seconds.max()))
+        fetched = self._fetched(seconds, back)
+        _, rows = self._pool(longest * count)
+        program.put(rows, taken, -longest)
         program.put(rows, fetched, 1.0)
 
     def _add_slowdown(self, place: Absences, trips: Ints, out_cost: Floats, in_cost: Floats) -> None:
@@ -274,7 +284,7 @@ class _Builder(Single):
         self.program.put(self.ready_rows[group[place.release]], trips, -in_cost)
         self.program.put(self.ahead_rows[group[place.closes]], trips, out_cost + in_cost)
 
-    def _add_away(self, place: Absences, trips: Ints, size: Floats, released: Ints, early: Ints, away: Ints) -> None:
+    def _add_away(self, size: Floats, released: Ints, early: Ints, away: Ints, back: Parts) -> None:
         """What one tier takes off the rows of memory: rule 7."""
         program, groups = self.program, self.blocks.group[self.moments]
         after, within = self.kinds == AFTER, self.kinds == WITHIN
@@ -284,14 +294,15 @@ class _Builder(Single):
         program.put(self.memory[former], away[groups[former] - 1], 1.0)
         program.put(self.memory[within], released[groups[within]], 1.0)
         program.put(self.memory[closing & former], early[groups[closing & former] - 1], 1.0)
-        order = np.argsort(place.closes, kind="stable")
-        closes = place.closes[order]
+        order = np.argsort(back.moments, kind="stable")
+        closes = back.moments[order]
         due = self.blocks.group[closes]
         for row in np.flatnonzero(closing).tolist():
             first = int(np.searchsorted(due, groups[row]))
             last = int(np.searchsorted(closes, self.moments[row], side="right"))
-            back = order[first:last]
-            program.put(np.full(len(back), self.memory[row]), trips[back], -size[back])
+            here = order[first:last]
+            values = -size[back.which[here]] * back.signs[here]
+            program.put(np.full(len(here), self.memory[row]), back.columns[here], values)
 
     def add_recomputation(self) -> None:
         """Recomputed values: rule 6, and what they take off the rows of memory."""
@@ -309,10 +320,12 @@ class _Builder(Single):
         self.program.put(rows, absent, 1.0)
         self.program.put(rows[1:], absent[:-1], -1.0)
         begin, end = np.searchsorted(moments, place.opens), np.searchsorted(moments, place.closes)
-        seen = begin < end
+        seen, back = begin < end, self._back(self.replayed, replays)
         self.program.put(rows[begin[seen]], replays[seen], -size[seen])
-        seen &= end < len(moments)
-        self.program.put(rows[end[seen]], replays[seen], size[seen])
+        ends = np.maximum(np.searchsorted(moments, back.moments), begin[back.which])
+        inside = seen[back.which] & (ends < len(moments))
+        values = size[back.which] * back.signs
+        self.program.put(rows[ends[inside]], back.columns[inside], values[inside])
         self.program.put(self.memory, absent[which], 1.0)
         for moment, row in zip(self.counted.tolist(), self.counts.tolist(), strict=True):
             here = self.large[self.replayed] & (place.opens <= moment) & (moment < place.closes)

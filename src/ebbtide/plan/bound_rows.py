@@ -26,20 +26,20 @@ class Rows:
     Args:
         problem: what plans are for.
         absences: those that count, and how long it takes to compute each again.
-        most_groups: of blocks, at most.
+        blocks: groups of blocks.
+        longer_seconds: by how much recipes can be longer than that, as far as the program says.
 
     Attributes:
-        blocks: groups of blocks.
         unit_seconds, unit_bytes: what 1 means.
         program: what was written so far.
         stall, work: columns of the delay of each group by stalls, and by recomputation and slowed compute.
         stall_limit, extra: the most that they can be of use for.
+        ready_rows, ahead_rows: rows of recomputation that is possible but not done, and done but not due.
         replay, replayed: time of each recomputation, and whose it is.
     """
 
-    def __init__(self, problem: Problem, absences: Absences, most_groups: int) -> None:
-        self.problem, self.absences = problem, absences
-        self.blocks = Blocks(problem, most_groups)
+    def __init__(self, problem: Problem, absences: Absences, blocks: Blocks, longer_seconds: float) -> None:
+        self.problem, self.absences, self.blocks = problem, absences, blocks
         self.unit_seconds = max(problem.step.plain_seconds, 1e-9) / 100
         self.unit_bytes = max(float(problem.plain.max(initial=0)) - problem.resting_bytes, 1.0) / 100
         links = [link for route in problem.routes.values() for link in route]
@@ -50,11 +50,16 @@ class Rows:
         self.replayed = np.flatnonzero(can_replay)
         self.stall_limit = 2 * sum(float(seconds.sum()) for seconds in every)
         self.extra = float(self.replay.sum()) + sum(float(seconds.sum()) for seconds in slowed)
+        self.extra += longer_seconds / self.unit_seconds
 
         self.program = Program()
         count, waits = self.blocks.count, self.blocks.waits
         self.stall = self.program.columns(count, np.where(waits, self.stall_limit, 0.0), cost=1.0)
         self.work = self.program.columns(count, np.where(waits, self.extra, 0.0), cost=1.0)
+        _, self.ready_rows = self._pool(self.extra, empty_end=True)
+        self.program.put(self.ready_rows, self.work, 1.0)
+        _, self.ahead_rows = self._pool(self.extra)
+        self.program.put(self.ahead_rows, self.work, -1.0)
 
     def _link_seconds(self, link: Link, chosen: Mask) -> Floats:
         """Time of a transfer of each chosen absence."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence, Set
 import numpy as np
 
 from ebbtide.plan.absent import Absences, Needed
+from ebbtide.plan.blocks import Blocks
 from ebbtide.plan.bound_rows import NARROW, Rows
 from ebbtide.plan.crowded import crowds_of
 from ebbtide.plan.necessary import Returns
@@ -22,7 +23,7 @@ class Single(Rows):
     """Rows about values that have to be absent at some moment.
 
     Args:
-        problem, absences, most_groups: as in `Rows`.
+        problem, absences, blocks, longer_seconds: as in `Rows`.
         needed: which values have to be absent, and when.
         returns: how soon they can be computed again.
 
@@ -32,9 +33,15 @@ class Single(Rows):
     """
 
     def __init__(
-        self, problem: Problem, absences: Absences, needed: Needed, returns: Returns, most_groups: int
+        self,
+        problem: Problem,
+        absences: Absences,
+        needed: Needed,
+        returns: Returns,
+        blocks: Blocks,
+        longer_seconds: float,
     ) -> None:
-        super().__init__(problem, absences, most_groups)
+        super().__init__(problem, absences, blocks, longer_seconds)
         self.needed, self.returns = needed, returns
         self.columns_of: list[list[int]] = [[] for _ in absences.number]
 

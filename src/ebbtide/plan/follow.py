@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -157,13 +159,14 @@ class Follower:
 
     def __init__(self, problem: Problem, replays: Sequence[Replay | None], caution: Caution = NO_CAUTION) -> None:
         spans = problem.spans
-        named = [replay or Replay((), 0.0, 0, 0, 0) for replay in replays]
-        leaves = [[spans.storages[leaf] for leaf in replay.leaves if leaf in spans.storages] for replay in named]
+        nothing = Replay((), 0.0, 0, 0, 0)
+        named = [nothing if replay is None else replay for replay in replays]
+        first_leaf, leaves = _leaves(named, spans.storages)
         self.replays = replays
         self.tiers = {tier: place for place, tier in enumerate(problem.routes)}
         self.unlimited = np.full(problem.step.moments, NO_CEILING, dtype=np.int64)
         links = [[part for link in route for part in _rates(link)] for route in problem.routes.values()]
-        replay_bytes = [(replay.peak_bytes, replay.physical_peak_bytes, replay.valid_until) for replay in named]
+        replay_bytes = [_column(named, name) for name in ("peak_bytes", "physical_peak_bytes", "valid_until")]
         self.scene = Scene(
             clock=problem.clock,
             plain=problem.plain,
@@ -175,10 +178,10 @@ class Follower:
             storages=len(spans.storages),
             links=np.array(links, dtype=np.float64).reshape(-1, 6),
             late=caution.late * EXPECTED,
-            first_leaf=_column(np.cumsum([0, *map(len, leaves)])),
-            leaves=_column(leaf for found in leaves for leaf in found),
+            first_leaf=first_leaf,
+            leaves=leaves,
             replay_seconds=np.array([replay.seconds for replay in named], dtype=np.float64),
-            replay_bytes=np.array(replay_bytes, dtype=np.int64).reshape(-1, 3),
+            replay_bytes=np.stack(replay_bytes, axis=1),
         )
 
     def follow(self, moves: Moves) -> Course:
@@ -217,19 +220,31 @@ def follow(problem: Problem, moves: Sequence[Move]) -> Course:
     Raises:
         PlanError: if a recipe reads what is not there any more.
     """
-    follower = Follower(problem, [move for move in moves if isinstance(move, Replay)])
-    columns, recipes = Moves.none(len(moves)), 0
-    for number, move in enumerate(moves):
-        if isinstance(move, Replay):
-            columns.replay[number] = recipes
-            recipes += 1
-        elif move is not None:
-            columns.send(number, follower.tiers[move.tier], move)
+    # Long steps have tens of thousands of moves: each column is made at once.
+    recomputed = {number: move for number, move in enumerate(moves) if isinstance(move, Replay)}
+    sent = {number: move for number, move in enumerate(moves) if isinstance(move, Trip)}
+    columns, numbers, trips = Moves.none(len(moves)), list(sent), list(sent.values())
+    follower = Follower(problem, list(recomputed.values()))
+    columns.replay[list(recomputed)] = np.arange(len(recomputed))
+    columns.tier[numbers] = [follower.tiers[trip.tier] for trip in trips]
+    for name in ("out", "release", "load"):
+        getattr(columns, name)[numbers] = _column(trips, name)
     return follower.follow(columns)
 
 
-def _column(numbers: Any) -> Ints:
-    return np.array(list(numbers), dtype=np.int64)
+def _leaves(replays: Sequence[Replay], storages: Mapping[int, int]) -> tuple[Ints, Ints]:
+    """Where the leaves of each recipe begin, with one entry more; the leaves, as ``storages``."""
+    read = [replay.leaves for replay in replays]
+    ends = np.cumsum([0, *map(len, read)], dtype=np.int64)
+    every = itertools.chain.from_iterable(read)
+    found = np.fromiter(map(storages.get, every, itertools.repeat(-1)), np.int64, int(ends[-1]))
+    known = found >= 0
+    return np.concatenate(([0], np.cumsum(known)))[ends], found[known]
+
+
+def _column(records: Sequence[Any], name: str) -> Ints:
+    """An attribute of all ``records``."""
+    return np.fromiter(map(operator.attrgetter(name), records), np.int64, len(records))
 
 
 def _rates(link: Link) -> tuple[float, float, float]:

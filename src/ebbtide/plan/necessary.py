@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence, Set
 from types import MappingProxyType
@@ -21,8 +22,17 @@ Gone = Mapping[int, tuple[int, int]]
 """By absence: the event at which its value has to be released at the latest, and the first at which it may be back."""
 
 
-def recompute_seconds(facts: Facts, banned: Set[int], gone: Gone = MappingProxyType({})) -> list[float]:
-    """For each absence the least time in which its value can be computed again; infinite if it cannot.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Again:
+    """What every recipe of a value takes at least: its time, infinite if there is none, and the values that it reads
+    unless it makes them itself, in addition to what that time is for."""
+
+    seconds: float
+    reads: tuple[int, ...] = ()
+
+
+def computed_again(facts: Facts, banned: Set[int], gone: Gone = MappingProxyType({})) -> list[Again]:
+    """For each absence what it takes at least to compute its value again.
 
     A recipe ends with the value's maker (see `check_recipe`). What an op of it reads, the recipe makes itself unless
     it may be a leaf when it runs (see `recompute_moments`). So an operand that can be no leaf then adds its maker, and
@@ -40,12 +50,12 @@ def recompute_seconds(facts: Facts, banned: Set[int], gone: Gone = MappingProxyT
     for number, span in gone.items():
         away.setdefault(step.absences[number].value, []).append(span)
     never = {step.absences[number].value for number in banned}
-    known: dict[tuple[int, int, int], float] = {}
+    known: dict[tuple[int, int, int], Again] = {}
     found = []
     for absence, moment in zip(step.absences, recompute_moments(facts, gone), strict=True):
         key = (absence.value, moment, absence.closes)
         if key not in known:
-            known[key] = _seconds(facts, *key, never, away)
+            known[key] = _again(facts, *key, never, away)
         found.append(known[key])
     return found
 
@@ -99,14 +109,14 @@ def _sources(facts: Facts, targets: Sequence[int]) -> list[set[int] | None]:
     return found
 
 
-def _seconds(
+def _again(
     facts: Facts, target: int, moment: int, last: int, never: Set[int], away: Mapping[int, list[tuple[int, int]]]
-) -> float:
+) -> Again:
     """The same for one value, made again between the events ``moment`` and ``last``."""
     values = facts.step.values
     if values[target].storage in facts.external:
-        return math.inf
-    ticks: set[int] = set()
+        return Again(math.inf)
+    ticks, leaves = set[int](), set[int]()
     seen, wanted = {target}, [target]
     while wanted and len(ticks) < FARTHEST:
         number = wanted.pop()
@@ -114,15 +124,17 @@ def _seconds(
             released < moment and last < back for released, back in away.get(number, ())
         )
         if number != target and readable and is_leaf(facts, number, target):
+            leaves.add(number)
             continue
         maker = values[number].maker
         if maker < 0 or number in never or not is_replayable(facts.step.ops[maker]):
-            return math.inf
+            return Again(math.inf)
         ticks.add(maker)
         fresh = [operand for operand in operands(facts.step.ops[maker]) if operand not in seen]
         seen.update(fresh)
         wanted.extend(fresh)
-    return math.fsum(facts.step.ops[tick].duration_seconds for tick in ticks)
+    reads = sorted(leaf for leaf in leaves if values[leaf].maker not in ticks)
+    return Again(math.fsum(facts.step.ops[tick].duration_seconds for tick in ticks), tuple(reads))
 
 
 class Returns:

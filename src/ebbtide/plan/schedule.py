@@ -98,14 +98,20 @@ def place_releases(
         slot = max(first, min(last, slots[position]))
         release[rank] = slot
         level[first + busy[first] : slot + busy[slot]] += size_bytes[place]
-    moment = 0
+    moment = settled = 0
     while moment < len(level):
         if level[moment] <= cap[moment]:
             moment += 1
             continue
+        # Those that are as early as they can be, or that have left before this moment, are of no use from here on.
+        while settled < count:
+            slot = release[settled]
+            if slot > begin[queue[settled]] and slot + busy[slot] > moment:
+                break
+            settled += 1
         # The copies queued first are done first.
         relieved = False
-        for rank in range(count):
+        for rank in range(settled, count):
             place = queue[rank]
             first, slot = begin[place], release[rank]
             until = slot + busy[slot]

@@ -48,6 +48,10 @@ another one to be ahead."""
 DEEPENED = 0.01
 """Deeper recipes are looked for where a value has at least this share of the bytes that have to be absent."""
 
+SECONDS, SECONDS_PER_OP, MOST_SECONDS = 0.5, 3e-4, 5.0
+"""How long to search unless told otherwise: half a second, for steps of more than 1,700 ops in proportion, at most five
+seconds: of longer ones the bound takes most of the time anyway."""
+
 METHOD = "learnt prices, ruin and recreate"
 
 
@@ -56,7 +60,7 @@ def solve(
     machine: Machine,
     limit_bytes: int,
     *,
-    seconds: float = 1.0,
+    seconds: float | None = None,
     seed: int = 0,
     banned: Set[int] = frozenset(),
     caution: Caution = CAUTION,
@@ -70,7 +74,8 @@ def solve(
         step: the observed step.
         machine: all its slow tiers are used, if it has any.
         limit_bytes: the budget: most bytes held at once, resting bytes included.
-        seconds: about how long to search at most, on a common machine.
+        seconds: about how long to search at most, on a common machine; None for half a second, and up to five where a
+            step has more than 1,700 ops.
         seed: seed of the search's random choices.
         banned: absences whose values must not be computed again.
         caution: what the plan leaves free for what nobody can predict; `NO_CAUTION` where plans are compared on paper
@@ -80,6 +85,8 @@ def solve(
         BudgetError: if no plan was found that stays within the budget.
         PlanError: if ``seconds`` is no such number.
     """
+    if seconds is None:
+        seconds = min(max(SECONDS, SECONDS_PER_OP * len(step.ops)), MOST_SECONDS)
     if not 0 <= seconds < math.inf:
         raise PlanError(f"a search takes some number of seconds, 0 or more, not {seconds}")
     problem = Problem.of(step, machine)

@@ -29,7 +29,7 @@ DEEPER = 0.3
 """How often another recipe is tried, where there are several."""
 HEAT = 0.006
 """How much worse than the plan before a plan may be at first, as a mean share of the time lost."""
-PLAN_COST, ABSENCE_COST, MOMENT_COST = 2.0, 0.03, 0.012
+PLAN_COST, ABSENCE_COST, MOMENT_COST = 2.5, 0.012, 0.005
 """Microseconds that trying a change takes on a common machine: once, for each absence, for each moment simulated."""
 
 
