@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -98,7 +99,7 @@ def ours(cell: Cell, n: int, count: int, spill: str) -> Answer:
         "adjoint": _digest(done.adjoint),
         "recompute_factor": done.recompute_factor,
         "predicted_factor": choice.recompute_factor,
-        "predicted_seconds": choice.seconds,
+        "predicted_seconds": None if math.isnan(choice.seconds) else choice.seconds,  # nothing was measured
         "waited_seconds": done.waited_seconds,
         "schedule": repr(choice.schedule),
     }
