@@ -129,17 +129,24 @@ class Program:
 
 @dataclasses.dataclass
 class Trial:
-    """What happened in a run under a budget: its limit, the state of each step, the last plan, what differed."""
+    """What happened in a run under a budget: its limit, the state of each step, the last plan, those of all kinds of
+    steps, what differed."""
 
     limit_bytes: int
     states: list[str]
     plan: Plan | None
+    plans: list[Plan]
     banned: frozenset[int]
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
         """The decisions of the last plan."""
         return self.plan.decisions if self.plan is not None else ()
+
+    @property
+    def every_decision(self) -> list[Decision]:
+        """The decisions of all plans."""
+        return [decision for plan in self.plans for decision in plan.decisions]
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -221,7 +228,8 @@ def _run_within(
             compare(record, program.run(index, guard), f"step {index} ({states[-1]}), limit {limit}")
         assert memory.limit_bytes is not None
         kind = memory._loop.current
-        return Trial(memory.limit_bytes, states, memory.plan, kind.banned if kind is not None else frozenset())
+        plans = [each.plan for each in memory._loop.kinds.values() if each.plan is not None]
+        return Trial(memory.limit_bytes, states, memory.plan, plans, kind.banned if kind is not None else frozenset())
 
 
 def divided(solve: Solver, tier: str) -> Solver:

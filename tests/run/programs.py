@@ -399,7 +399,6 @@ class Branching(Chain):
     """What is computed depends on the data."""
 
     steady = False
-    offloads = False  # one kind of its steps has plans as good without
 
     def forward(self, index: int) -> Tensor:
         h = self.model[:4](self.data(index, 256, 64))
