@@ -70,10 +70,10 @@ from collections.abc import Sequence, Set
 import numpy as np
 
 from ebbtide.machine import Link
-from ebbtide.plan.absent import Absences, Needed, absences_of, needed_absences
+from ebbtide.plan.absent import Absences, absences_of, needed_absences
 from ebbtide.plan.blocks import AFTER, CLOSING, WITHIN, Blocks, memory_rows
 from ebbtide.plan.bound_reads import Parts, Read, Reading, reads_of
-from ebbtide.plan.bound_rows import NARROW
+from ebbtide.plan.bound_rows import NARROW, Given
 from ebbtide.plan.linear import Assembled
 from ebbtide.plan.necessary import Returns, computed_again
 from ebbtide.plan.problem import Floats, Ints, Problem
@@ -118,7 +118,7 @@ def formulate(problem: Problem, limit_bytes: int | Ints, banned: Set[int], most_
     returns = Returns(problem.facts, banned, needed.gone(absences), _load_seconds(problem, absences))
     blocks = Blocks(problem, most_groups)
     reads = [] if blocks.merged else reads_of(problem, absences, needed, again, banned)
-    builder = _Builder(problem, absences, needed, returns, reads, plain - limit_bytes, blocks)
+    builder = _Builder(Given(problem, absences, needed, returns, blocks), reads, plain - limit_bytes)
     for out, back in problem.routes.values():
         builder.add_tier(out, back)
     builder.add_recomputation()
@@ -142,17 +142,9 @@ def _load_seconds(problem: Problem, absences: Absences) -> dict[int, float]:
 class _Builder(Reading):
     """Puts the program together, rule by rule."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        absences: Absences,
-        needed: Needed,
-        returns: Returns,
-        reads: Sequence[Read],
-        excess: Floats,
-        blocks: Blocks,
-    ) -> None:
-        super().__init__(problem, absences, needed, returns, reads, blocks)
+    def __init__(self, given: Given, reads: Sequence[Read], excess: Floats) -> None:
+        super().__init__(given, reads)
+        absences = given.absences
         self.size = np.minimum(absences.size, max(float(excess.max()), 1.0)) / self.unit_bytes
         self.moments, self.kinds = memory_rows(excess, self.blocks, absences.closes)
         self.memory = self.program.rows(excess[self.moments] / self.unit_bytes, np.inf, len(self.moments))

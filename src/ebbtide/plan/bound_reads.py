@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ebbtide.plan.absent import Absences, Needed
-from ebbtide.plan.blocks import Blocks
+from ebbtide.plan.bound_rows import Given
 from ebbtide.plan.bound_single import Single
-from ebbtide.plan.necessary import Again, Returns
+from ebbtide.plan.necessary import Again
 from ebbtide.plan.problem import Floats, Ints, Problem
 from ebbtide.plan.profile import Mask
 from ebbtide.plan.replay import is_replayable
@@ -29,7 +29,7 @@ class Read:
         reader: place of the absence whose value is computed again.
         read: place of an absence of what is read, open before the recipe can run and until after it has run.
         maker: the op that makes what is read.
-        seconds: its time; infinite if it cannot be run again.
+        seconds: time of that op; infinite if it cannot be run again.
     """
 
     reader: int
@@ -80,21 +80,13 @@ class Reading(Single):
     """Rows about what recipes read.
 
     Args:
-        problem, absences, needed, returns, blocks: as in `Single`.
+        given: as in `Rows`.
         reads: from `reads_of`.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        absences: Absences,
-        needed: Needed,
-        returns: Returns,
-        reads: Sequence[Read],
-        blocks: Blocks,
-    ) -> None:
+    def __init__(self, given: Given, reads: Sequence[Read]) -> None:
         makers = {(read.reader, read.maker): read.seconds for read in reads if math.isfinite(read.seconds)}
-        super().__init__(problem, absences, needed, returns, blocks, math.fsum(makers.values()))
+        super().__init__(given, math.fsum(makers.values()))
         self.reads, self.makers = reads, makers
         self.early, self.late = self._moments()
         self.back_by: dict[tuple[int, int], list[int]] = {}
@@ -121,12 +113,12 @@ class Reading(Single):
         for which, (where, whole) in enumerate(zip(chosen.tolist(), columns.tolist(), strict=True)):
             moments = self.early.get(where, [])
             parts = [*self._rising(len(moments), whole), whole]
-            last = 0
+            last: int | None = None
             for part, moment in zip(parts, [*moments, int(self.absences.closes[where])], strict=True):
                 if part != whole:
                     self.back_by.setdefault((where, moment), []).append(part)
                 rows.append((which, part, 1.0, moment))
-                if last:
+                if last is not None:
                     rows.append((which, last, -1.0, moment))
                 last = part
         return _parts(rows)

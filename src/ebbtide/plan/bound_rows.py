@@ -5,17 +5,39 @@ Numbers of rules are those of NOTE [Relaxation] in `bound_program`.
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from ebbtide.machine import Link
-from ebbtide.plan.absent import Absences
+from ebbtide.plan.absent import Absences, Needed
 from ebbtide.plan.blocks import Blocks
 from ebbtide.plan.linear import Program
+from ebbtide.plan.necessary import Returns
 from ebbtide.plan.problem import Floats, Ints, Problem
 from ebbtide.plan.profile import Mask
 
 NARROW = 64
 """Groups between two events at most for a link's work between them to be looked at on its own: rule 11."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Given:
+    """What the program of the bound is about.
+
+    Attributes:
+        problem: what plans are for.
+        absences: those that count, and how long it takes to compute each again.
+        needed: which values have to be absent, and when.
+        returns: how soon they can be computed again.
+        blocks: groups of blocks.
+    """
+
+    problem: Problem
+    absences: Absences
+    needed: Needed
+    returns: Returns
+    blocks: Blocks
 
 
 class Rows:
@@ -24,10 +46,8 @@ class Rows:
     Seconds and bytes are in its own units, in which a step has about 100 of each.
 
     Args:
-        problem: what plans are for.
-        absences: those that count, and how long it takes to compute each again.
-        blocks: groups of blocks.
-        longer_seconds: by how much recipes can be longer than that, as far as the program says.
+        given: what it is about; its parts are attributes here, too.
+        longer_seconds: by how much recipes can be longer than `Absences.replay`, as far as the program says.
 
     Attributes:
         unit_seconds, unit_bytes: what 1 means.
@@ -38,8 +58,10 @@ class Rows:
         replay, replayed: time of each recomputation, and whose it is.
     """
 
-    def __init__(self, problem: Problem, absences: Absences, blocks: Blocks, longer_seconds: float) -> None:
-        self.problem, self.absences, self.blocks = problem, absences, blocks
+    def __init__(self, given: Given, longer_seconds: float) -> None:
+        problem, absences = self.problem, self.absences = given.problem, given.absences
+        self.blocks = given.blocks
+        self.needed, self.returns = given.needed, given.returns
         self.unit_seconds = max(problem.step.plain_seconds, 1e-9) / 100
         self.unit_bytes = max(float(problem.plain.max(initial=0)) - problem.resting_bytes, 1.0) / 100
         links = [link for route in problem.routes.values() for link in route]

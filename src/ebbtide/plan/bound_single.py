@@ -11,39 +11,25 @@ from collections.abc import Mapping, Sequence, Set
 
 import numpy as np
 
-from ebbtide.plan.absent import Absences, Needed
-from ebbtide.plan.blocks import Blocks
-from ebbtide.plan.bound_rows import NARROW, Rows
+from ebbtide.plan.bound_rows import NARROW, Given, Rows
 from ebbtide.plan.crowded import crowds_of
-from ebbtide.plan.necessary import Returns
-from ebbtide.plan.problem import Floats, Ints, Problem
+from ebbtide.plan.problem import Floats, Ints
 
 
 class Single(Rows):
     """Rows about values that have to be absent at some moment.
 
     Args:
-        problem, absences, blocks, longer_seconds: as in `Rows`.
-        needed: which values have to be absent, and when.
-        returns: how soon they can be computed again.
+        given, longer_seconds: as in `Rows`.
 
     Attributes:
         columns_of: by place of an absence the columns that say how it moves: one for each tier if it can be moved to
             them, then that of its recomputation if it has a recipe.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        absences: Absences,
-        needed: Needed,
-        returns: Returns,
-        blocks: Blocks,
-        longer_seconds: float,
-    ) -> None:
-        super().__init__(problem, absences, blocks, longer_seconds)
-        self.needed, self.returns = needed, returns
-        self.columns_of: list[list[int]] = [[] for _ in absences.number]
+    def __init__(self, given: Given, longer_seconds: float) -> None:
+        super().__init__(given, longer_seconds)
+        self.columns_of: list[list[int]] = [[] for _ in given.absences.number]
 
     def add_needed(self) -> None:
         """Values that have to be absent at some moment: rule 11."""

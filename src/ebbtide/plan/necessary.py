@@ -24,8 +24,12 @@ Gone = Mapping[int, tuple[int, int]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Again:
-    """What every recipe of a value takes at least: its time, infinite if there is none, and the values that it reads
-    unless it makes them itself, in addition to what that time is for."""
+    """What every recipe of a value takes at least.
+
+    Attributes:
+        seconds: its time; infinite if there is no recipe.
+        reads: the values that it reads unless it makes them itself, in addition to what that time is for.
+    """
 
     seconds: float
     reads: tuple[int, ...] = ()

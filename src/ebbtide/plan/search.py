@@ -340,7 +340,8 @@ class _Queue:
     """What one link carried, in order.
 
     Attributes:
-        absence, start, end: of each transfer.
+        absence: of each transfer.
+        start, end: of each transfer, in seconds from the beginning of the step.
         first: for each the first of those before it that are without a pause.
         place: per absence of the step its place here, if it has one.
     """
