@@ -14,6 +14,7 @@ from ebbtide.plan import NO_CAUTION, Caution, lower_bound, simulate, solve
 from ebbtide.plan.caution import EXPECTED
 from ebbtide.plan.follow import Follower, Moves, Trip
 from ebbtide.plan.problem import Problem
+from ebbtide.plan.schedule import place_releases
 from ebbtide.plan.select import Room
 from ebbtide.plan.simulate import moves_of
 from tests.plan.limits import limit_at
@@ -77,3 +78,27 @@ def test_without_caution_workspaces_do_not_count() -> None:
     assert (careful.cap < limit_bytes).any()
     exact = Room.of(problem, limit_bytes, NO_CAUTION.ceiling_bytes(limit_bytes, step.resting_bytes))
     assert (exact.cap == limit_bytes).all()
+
+
+def test_late_copies_make_those_behind_them_late() -> None:
+    """Where memory allows it, a release comes after its copy even if all copies before it took longer, too."""
+    count, tick, seconds, share, extra = 5, 1e-3, 0.02, 0.2, 0.003
+    slots = np.arange(400)
+    releases = place_releases(
+        slots,
+        slots * tick,
+        np.zeros(400, dtype=np.bool_),
+        np.zeros(400, dtype=np.int64),
+        np.full(400, 10),
+        np.arange(count),
+        np.zeros(count, dtype=np.int64),
+        np.ones(count, dtype=np.int64),
+        np.full(count, 2),
+        np.full(count, 399),
+        np.full(count, seconds),
+        np.zeros(count),
+        np.array([share, extra]),
+    )
+    late_seconds = (1 + share) * seconds * np.arange(1, count + 1) + extra
+    assert releases * tick == pytest.approx(late_seconds, abs=tick)
+    assert (releases * tick >= late_seconds - 1e-12).all()

@@ -14,8 +14,10 @@ from ebbtide.plan.problem import Floats
 class Caution:
     """What a plan leaves free around its transfers and below its budget. The defaults are for plans that really run.
 
-    Schedules leave this much time free around each transfer. Plans are compared as if each took longer by half of it:
-    a plan that is a little faster if all goes as predicted, and much slower if not, is not the better one.
+    Schedules leave this much time free around each transfer, and for those that it queues behind, too: compute that is
+    quicker than when it was observed does to a queue what a slower link would. Plans are compared as if each transfer
+    took longer by half of it: a plan that is a little faster if all goes as predicted, and much slower if not, is not
+    the better one.
 
     Attributes:
         out_share, out_seconds: how much longer than predicted a copy out may take, as a share of its time and in
@@ -27,8 +29,8 @@ class Caution:
         near_share: how near the lower bound a plan is good enough for the search to stop.
     """
 
-    out_share: float = 0.05
-    out_seconds: float = 1e-3
+    out_share: float = 0.2
+    out_seconds: float = 2e-3
     in_share: float = 0.2
     in_seconds: float = 2e-3
     physical_share: float = 1.035

@@ -86,12 +86,12 @@ def place_releases(
     """
     count = len(queue)
     release = np.empty(count, np.int64)
+    # Copies that are late make those behind them late, too.
     free_seconds = np.zeros(links.max() + 1 if count else 0)
     for rank in range(count):
         place, link = queue[rank], links[rank]
-        seconds = out_seconds[rank]
-        free_seconds[link] = max(free_seconds[link], queued_seconds[rank]) + seconds
-        copied = free_seconds[link] + late[0] * seconds + late[1]
+        free_seconds[link] = max(free_seconds[link], queued_seconds[rank]) + (1 + late[0]) * out_seconds[rank]
+        copied = free_seconds[link] + late[1]
         first = begin[place]
         last = slots[np.searchsorted(slots, end[place]) - 1]
         position = min(np.searchsorted(slot_seconds, copied), len(slots) - 1)

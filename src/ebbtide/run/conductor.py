@@ -26,7 +26,7 @@ import torch
 
 from ebbtide.observe.clock import Clock, Span
 from ebbtide.run.allocator import Trimmer
-from ebbtide.run.holdings import Holding, Kept, View, is_plain
+from ebbtide.run.holdings import Holding, Kept, View, is_plain, keep
 from ebbtide.run.recipes import CaptureMode, Recipe
 from ebbtide.run.safe import SafePolicy
 from ebbtide.run.script import Actions, Saving, Script, Treatment
@@ -120,7 +120,7 @@ class Conductor:
             ):
                 self._event = event + 1
                 self._packed = number = self._packed + 1
-                return Kept(tensor, number - 1)
+                return keep(tensor, number - 1)
         with self._lock:
             return self._pack(tensor)
 
@@ -219,7 +219,7 @@ class Conductor:
 
     def _hold(self, tensor: torch.Tensor, number: int, saving: Saving) -> Kept | View:
         if saving.treatment == Treatment.KEEP or not is_plain(tensor):
-            return Kept(tensor, number)
+            return keep(tensor, number)
         holding = self._holding(saving.value)
         fresh = holding is None
         if holding is None:
@@ -235,7 +235,7 @@ class Conductor:
                 if not saving.first:
                     holding.send(tier)  # its planned copy out went with the former holding
         elif holding.tensor is None and holding.recipe is None:
-            return Kept(tensor, number)
+            return keep(tensor, number)
         return View(holding, tensor, number)
 
     def _remake(self, holding: Holding, saving: Saving) -> None:

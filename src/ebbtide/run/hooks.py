@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.run.holdings import Kept
+from ebbtide.run.holdings import Kept, keep
 from ebbtide.step import Saved
 
 
@@ -44,7 +44,7 @@ class LightWatch:
         first = self._first
         if first is None or tensor.dim() != len(first.shape) or tensor.numel() > torch.Size(first.shape).numel():
             self.left = f"the first saved tensor is {list(tensor.shape)}, expected {first.shape if first else 'none'}"
-        return Kept(tensor, -1)
+        return keep(tensor, -1)
 
     def unpack(self, handle: Kept) -> torch.Tensor:
         """The unpack hook."""

@@ -19,7 +19,7 @@ from ebbtide.observe.allocated import Memory
 from ebbtide.observe.ledger import has_storage
 from ebbtide.observe.recorder import Recorder, storage_wrapper_count
 from ebbtide.run.allocator import Trimmer
-from ebbtide.run.holdings import Holding, Kept, View, is_plain, only_held_once
+from ebbtide.run.holdings import Holding, Kept, View, is_plain, keep, only_held_once
 from ebbtide.run.tiers import SlowTier
 
 LEAST_MOVED_BYTES = 64 * 1024
@@ -127,7 +127,7 @@ class SafePolicy:
     def _take(self, tensor: torch.Tensor, number: int) -> Kept | View:
         recorder = self.recorder if number >= 0 else None
         if not is_plain(tensor) or not has_storage(tensor) or (recorder is not None and recorder.is_external(number)):
-            return Kept(tensor, number)
+            return keep(tensor, number)
         identity = tensor.untyped_storage()._cdata
         reference = self._held.get(identity)
         holding = reference() if reference is not None else None
