@@ -29,7 +29,7 @@ from ebbtide.run.allocator import Trimmer
 from ebbtide.run.holdings import Holding, Kept, View, is_plain, keep
 from ebbtide.run.recipes import CaptureMode, Recipe
 from ebbtide.run.safe import SafePolicy
-from ebbtide.run.script import Actions, Saving, Script, Treatment
+from ebbtide.run.script import NOBODY, Actions, Saving, Script, Treatment
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.verify import Truth
 
@@ -103,24 +103,24 @@ class Conductor:
     def _shorten(self) -> None:
         """Choose the events at which the hooks may be short."""
         self._kept, self._shown = self.script.kept, self.script.shown
-        self._shorts = len(self._kept) if self._is_short else 0
+        if not self._is_short:
+            self._kept, self._shown = (None,) * len(self._kept), (NOBODY,) * len(self._shown)
 
     # --- hooks ---------------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The pack hook."""
         event = self._event
-        if event < self._shorts:
-            saving = self._kept[event]
-            if (
-                saving is not None
-                and tensor.dtype is saving.dtype
-                and tensor.shape == saving.shape
-                and (self._capture is None or not self._capture.entered)
-            ):
-                self._event = event + 1
-                self._packed = number = self._packed + 1
-                return keep(tensor, number - 1)
+        saving = self._kept[event]
+        if (
+            saving is not None
+            and tensor.dtype is saving.dtype
+            and tensor.shape == saving.shape
+            and (self._capture is None or not self._capture.entered)
+        ):
+            self._event = event + 1
+            self._packed = number = self._packed + 1
+            return keep(tensor, number - 1)
         with self._lock:
             return self._pack(tensor)
 
@@ -150,11 +150,7 @@ class Conductor:
     def unpack(self, handle: Kept | View) -> torch.Tensor:
         """The unpack hook."""
         event = self._event
-        if (
-            event < self._shorts
-            and self._shown[event] == handle.number
-            and (self._capture is None or not self._capture.entered)
-        ):
+        if self._shown[event] == handle.number and (self._capture is None or not self._capture.entered):
             self._event = event + 1
             return handle.show()
         with self._lock:

@@ -17,6 +17,9 @@ from ebbtide.errors import PlanError
 from ebbtide.run.recipes import KnownOp
 from ebbtide.step import EXTERNAL, Event, Saved, Step
 
+NOBODY = -2
+"""No number of a saved tensor, and not that of one which no script counts."""
+
 
 class Treatment(enum.IntEnum):
     """What becomes of a saved tensor: ``KEEP`` alone, ``SHARE`` through a holding, ``MOVE`` away, ``REMAKE``."""
@@ -72,7 +75,8 @@ class Script:
         headroom: by event, bytes that the ops up to the next event take at most above what is alive at it.
         prefixes: by number of the saved tensor, a hash of those saved before it.
         kept: by event: what is expected of the saved tensor, if all that happens there is that it is kept.
-        shown: by event: number of the saved tensor, if all that happens there is that it is asked for; else -2.
+        shown: by event: number of the saved tensor, if all that happens there is that it is asked for; else `NOBODY`.
+            Both have one entry more, for whatever comes after the last event.
     """
 
     savings: tuple[Saving, ...]
@@ -117,9 +121,12 @@ def write_script(step: Step, plan: Plan, memory: Sequence[int]) -> Script:
         headroom=_headroom(step, memory),
         prefixes=_prefixes(step.saved),
         kept=_kept(step.events, actions, stretches, savings),
-        shown=tuple(
-            e.saved if action is None and e.kind == "unpack" else -2
-            for e, action in zip(step.events, actions, strict=True)
+        shown=(
+            *(
+                e.saved if action is None and e.kind == "unpack" else NOBODY
+                for e, action in zip(step.events, actions, strict=True)
+            ),
+            NOBODY,
         ),
     )
 
@@ -221,7 +228,7 @@ def _kept(
     events: Sequence[Event], actions: Sequence[Actions | None], stretches: Sequence[int], savings: Sequence[Saving]
 ) -> tuple[Saving | None, ...]:
     """By event: the saving, where it is all that happens and the tensor stays alone."""
-    kept: list[Saving | None] = [None] * len(events)
+    kept: list[Saving | None] = [None] * (len(events) + 1)
     for index, event in enumerate(events):
         if event.kind == "pack" and actions[index] is None and stretches[index] < 0:
             saving = savings[event.saved]
