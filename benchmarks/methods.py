@@ -96,6 +96,7 @@ class Ebbtide(Plain):
         plan = self._memory.plan
         return {
             "predicted_peak_bytes": plan.peak_bytes,
+            "predicted_physical_bytes": plan.physical_peak_bytes,
             "predicted_seconds": plan.seconds,
             "predicted_plain_seconds": plan.plain_seconds,
             "bound_seconds": bound_seconds,

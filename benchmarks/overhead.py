@@ -46,6 +46,8 @@ class Record:
         limit_bytes: the budget that was used; above the one asked for if that cannot be met.
         least_reachable_bytes: the least peak that the planner can reach, if it had to say so.
         plain_peak_bytes, peak_bytes: counted bytes of live tensors.
+        predicted_peak_bytes, predicted_physical_bytes: what the plan says of these, and of them with what ops take
+            inside themselves, which the system sees.
         plain_rss_bytes, rss_bytes: the most over the timed steps, by the operating system.
         plain_default_seconds, plain_tuned_seconds: plain steps with glibc's own and with ebbtide's allocator settings.
         plain_seconds: the smaller of the two.
@@ -66,6 +68,7 @@ class Record:
     plain_peak_bytes: int
     peak_bytes: int
     predicted_peak_bytes: int | None
+    predicted_physical_bytes: int | None
     plain_rss_bytes: int
     rss_bytes: int
     plain_default_seconds: float
@@ -200,6 +203,7 @@ def _record(
         plain_peak_bytes=needs["peak_bytes"],
         peak_bytes=counted["peak_bytes"],
         predicted_peak_bytes=facts.get("predicted_peak_bytes"),
+        predicted_physical_bytes=facts.get("predicted_physical_bytes"),
         plain_rss_bytes=rss_bytes[default],
         rss_bytes=rss_bytes[worker],
         plain_default_seconds=seconds[default],

@@ -53,6 +53,7 @@ def test_table() -> None:
         plain_peak_bytes=1100,
         peak_bytes=590,
         predicted_peak_bytes=590,
+        predicted_physical_bytes=620,
         plain_rss_bytes=1000,
         rss_bytes=510,
         plain_default_seconds=1.1,

@@ -233,10 +233,10 @@ def _run_within(
 
 
 def divided(solve: Solver, tier: str) -> Solver:
-    """A planner whose plans send every other value that leaves to ``tier`` instead."""
+    """A planner whose plans compute nothing again, and send every other value that leaves to ``tier`` instead."""
 
-    def solve_divided(*arguments: Any, **options: Any) -> Plan:
-        plan = solve(*arguments, **options)
+    def solve_divided(step: Step, *arguments: Any, **options: Any) -> Plan:
+        plan = solve(step, *arguments, **options | {"banned": frozenset(range(len(step.absences)))})
         turns = itertools.cycle((False, True))
         decisions = tuple(
             dataclasses.replace(d, tier=tier) if isinstance(d, Offload) and next(turns) else d for d in plan.decisions

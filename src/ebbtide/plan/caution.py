@@ -30,7 +30,7 @@ class Caution:
     """
 
     out_share: float = 0.2
-    out_seconds: float = 2e-3
+    out_seconds: float = 1e-3
     in_share: float = 0.2
     in_seconds: float = 2e-3
     physical_share: float = 1.035

@@ -74,7 +74,6 @@ class Conductor:
         self._trimmer = trimmer
         self._outdated: list[CaptureMode] = []
         self._event = 0
-        self._packed = 0
         self._exact = True
         self._held: dict[int, weakref.ref[Holding]] = {}
         self._capture = CaptureMode(script.known, self.leave) if script.remakes else None
@@ -102,7 +101,7 @@ class Conductor:
 
     def _shorten(self) -> None:
         """Choose the events at which the hooks may be short."""
-        self._kept, self._shown = self.script.kept, self.script.shown
+        self._kept, self._shown, self._numbers = self.script.kept, self.script.shown, self.script.numbers
         if not self._is_short:
             self._kept, self._shown = (None,) * len(self._kept), (NOBODY,) * len(self._shown)
 
@@ -119,8 +118,7 @@ class Conductor:
             and (self._capture is None or not self._capture.entered)
         ):
             self._event = event + 1
-            self._packed = number = self._packed + 1
-            return keep(tensor, number - 1)
+            return keep(tensor, self._numbers[event])
         with self._lock:
             return self._pack(tensor)
 
@@ -129,8 +127,7 @@ class Conductor:
         capture = self._capture
         if capture is not None:
             capture.hidden = True
-        number = self._packed
-        self._packed = number + 1
+        number = self._numbers[self._event]
         if not self.left and not self._fits(tensor, number):
             self._go_over(tensor, number)
         if self.left:

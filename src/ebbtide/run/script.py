@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import enum
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -74,9 +75,10 @@ class Script:
         alive: by event, bytes alive above those at rest.
         headroom: by event, bytes that the ops up to the next event take at most above what is alive at it.
         prefixes: by number of the saved tensor, a hash of those saved before it.
-        kept: by event: what is expected of the saved tensor, if all that happens there is that it is kept.
+        kept: by event: of what type and shape a saved tensor is expected, if all that happens there is that it is kept.
         shown: by event: number of the saved tensor, if all that happens there is that it is asked for; else `NOBODY`.
-            Both have one entry more, for whatever comes after the last event.
+        numbers: by event: how many tensors were saved before, so the number of the one that is saved there, if any.
+            These three have one entry more, for whatever comes after the last event.
     """
 
     savings: tuple[Saving, ...]
@@ -89,6 +91,7 @@ class Script:
     prefixes: tuple[int, ...]
     kept: tuple[Saving | None, ...]
     shown: tuple[int, ...]
+    numbers: tuple[int, ...]
 
     @property
     def remakes(self) -> bool:
@@ -128,6 +131,7 @@ def write_script(step: Step, plan: Plan, memory: Sequence[int]) -> Script:
             ),
             NOBODY,
         ),
+        numbers=tuple(itertools.accumulate((e.kind == "pack" for e in step.events), initial=0)),
     )
 
 
@@ -227,12 +231,17 @@ def _actions(step: Step, decisions: Sequence[Decision]) -> tuple[Actions | None,
 def _kept(
     events: Sequence[Event], actions: Sequence[Actions | None], stretches: Sequence[int], savings: Sequence[Saving]
 ) -> tuple[Saving | None, ...]:
-    """By event: the saving, where it is all that happens and the tensor stays alone."""
+    """By event: the saving, where it is all that happens and the tensor stays alone.
+
+    Alike ones are the same object, so that looking at them takes one place in the processor's caches, not thousands.
+    """
     kept: list[Saving | None] = [None] * (len(events) + 1)
+    known: dict[tuple[torch.dtype, torch.Size], Saving] = {}
     for index, event in enumerate(events):
         if event.kind == "pack" and actions[index] is None and stretches[index] < 0:
             saving = savings[event.saved]
-            kept[index] = saving if saving.treatment == Treatment.KEEP else None
+            if saving.treatment == Treatment.KEEP:
+                kept[index] = known.setdefault((saving.dtype, saving.shape), saving)
     return tuple(kept)
 
 
