@@ -232,14 +232,14 @@ def _run_within(
         return Trial(memory.limit_bytes, states, memory.plan, plans, kind.banned if kind is not None else frozenset())
 
 
-def divided(solve: Solver, tier: str) -> Solver:
-    """A planner whose plans compute nothing again, and send every other value that leaves to ``tier`` instead."""
+def divided(solve: Solver, *tiers: str) -> Solver:
+    """A planner whose plans compute nothing again, and send what leaves to each of ``tiers`` in turn."""
 
     def solve_divided(step: Step, *arguments: Any, **options: Any) -> Plan:
         plan = solve(step, *arguments, **options | {"banned": frozenset(range(len(step.absences)))})
-        turns = itertools.cycle((False, True))
+        turns = itertools.cycle(tiers)
         decisions = tuple(
-            dataclasses.replace(d, tier=tier) if isinstance(d, Offload) and next(turns) else d for d in plan.decisions
+            dataclasses.replace(d, tier=next(turns)) if isinstance(d, Offload) else d for d in plan.decisions
         )
         return dataclasses.replace(plan, decisions=decisions)
 
