@@ -110,11 +110,11 @@ class Conductor:
     def pack(self, tensor: torch.Tensor) -> Any:
         """The pack hook."""
         event = self._event
-        saving = self._kept[event]
+        form = self._kept[event]
         if (
-            saving is not None
-            and tensor.dtype is saving.dtype
-            and tensor.shape == saving.shape
+            form is not None
+            and tensor.dtype is form.dtype
+            and tensor.shape == form.shape
             and (self._capture is None or not self._capture.entered)
         ):
             self._event = event + 1

@@ -19,7 +19,7 @@ from ebbtide.run.recipes import KnownOp
 from ebbtide.step import EXTERNAL, Event, Saved, Step
 
 NOBODY = -2
-"""No number of a saved tensor, and not that of one which no script counts."""
+"""The number of no saved tensor; those that no script counts have -1."""
 
 
 class Treatment(enum.IntEnum):
@@ -53,6 +53,14 @@ class Saving:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Form:
+    """Of what type and shape a saved tensor is."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Actions:
     """What to do at one event, in this order: values to release, to send out and to which tier, to fetch."""
 
@@ -75,7 +83,7 @@ class Script:
         alive: by event, bytes alive above those at rest.
         headroom: by event, bytes that the ops up to the next event take at most above what is alive at it.
         prefixes: by number of the saved tensor, a hash of those saved before it.
-        kept: by event: of what type and shape a saved tensor is expected, if all that happens there is that it is kept.
+        kept: by event: the form of the saved tensor that is expected, if all that happens there is that it is kept.
         shown: by event: number of the saved tensor, if all that happens there is that it is asked for; else `NOBODY`.
         numbers: by event: how many tensors were saved before, so the number of the one that is saved there, if any.
             These three have one entry more, for whatever comes after the last event.
@@ -89,7 +97,7 @@ class Script:
     alive: tuple[int, ...]
     headroom: tuple[int, ...]
     prefixes: tuple[int, ...]
-    kept: tuple[Saving | None, ...]
+    kept: tuple[Form | None, ...]
     shown: tuple[int, ...]
     numbers: tuple[int, ...]
 
@@ -230,18 +238,19 @@ def _actions(step: Step, decisions: Sequence[Decision]) -> tuple[Actions | None,
 
 def _kept(
     events: Sequence[Event], actions: Sequence[Actions | None], stretches: Sequence[int], savings: Sequence[Saving]
-) -> tuple[Saving | None, ...]:
-    """By event: the saving, where it is all that happens and the tensor stays alone.
+) -> tuple[Form | None, ...]:
+    """By event: the form of what is saved, where that is all that happens and the tensor stays alone.
 
-    Alike ones are the same object, so that looking at them takes one place in the processor's caches, not thousands.
+    Equal ones are one object, so that looking at them takes one place in the processor's caches, not thousands.
     """
-    kept: list[Saving | None] = [None] * (len(events) + 1)
-    known: dict[tuple[torch.dtype, torch.Size], Saving] = {}
+    kept: list[Form | None] = [None] * (len(events) + 1)
+    known: dict[Form, Form] = {}
     for index, event in enumerate(events):
         if event.kind == "pack" and actions[index] is None and stretches[index] < 0:
             saving = savings[event.saved]
             if saving.treatment == Treatment.KEEP:
-                kept[index] = known.setdefault((saving.dtype, saving.shape), saving)
+                form = Form(saving.dtype, saving.shape)
+                kept[index] = known.setdefault(form, form)
     return tuple(kept)
 
 
