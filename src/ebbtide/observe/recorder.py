@@ -25,12 +25,13 @@ import torch
 from ebbtide.errors import StepError
 from ebbtide.observe.allocated import AllocatedProbe, Memory, with_everything_allocated
 from ebbtide.observe.clock import Clock, HostClock, Span, total_seconds
+from ebbtide.observe.drafts import OpDraft, SeenStorage, ValueDraft, absences_of
 from ebbtide.observe.ledger import Ledger, StorageRecord, has_storage, tensors_in
 from ebbtide.observe.mode import DispatchMode
 from ebbtide.observe.modules import ModuleTrail
 from ebbtide.observe.schema import OperatorInfo, operator_info
 from ebbtide.observe.workspace import WorkspaceProbe
-from ebbtide.step import EXTERNAL, NEVER, Absence, Event, Op, Phase, Saved, Step, Value
+from ebbtide.step import EXTERNAL, NEVER, Event, Phase, Saved, Step
 
 _use_count = torch._C._storage_Use_Count
 
@@ -42,59 +43,6 @@ def storage_wrapper_count() -> int:
     reference, identity = weakref.ref(storage), storage._cdata
     del storage
     return int(_use_count(identity)) if reference is not None else 0
-
-
-class _Storage:
-    """What the recorder knows of one storage over the whole step."""
-
-    __slots__ = (
-        "aliases",
-        "born",
-        "cdata",
-        "dies",
-        "evicted",
-        "exclusive",
-        "number",
-        "size_bytes",
-        "versions",
-        "views",
-    )
-
-    def __init__(self, number: int, size_bytes: int, born: int, cdata: int) -> None:
-        self.number = number
-        self.size_bytes = size_bytes
-        self.born = born
-        self.cdata = cdata
-        self.dies = -1
-        self.exclusive = NEVER
-        self.aliases = 0
-        self.views = 0
-        self.evicted = False
-        self.versions: list[int] = []
-
-
-class _OpDraft:
-    __slots__ = ("info", "inputs", "module", "mutated", "outputs", "phase", "replay", "spans", "workspace")
-
-    def __init__(self, info: OperatorInfo, inputs: tuple[int, ...], phase: Phase, module: str) -> None:
-        self.info = info
-        self.replay = info.replay
-        self.inputs = inputs
-        self.outputs: tuple[int, ...] = ()
-        self.mutated: tuple[tuple[int, int], ...] = ()
-        self.spans: list[Span] = []
-        self.workspace = 0
-        self.phase = phase
-        self.module = module
-
-
-class _ValueDraft:
-    __slots__ = ("maker", "storage", "uses")
-
-    def __init__(self, storage: _Storage, maker: int) -> None:
-        self.storage = storage
-        self.maker = maker
-        self.uses: list[int] = []
 
 
 class Recorder(DispatchMode):
@@ -124,11 +72,11 @@ class Recorder(DispatchMode):
         self._mark = self._time.mark
         self._trail = ModuleTrail()
         self._wrapper = storage_wrapper_count()
-        self._records: dict[StorageRecord, _Storage] = {}
-        self._storages: list[_Storage] = []
-        self._watched: dict[int, _Storage] = {}
-        self._ops: list[_OpDraft] = []
-        self._values: list[_ValueDraft] = []
+        self._records: dict[StorageRecord, SeenStorage] = {}
+        self._storages: list[SeenStorage] = []
+        self._watched: dict[int, SeenStorage] = {}
+        self._ops: list[OpDraft] = []
+        self._values: list[ValueDraft] = []
         self._saved: list[Saved] = []
         self._saved_modules: list[str] = []
         self._unpacked: list[list[int]] = []
@@ -162,7 +110,7 @@ class Recorder(DispatchMode):
         trains = info.replay == "batch_norm" and args[5] is True
         # Running statistics do not enter the result of batch norm in training.
         read = (*args[:3], *args[5:]) if trains else args
-        draft = _OpDraft(info, self._inputs(read, kwargs, tick), *self._place())
+        draft = OpDraft(info, self._inputs(read, kwargs, tick), *self._place())
         if info.replay == "batch_norm" and not trains:
             draft.replay = "pure"
         self._ops.append(draft)
@@ -210,7 +158,7 @@ class Recorder(DispatchMode):
                     self._values[value].uses.append(tick)
         return tuple(values)
 
-    def _outputs(self, draft: _OpDraft, info: OperatorInfo, args: Any, kwargs: Any, result: Any, tick: int) -> int:
+    def _outputs(self, draft: OpDraft, info: OperatorInfo, args: Any, kwargs: Any, result: Any, tick: int) -> int:
         """Note what the op made; returns the bytes of new storages."""
         outputs: list[int] = []
         mutated: list[tuple[int, int]] = []
@@ -244,21 +192,21 @@ class Recorder(DispatchMode):
         """
         outputs.extend(self._add_value(self._touch(tensor), tick) for tensor in tensors_in(args[3:5]))
 
-    def _touch(self, tensor: torch.Tensor) -> _Storage:
+    def _touch(self, tensor: torch.Tensor) -> SeenStorage:
         record = self.ledger.touch(tensor.untyped_storage())
         return self._records.get(record) or self._add_storage(record, tensor, 0, EXTERNAL)
 
-    def _add_storage(self, record: StorageRecord, tensor: torch.Tensor, born: int, maker: int) -> _Storage:
+    def _add_storage(self, record: StorageRecord, tensor: torch.Tensor, born: int, maker: int) -> SeenStorage:
         if tensor.device.type not in ("cpu", "cuda", "meta"):
             raise StepError(f"a tensor on {tensor.device} was used; this version plans steps on CPU and CUDA only")
-        storage = _Storage(len(self._storages), record.size_bytes, born, record.cdata)
+        storage = SeenStorage(len(self._storages), record.size_bytes, born, record.cdata)
         self._storages.append(storage)
         self._records[record] = storage
         self._add_value(storage, maker)
         return storage
 
-    def _add_value(self, storage: _Storage, maker: int) -> int:
-        self._values.append(_ValueDraft(storage, maker))
+    def _add_value(self, storage: SeenStorage, maker: int) -> int:
+        self._values.append(ValueDraft(storage, maker))
         storage.versions.append(len(self._values) - 1)
         return len(self._values) - 1
 
@@ -309,7 +257,7 @@ class Recorder(DispatchMode):
         """The hook that called `pack` or `unpack` is done: what passes from now on is the step's own time."""
         self._left = self._mark()
 
-    def storage_of(self, number: int) -> _Storage:
+    def storage_of(self, number: int) -> SeenStorage:
         """The storage that saved tensor ``number`` shows."""
         return self._values[self._saved[number].value].storage
 
@@ -318,24 +266,24 @@ class Recorder(DispatchMode):
         storage = self.storage_of(number)
         return self._values[storage.versions[0]].maker == EXTERNAL
 
-    def held(self, storage: _Storage, aliases: int) -> None:
+    def held(self, storage: SeenStorage, aliases: int) -> None:
         """A holding took (+1) or let go of (-1) its own tensor of ``storage``."""
         storage.aliases += aliases
         if aliases > 0 and storage.exclusive == NEVER and not storage.evicted and storage.versions:
             self._watched[storage.number] = storage
 
-    def shown(self, storage: _Storage, views: int) -> None:
+    def shown(self, storage: SeenStorage, views: int) -> None:
         """Autograd took (+1) or dropped (-1) a saved tensor that shows ``storage``."""
         storage.views += views
         if storage.views == 0 and storage.evicted and storage.dies < 0 and self.ledger.open:
             storage.dies = self._clock
 
-    def evicted(self, storage: _Storage) -> None:
+    def evicted(self, storage: SeenStorage) -> None:
         """``storage`` leaves under the safe policy: its death is not the value's."""
         storage.evicted = True
         self._watched.pop(storage.number, None)
 
-    def restored(self, storage: _Storage, memory: torch.UntypedStorage) -> None:
+    def restored(self, storage: SeenStorage, memory: torch.UntypedStorage) -> None:
         """``storage`` is back, in new memory."""
         record, _ = self.ledger.make(memory)
         storage.cdata = record.cdata
@@ -347,56 +295,13 @@ class Recorder(DispatchMode):
     def finish(self) -> Step:
         """The step that was recorded, up to now. Waits until the device is done with it."""
         moments = len(self._ops) + len(self._events)
-        ops = tuple(
-            Op(
-                name=draft.info.name,
-                inputs=draft.inputs,
-                outputs=draft.outputs,
-                mutated=draft.mutated,
-                duration_seconds=round(total_seconds(self._time, draft.spans), 9),
-                workspace_bytes=draft.workspace,
-                replay=draft.replay,
-                phase=draft.phase,
-                module=draft.module,
-            )
-            for draft in self._ops
-        )
-        values = tuple(
-            Value(
-                size_bytes=draft.storage.size_bytes,
-                storage=draft.storage.number,
-                maker=draft.maker,
-                uses=tuple(draft.uses),
-                dies=draft.storage.dies if draft.storage.dies >= 0 else moments,
-                exclusive=draft.storage.exclusive,
-            )
-            for draft in self._values
-        )
+        ops = tuple(draft.op(total_seconds(self._time, draft.spans)) for draft in self._ops)
+        values = tuple(draft.value(moments) for draft in self._values)
         saved = tuple(
             Saved(s.value, s.dtype, s.shape, s.stride, s.offset, tuple(self._unpacked[n]))
             for n, s in enumerate(self._saved)
         )
-        step = Step(ops, values, saved, tuple(self._events), self._absences())
+        step = Step(ops, values, saved, tuple(self._events), absences_of(saved, self._values))
         if self._memory is None:
             return step
         return with_everything_allocated(dataclasses.replace(step, device=self._memory.device.type))
-
-    def _absences(self) -> tuple[Absence, ...]:
-        """For each saved value the gap from when only autograd held it to when autograd asked for it."""
-        first_asked: dict[int, int] = {}
-        written_later: set[int] = set()
-        for number, saved in enumerate(self._saved):
-            storage = self._values[saved.value].storage
-            if storage.versions[-1] != saved.value:
-                written_later.add(storage.number)
-            after = [m for m in self._unpacked[number] if m > storage.exclusive]
-            if after:
-                first_asked[saved.value] = min(after[0], first_asked.get(saved.value, after[0]))
-        absences = []
-        for value in sorted(first_asked):
-            storage = self._values[value].storage
-            external = self._values[storage.versions[0]].maker == EXTERNAL
-            opens = storage.exclusive
-            if not external and opens != NEVER and storage.number not in written_later and opens < first_asked[value]:
-                absences.append(Absence(value, opens, first_asked[value]))
-        return tuple(absences)

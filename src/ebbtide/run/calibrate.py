@@ -31,9 +31,10 @@ import torch
 
 from ebbtide.errors import RecordError, SpillError
 from ebbtide.machine import Link, Machine, Tier
-from ebbtide.run.tiers.base import QueuedTier, Slot
 from ebbtide.run.tiers.disk import DiskTier, free_bytes
 from ebbtide.run.tiers.memory import take_memory
+from ebbtide.run.tiers.queued import QueuedTier
+from ebbtide.run.tiers.transfers import Slot
 from ebbtide.units import format_bytes
 
 Progress = Callable[[float, str], None]

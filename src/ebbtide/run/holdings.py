@@ -20,7 +20,7 @@ from ebbtide.run.meter import note_memory
 
 if TYPE_CHECKING:
     from ebbtide.run.recipes import Recipe
-    from ebbtide.run.tiers.base import Load, Slot, SlowTier
+    from ebbtide.run.tiers.transfers import Load, Slot, SlowTier
 
 _use_count = torch._C._storage_Use_Count
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from ebbtide.machine import Link, Machine, Tier
 from ebbtide.run.backends.base import Backend
 from ebbtide.run.calibrate import slope
-from ebbtide.run.tiers.base import SlowTier
+from ebbtide.run.tiers.transfers import SlowTier
 
 SIZES_BYTES = tuple(mib << 20 for mib in (1, 4, 16, 64))
 LATENCY_BYTES = 4096

@@ -20,8 +20,9 @@ from typing import Protocol
 import torch
 
 from ebbtide.errors import SpillError
-from ebbtide.run.tiers.base import PART_BYTES, Load, Slot
 from ebbtide.run.tiers.disk import PLACE_ALIGNMENT_BYTES, READERS, DiskPlace, DiskTier, memory_view
+from ebbtide.run.tiers.queued import PART_BYTES
+from ebbtide.run.tiers.transfers import Load, Slot
 from ebbtide.sequence import aio
 from ebbtide.sequence.codec import Codec
 

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from ebbtide.machine import Link
-from ebbtide.run.tiers.base import PART_BYTES
 from ebbtide.run.tiers.disk import free_bytes
+from ebbtide.run.tiers.queued import PART_BYTES
 from ebbtide.sequence.choose import Choice, SlowMemory, best_multistage, choose, hidden_interval, predicted
 from ebbtide.sequence.codec import paying_share
 from ebbtide.sequence.disk import StateDisk

@@ -18,7 +18,7 @@ import pytest
 
 from ebbtide.errors import SpillError
 from ebbtide.run.tiers import DiskTier, QueuedTier
-from ebbtide.run.tiers.base import PART_BYTES
+from ebbtide.run.tiers.queued import PART_BYTES
 from tests.conftest import open_files
 from tests.run.tiers.stand_ins import Gate, bytes_of, storage_of
 

@@ -12,7 +12,7 @@ import torch
 
 from ebbtide.errors import SpillError
 from ebbtide.run.backends.threads import InlineBackend, Temper
-from ebbtide.run.tiers import StagedTier, base, staged
+from ebbtide.run.tiers import StagedTier, queued, staged
 from tests.run.tiers.stand_ins import bytes_of, failing, storage_of
 
 PART = 64 << 10
@@ -28,7 +28,7 @@ def backend() -> Iterator[InlineBackend]:
 
 @pytest.fixture
 def tier(backend: InlineBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StagedTier]:
-    for module in (base, staged):
+    for module in (queued, staged):
         monkeypatch.setattr(module, "PART_BYTES", PART)
     made = StagedTier(tmp_path, backend, checksum=True)
     yield made

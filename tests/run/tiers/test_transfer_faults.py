@@ -17,9 +17,9 @@ import pytest
 
 from ebbtide.errors import SpillError
 from ebbtide.run.tiers import DiskTier
-from ebbtide.run.tiers.base import PART_BYTES
 from ebbtide.run.tiers.disk import open_unlinked, switch_to_direct
 from ebbtide.run.tiers.memory import take_memory
+from ebbtide.run.tiers.queued import PART_BYTES
 from tests.conftest import open_files
 from tests.run.tiers.stand_ins import MIB, Gate, bytes_of, failing, storage_of
 

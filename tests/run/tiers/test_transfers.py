@@ -16,9 +16,9 @@ from ebbtide.errors import SpillError
 from ebbtide.observe.mode import DispatchMode
 from ebbtide.run.allocator import trim
 from ebbtide.run.tiers import DiskTier, QueuedTier
-from ebbtide.run.tiers import base as base_module
-from ebbtide.run.tiers.base import PART_BYTES
+from ebbtide.run.tiers import queued as queued_module
 from ebbtide.run.tiers.places import Places
+from ebbtide.run.tiers.queued import PART_BYTES
 from tests.run.tiers.stand_ins import MIB, Gate, bytes_of, resident_bytes, storage_of
 
 
@@ -148,7 +148,7 @@ class TestMemory:
         def refuse(*_: int) -> torch.UntypedStorage:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-        monkeypatch.setattr(base_module, "take_memory", refuse)
+        monkeypatch.setattr(queued_module, "take_memory", refuse)
         with pytest.raises(SpillError, match=r"no RAM to bring 4\.88 KiB back"):
             disk.read(slot)
 

@@ -11,12 +11,12 @@ from ebbtide.errors import SpillError
 from ebbtide.machine import Machine
 from ebbtide.run.backends.cuda import CudaBackend
 from ebbtide.run.links import measure_links
-from ebbtide.run.tiers.base import SlowTier
 from ebbtide.run.tiers.devices import DeviceTiers
 from ebbtide.run.tiers.disk import DiskTier
 from ebbtide.run.tiers.pinned import Arena, PlannedPlaces, peer_memory, pinned_memory, spare_bytes
 from ebbtide.run.tiers.staged import StagedTier
 from ebbtide.run.tiers.stream import StreamTier
+from ebbtide.run.tiers.transfers import SlowTier
 
 START_BYTES = 1 << 30
 """Pinned memory for the first step, which nothing is known about."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from ebbtide.machine import TierKind
-from ebbtide.run.tiers.base import Load, Slot, SlowTier
+from ebbtide.run.tiers.transfers import Load, Slot, SlowTier
 
 
 class DeviceTiers:

@@ -26,9 +26,10 @@ from pathlib import Path
 
 from ebbtide.errors import SpillError
 from ebbtide.machine import TierKind
-from ebbtide.run.tiers.base import Load, QueuedTier, Slot
 from ebbtide.run.tiers.memory import CONGRUENCE_BYTES
 from ebbtide.run.tiers.places import Places
+from ebbtide.run.tiers.queued import QueuedTier
+from ebbtide.run.tiers.transfers import Load, Slot
 from ebbtide.units import format_bytes
 
 PLACE_ALIGNMENT_BYTES = 4096

@@ -2,7 +2,7 @@
 
 NOTE [Fork]
 1. Threads do not survive a fork: a child has the queue and the locks, but nobody who works on them. So in a child every
-   lane is closed, and the tiers refuse to be used (`base.py`).
+   lane is closed, and the tiers refuse to be used (`queued.py`).
 2. A direct read that is under way while the process forks may arrive in the child's copy of a page instead of the
    parent's: open(2) forbids it. So a fork waits for the parts under way, and the workers stand still until it is over.
    They are told by `_no_fork` besides their locks: who gives a lock back and takes it at once overtakes who waits.

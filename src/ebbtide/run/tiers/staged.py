@@ -17,10 +17,11 @@ from pathlib import Path
 import torch
 
 from ebbtide.run.backends.base import Backend, Stream, seen_on
-from ebbtide.run.tiers.base import PART_BYTES, Load, Slot
 from ebbtide.run.tiers.disk import PLACE_ALIGNMENT_BYTES, READERS, DiskPlace, DiskTier
 from ebbtide.run.tiers.memory import CONGRUENCE_BYTES
 from ebbtide.run.tiers.pinned import pinned_memory
+from ebbtide.run.tiers.queued import PART_BYTES
+from ebbtide.run.tiers.transfers import Load, Slot
 
 WRITERS = 2
 """While one part is written, the next is copied to its stage."""

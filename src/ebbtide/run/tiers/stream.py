@@ -26,9 +26,9 @@ import torch
 from ebbtide.errors import SpillError
 from ebbtide.machine import TierKind
 from ebbtide.run.backends.base import Backend, Stream, seen_on
-from ebbtide.run.tiers.base import Load, Slot, SlowTier, check_device, check_memory
 from ebbtide.run.tiers.memory import CONGRUENCE_BYTES
 from ebbtide.run.tiers.pinned import Arena, Place, PlannedPlaces
+from ebbtide.run.tiers.transfers import Load, Slot, SlowTier, check_device, check_memory
 from ebbtide.units import format_bytes
 
 

@@ -1,0 +1,113 @@
+"""What a recorder writes down while a step runs, and how it becomes the records of a `Step`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ebbtide.observe.clock import Span
+from ebbtide.observe.schema import OperatorInfo
+from ebbtide.step import EXTERNAL, NEVER, Absence, Op, Phase, Saved, Value
+
+
+class SeenStorage:
+    """What the recorder knows of one storage over the whole step."""
+
+    __slots__ = (
+        "aliases",
+        "born",
+        "cdata",
+        "dies",
+        "evicted",
+        "exclusive",
+        "number",
+        "size_bytes",
+        "versions",
+        "views",
+    )
+
+    def __init__(self, number: int, size_bytes: int, born: int, cdata: int) -> None:
+        self.number = number
+        self.size_bytes = size_bytes
+        self.born = born
+        self.cdata = cdata
+        self.dies = -1
+        self.exclusive = NEVER
+        self.aliases = 0
+        self.views = 0
+        self.evicted = False
+        self.versions: list[int] = []
+
+
+class OpDraft:
+    """An op that runs, or has run; times are read at the end."""
+
+    __slots__ = ("info", "inputs", "module", "mutated", "outputs", "phase", "replay", "spans", "workspace")
+
+    def __init__(self, info: OperatorInfo, inputs: tuple[int, ...], phase: Phase, module: str) -> None:
+        self.info = info
+        self.replay = info.replay
+        self.inputs = inputs
+        self.outputs: tuple[int, ...] = ()
+        self.mutated: tuple[tuple[int, int], ...] = ()
+        self.spans: list[Span] = []
+        self.workspace = 0
+        self.phase = phase
+        self.module = module
+
+    def op(self, seconds: float) -> Op:
+        """The op, which took ``seconds``."""
+        return Op(
+            name=self.info.name,
+            inputs=self.inputs,
+            outputs=self.outputs,
+            mutated=self.mutated,
+            duration_seconds=round(seconds, 9),
+            workspace_bytes=self.workspace,
+            replay=self.replay,
+            phase=self.phase,
+            module=self.module,
+        )
+
+
+class ValueDraft:
+    """A version of a storage; when it dies is known at the end."""
+
+    __slots__ = ("maker", "storage", "uses")
+
+    def __init__(self, storage: SeenStorage, maker: int) -> None:
+        self.storage = storage
+        self.maker = maker
+        self.uses: list[int] = []
+
+    def value(self, moments: int) -> Value:
+        """The value, in a step of ``moments`` moments."""
+        storage = self.storage
+        return Value(
+            size_bytes=storage.size_bytes,
+            storage=storage.number,
+            maker=self.maker,
+            uses=tuple(self.uses),
+            dies=storage.dies if storage.dies >= 0 else moments,
+            exclusive=storage.exclusive,
+        )
+
+
+def absences_of(all_saved: Sequence[Saved], values: Sequence[ValueDraft]) -> tuple[Absence, ...]:
+    """For each saved value the gap from when only autograd held it to when autograd asked for it."""
+    first_asked: dict[int, int] = {}
+    written_later: set[int] = set()
+    for saved in all_saved:
+        storage = values[saved.value].storage
+        if storage.versions[-1] != saved.value:
+            written_later.add(storage.number)
+        after = [moment for moment in saved.unpacked if moment > storage.exclusive]
+        if after:
+            first_asked[saved.value] = min(after[0], first_asked.get(saved.value, after[0]))
+    absences = []
+    for value in sorted(first_asked):
+        storage = values[value].storage
+        external = values[storage.versions[0]].maker == EXTERNAL
+        opens = storage.exclusive
+        if not external and opens != NEVER and storage.number not in written_later and opens < first_asked[value]:
+            absences.append(Absence(value, opens, first_asked[value]))
+    return tuple(absences)
