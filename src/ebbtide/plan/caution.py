@@ -24,8 +24,8 @@ class Caution:
             seconds: what does not depend on size, threads waking up, the clock of a busy machine.
         in_share, in_seconds: the same for a copy back.
         physical_share: what the system may see above rest, workspaces of ops included, as a multiple of the budget
-            above rest, wherever the step allows it. The promise is 1.10; the rest is for what nobody plans: the
-            allocator's own slack, transfer buffers.
+            above rest, wherever the step allows it. The last hundredth is for what nobody plans: the allocator's own
+            slack, transfer buffers.
         near_share: how near the lower bound a plan is good enough for the search to stop.
     """
 
@@ -33,7 +33,7 @@ class Caution:
     out_seconds: float = 1e-3
     in_share: float = 0.2
     in_seconds: float = 2e-3
-    physical_share: float = 1.035
+    physical_share: float = 0.99
     near_share: float = 1e-4
 
     @property
