@@ -54,6 +54,8 @@ class Record:
         ratio: ``seconds / plain_seconds``.
         turn_ratio: the median, over turns, of a step's seconds by those of the plain step of the same turn: the same
             thing, less moved by a machine whose speed drifts.
+        own_ratio: for a budget that does not bind, the same against plain steps in its own process. Two processes that
+            both run plain steps differ by 2 to 3 % for as long as they live; this tells that from what ebbtide costs.
         bound: a ratio that no plan can beat, on the planner's own figures.
         all_seconds, all_plain_seconds: of each turn; those of the quicker plain steps.
         gradients_identical, buffers_identical: bit for bit those of a plain step from the same state.
@@ -78,6 +80,7 @@ class Record:
     predicted_seconds: float | None
     ratio: float
     turn_ratio: float
+    own_ratio: float | None
     bound: float | None
     gradients_identical: bool
     buffers_identical: bool
@@ -162,7 +165,10 @@ def run_model(
             contenders.append(settled(model, OURS, fraction, limit_bytes, spill, stack))
         contenders += [settled(model, peer, None, None, spill, stack) for peer in methods if peer != OURS]
         takes = _take_turns([*plain, *contenders], repeats, lambda turn: describe(f"{model}, turn {turn} of {repeats}"))
-        return [_record(model, contender, takes, plain, needs) for contender in contenders]
+        return [
+            _record(model, contender, takes, plain, needs, _own_ratio(model, contender, repeats, describe))
+            for contender in contenders
+        ]
 
 
 def _take_turns(contenders: Sequence[Contender], repeats: int, describe: Callable[[int], None]) -> Takes:
@@ -179,8 +185,27 @@ def _take_turns(contenders: Sequence[Contender], repeats: int, describe: Callabl
     return takes
 
 
+def _own_ratio(model: str, contender: Contender, repeats: int, describe: Describe) -> float | None:
+    """See `Record.own_ratio`. Such a budget leaves as much memory as a plain step does: neither disturbs the other."""
+    if contender.fraction != NOT_BINDING:
+        return None
+    ratios: list[float] = []
+    commands = ["plain", "step"]
+    for number in range(repeats):
+        describe(f"{model}, turn {number + 1} of {repeats} in one process")
+        commands.reverse()
+        seconds = {command: contender.worker.ask(command, number=number)["seconds"] for command in commands}
+        ratios.append(seconds["step"] / seconds["plain"])
+    return statistics.median(ratios)
+
+
 def _record(
-    model: str, contender: Contender, takes: Takes, plain: Sequence[Contender], needs: dict[str, Any]
+    model: str,
+    contender: Contender,
+    takes: Takes,
+    plain: Sequence[Contender],
+    needs: dict[str, Any],
+    own_ratio: float | None,
 ) -> Record:
     worker = contender.worker
     seconds = {each: statistics.median(take["seconds"] for take in takes[each]) for each in takes}
@@ -213,6 +238,7 @@ def _record(
         predicted_seconds=facts.get("predicted_seconds"),
         ratio=seconds[worker] / seconds[quicker],
         turn_ratio=statistics.median(a / b for a, b in zip(all_seconds, all_plain_seconds, strict=True)),
+        own_ratio=own_ratio,
         bound=None if bound_seconds is None else bound_seconds / facts["predicted_plain_seconds"],
         gradients_identical=same["gradients_identical"],
         buffers_identical=same["buffers_identical"],
@@ -226,7 +252,19 @@ def table_of(records: Sequence[Record]) -> Table:
     table = Table(title="Peak and time of a training step against plain PyTorch", title_justify="left")
     table.add_column("model")
     table.add_column("method")
-    for heading in ("asked", "limit", "peak", "share", "resident", "step", "x plain", "by turn", "bound", "predicted"):
+    for heading in (
+        "asked",
+        "limit",
+        "peak",
+        "share",
+        "resident",
+        "step",
+        "x plain",
+        "by turn",
+        "own",
+        "bound",
+        "predicted",
+    ):
         table.add_column(heading, justify="right")
     table.add_column("same")
     for index, record in enumerate(records):
@@ -243,6 +281,7 @@ def table_of(records: Sequence[Record]) -> Table:
             format_seconds(record.seconds),
             f"{record.ratio:.3f}",
             f"{record.turn_ratio:.3f}",
+            "" if record.own_ratio is None else f"{record.own_ratio:.3f}",
             "" if record.bound is None else f"{record.bound:.3f}",
             "" if record.predicted_seconds is None else format_seconds(record.predicted_seconds),
             "yes"

@@ -6,6 +6,7 @@ and output:
 
     {"do": "settle"}              -> {"unreachable": bytes or null}   run until all later steps are alike
     {"do": "step", "number": 3}   -> {"seconds": s, "rss_bytes": n}   one measured step on batch 3
+    {"do": "plain", "number": 3}  -> the same of a plain step, with the allocator's settings as they are
     {"do": "count"}               -> {"peak_bytes": n, "resting_bytes": n}  one step with its live bytes counted
     {"do": "compare"}             -> {"gradients_identical": bool, "buffers_identical": bool}  against a plain step
     {"do": "facts"}               -> what the method knows about itself
@@ -64,9 +65,11 @@ class Worker:
 
     def step(self, number: int) -> dict[str, Any]:
         """One measured step."""
-        measurement = Measurement()
-        self._run(number, around=self._gauge.measure(measurement))
-        return dataclasses.asdict(measurement)
+        return self._measured(number, self._method.active)
+
+    def plain(self, number: int) -> dict[str, Any]:
+        """One measured plain step."""
+        return self._measured(number, contextlib.nullcontext)
 
     def count(self) -> dict[str, Any]:
         """One step under the meter."""
@@ -98,6 +101,11 @@ class Worker:
     def _clear(self) -> None:
         for parameter in self._workload.model.parameters():
             parameter.grad = None
+
+    def _measured(self, number: int, active: Callable[[], Context]) -> dict[str, Any]:
+        measurement = Measurement()
+        self._run(number, active=active, around=self._gauge.measure(measurement))
+        return dataclasses.asdict(measurement)
 
     def _run(
         self, number: int, *, active: Callable[[], Context] | None = None, around: Context | None = None

@@ -24,6 +24,7 @@ def test_peers(name: str, tmp_path: Path) -> None:
         assert worker.compare() == {"gradients_identical": True, "buffers_identical": True}
         counted = worker.count()
         assert worker.step(0)["seconds"] > 0
+        assert worker.plain(0)["seconds"] > 0
     assert counted["resting_bytes"] == plain["resting_bytes"]
     assert counted["peak_bytes"] < plain["peak_bytes"]
     assert list(tmp_path.iterdir()) == []
@@ -63,6 +64,7 @@ def test_table() -> None:
         predicted_seconds=1.01,
         ratio=1.02,
         turn_ratio=1.02,
+        own_ratio=1.01,
         bound=None,
         gradients_identical=True,
         buffers_identical=True,
