@@ -16,7 +16,6 @@ import numpy as np
 from ebbtide.compiled import compiled
 from ebbtide.plan.caution import NO_CAUTION, Caution
 from ebbtide.plan.follow import Course, Follower, Move, Moves
-from ebbtide.plan.linger import linger
 from ebbtide.plan.problem import Floats, Ints, Problem
 from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Mask, Modes, Profile, Trips
 from ebbtide.plan.replay import Replay
@@ -284,15 +283,6 @@ class Search:
         if len(self.trips.tiers):
             rows = np.where(modes == OFFLOAD, np.searchsorted(self.trips.tiers, tier), rows)
         self.best = Found(modes, rows, moves, course)
-
-    def unhurried(self) -> Moves:
-        """The moves of the best plan, with its values for as long in memory as there is room."""
-        assert self.best is not None
-        room, slots = self.room, self.scheduler.slots
-        moves = linger(self.best.moves, self.best.course, room.limit_bytes, room.ceiling, slots)
-        course = self._judge(moves)
-        better = course is not None and course.seconds <= self.best.course.seconds
-        return moves if better else self.best.moves
 
     def costs(self) -> tuple[float, float]:
         """Microseconds of a judgement and of a profile on a common machine: they decide how much is tried."""

@@ -118,7 +118,8 @@ def solve(
             search = _deepened(search, bound, limit_bytes, seed, banned)
         _try_published(search, machine, bound, seconds * 1e6)
         search.improve(seconds * 1e6, enough_seconds)
-    moves = search.unhurried()
+    assert search.best is not None
+    moves = search.best.moves
     chosen = [search.candidates.ops[recipe] if recipe >= 0 else None for recipe in moves.replay.tolist()]
     decisions = decisions_of(problem, search.follower.listed(moves), chosen)
     return judged(problem, limit_bytes, decisions, METHOD, is_policy=False, bound_seconds=bound.seconds)
