@@ -50,7 +50,7 @@ class Record:
             inside themselves, which the system sees.
         plain_rss_bytes, rss_bytes: the most over the timed steps, by the operating system.
         plain_default_seconds, plain_tuned_seconds: plain steps with glibc's own and with ebbtide's allocator settings.
-        plain_seconds: the smaller of the two.
+        plain_seconds: the smaller of the two in each round.
         ratio: ``seconds / plain_seconds``.
         turn_ratio: the median, over turns, of a step's seconds by those of the plain step of the same turn: the same
             thing, less moved by a machine whose speed drifts.
@@ -58,6 +58,7 @@ class Record:
             both run plain steps differ by 2 to 3 % for as long as they live; this tells that from what ebbtide costs.
         bound: a ratio that no plan can beat, on the planner's own figures.
         all_seconds, all_plain_seconds: of each turn; those of the quicker plain steps.
+        all_own_ratios: of each turn, see ``own_ratio``.
         gradients_identical, buffers_identical: bit for bit those of a plain step from the same state.
     """
 
@@ -86,6 +87,7 @@ class Record:
     buffers_identical: bool
     all_seconds: list[float]
     all_plain_seconds: list[float]
+    all_own_ratios: list[float]
 
 
 class WorkerProcess:
@@ -166,7 +168,7 @@ def run_model(
         contenders += [settled(model, peer, None, None, spill, stack) for peer in methods if peer != OURS]
         takes = _take_turns([*plain, *contenders], repeats, lambda turn: describe(f"{model}, turn {turn} of {repeats}"))
         return [
-            _record(model, contender, takes, plain, needs, _own_ratio(model, contender, repeats, describe))
+            _record(model, contender, takes, plain, needs, _own_ratios(model, contender, repeats, describe))
             for contender in contenders
         ]
 
@@ -185,18 +187,18 @@ def _take_turns(contenders: Sequence[Contender], repeats: int, describe: Callabl
     return takes
 
 
-def _own_ratio(model: str, contender: Contender, repeats: int, describe: Describe) -> float | None:
+def _own_ratios(model: str, contender: Contender, repeats: int, describe: Describe) -> list[float]:
     """See `Record.own_ratio`. Such a budget leaves as much memory as a plain step does: neither disturbs the other."""
-    if contender.fraction != NOT_BINDING:
-        return None
     ratios: list[float] = []
+    if contender.fraction != NOT_BINDING:
+        return ratios
     commands = ["plain", "step"]
     for number in range(repeats):
         describe(f"{model}, turn {number + 1} of {repeats} in one process")
         commands.reverse()
         seconds = {command: contender.worker.ask(command, number=number)["seconds"] for command in commands}
         ratios.append(seconds["step"] / seconds["plain"])
-    return statistics.median(ratios)
+    return ratios
 
 
 def _record(
@@ -205,7 +207,7 @@ def _record(
     takes: Takes,
     plain: Sequence[Contender],
     needs: dict[str, Any],
-    own_ratio: float | None,
+    own_ratios: list[float],
 ) -> Record:
     worker = contender.worker
     seconds = {each: statistics.median(take["seconds"] for take in takes[each]) for each in takes}
@@ -237,13 +239,41 @@ def _record(
         seconds=seconds[worker],
         predicted_seconds=facts.get("predicted_seconds"),
         ratio=seconds[worker] / seconds[quicker],
-        turn_ratio=statistics.median(a / b for a, b in zip(all_seconds, all_plain_seconds, strict=True)),
-        own_ratio=own_ratio,
+        turn_ratio=_turn_ratio(all_seconds, all_plain_seconds),
+        own_ratio=statistics.median(own_ratios) if own_ratios else None,
         bound=None if bound_seconds is None else bound_seconds / facts["predicted_plain_seconds"],
         gradients_identical=same["gradients_identical"],
         buffers_identical=same["buffers_identical"],
         all_seconds=all_seconds,
         all_plain_seconds=all_plain_seconds,
+        all_own_ratios=own_ratios,
+    )
+
+
+def _turn_ratio(seconds: Sequence[float], plain_seconds: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(seconds, plain_seconds, strict=True))
+
+
+def pooled(rounds: Sequence[Record]) -> Record:
+    """One record of a case that was run several times, in new processes: times of all, bytes of the last."""
+    all_seconds = [seconds for record in rounds for seconds in record.all_seconds]
+    all_plain_seconds = [seconds for record in rounds for seconds in record.all_plain_seconds]
+    own_ratios = [ratio for record in rounds for ratio in record.all_own_ratios]
+    seconds, plain_seconds = statistics.median(all_seconds), statistics.median(all_plain_seconds)
+    return dataclasses.replace(
+        rounds[-1],
+        plain_default_seconds=statistics.median(record.plain_default_seconds for record in rounds),
+        plain_tuned_seconds=statistics.median(record.plain_tuned_seconds for record in rounds),
+        plain_seconds=plain_seconds,
+        seconds=seconds,
+        ratio=seconds / plain_seconds,
+        turn_ratio=_turn_ratio(all_seconds, all_plain_seconds),
+        own_ratio=statistics.median(own_ratios) if own_ratios else None,
+        gradients_identical=all(record.gradients_identical for record in rounds),
+        buffers_identical=all(record.buffers_identical for record in rounds),
+        all_seconds=all_seconds,
+        all_plain_seconds=all_plain_seconds,
+        all_own_ratios=own_ratios,
     )
 
 
@@ -299,19 +329,25 @@ def run(
     methods: Sequence[str],
     fractions: Sequence[float],
     repeats: int,
+    rounds: int,
     spill: str | None,
     console: Console,
 ) -> Iterator[Record]:
     """All cases of all models, one model after the other, with a progress bar on ``console``."""
     columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("starting", total=len(models))
-        for model in models:
+        task = progress.add_task("starting", total=len(models) * rounds)
+
+        def one_round(model: str) -> list[Record]:
             progress.update(task, description=f"{model}, plain")
-            yield from run_model(
+            records = run_model(
                 model, methods, fractions, repeats, spill, lambda what: progress.update(task, description=what)
             )
             progress.advance(task)
+            return records
+
+        for model in models:
+            yield from map(pooled, zip(*(one_round(model) for _ in range(rounds)), strict=True))
 
 
 def main() -> None:
@@ -321,6 +357,7 @@ def main() -> None:
     parser.add_argument("--methods", default=",".join((OURS, *PEERS)), help="comma-separated; default: all")
     parser.add_argument("--fractions", default="0.5,0.25", help="comma-separated; default: 0.5,0.25")
     parser.add_argument("--repeats", type=int, default=5, help="timed steps of each case; default: 5")
+    parser.add_argument("--rounds", type=int, default=1, help="how often that is done, in new processes; default: 1")
     parser.add_argument("--spill", help="directory for what is moved out; default: the system's temporary one")
     parser.add_argument("--json", type=Path, help="file for the records")
     options = parser.parse_args()
@@ -335,7 +372,7 @@ def main() -> None:
     fractions = [float(fraction) for fraction in options.fractions.split(",")]
     console = Console(width=None if sys.stdout.isatty() else 132)
     records: list[Record] = []
-    for record in run(models, methods, fractions, options.repeats, options.spill, console):
+    for record in run(models, methods, fractions, options.repeats, options.rounds, options.spill, console):
         records.append(record)
         if options.json is not None:  # after each model, so that a run that is cut short leaves what it has measured
             options.json.write_text(json.dumps([dataclasses.asdict(each) for each in records], indent=1) + "\n")

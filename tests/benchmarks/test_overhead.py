@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from benchmarks.methods import make_method
-from benchmarks.overhead import Record, table_of
+from benchmarks.overhead import Record, pooled, table_of
 from benchmarks.worker import Worker
 from ebbtide.demo.workloads import make_workload
 
@@ -43,35 +44,38 @@ def test_an_unknown_method_is_an_error() -> None:
         make_method("magic", workload, limit_bytes=None, spill=None)
 
 
+RECORD = Record(
+    model="gpt2",
+    method="ebbtide",
+    fraction=0.5,
+    limit_bytes=600,
+    least_reachable_bytes=None,
+    resting_bytes=100,
+    plain_peak_bytes=1100,
+    peak_bytes=590,
+    predicted_peak_bytes=590,
+    predicted_physical_bytes=620,
+    plain_rss_bytes=1000,
+    rss_bytes=510,
+    plain_default_seconds=1.1,
+    plain_tuned_seconds=1.0,
+    plain_seconds=1.0,
+    seconds=1.02,
+    predicted_seconds=1.01,
+    ratio=1.02,
+    turn_ratio=1.02,
+    own_ratio=1.01,
+    bound=None,
+    gradients_identical=True,
+    buffers_identical=True,
+    all_seconds=[1.02],
+    all_plain_seconds=[1.0],
+    all_own_ratios=[1.01],
+)
+
+
 def test_table() -> None:
-    record = Record(
-        model="gpt2",
-        method="ebbtide",
-        fraction=0.5,
-        limit_bytes=600,
-        least_reachable_bytes=None,
-        resting_bytes=100,
-        plain_peak_bytes=1100,
-        peak_bytes=590,
-        predicted_peak_bytes=590,
-        predicted_physical_bytes=620,
-        plain_rss_bytes=1000,
-        rss_bytes=510,
-        plain_default_seconds=1.1,
-        plain_tuned_seconds=1.0,
-        plain_seconds=1.0,
-        seconds=1.02,
-        predicted_seconds=1.01,
-        ratio=1.02,
-        turn_ratio=1.02,
-        own_ratio=1.01,
-        bound=None,
-        gradients_identical=True,
-        buffers_identical=True,
-        all_seconds=[1.02],
-        all_plain_seconds=[1.0],
-    )
-    columns = table_of([record]).columns
+    columns = table_of([RECORD]).columns
     assert [str(next(iter(column.cells))) for column in columns][:6] == [
         "gpt2",
         "ebbtide",
@@ -80,3 +84,20 @@ def test_table() -> None:
         "590 B",
         "49%",
     ]
+
+
+def test_rounds_are_pooled_turn_by_turn() -> None:
+    """The second round's machine is twice as slow; the last round says what was held."""
+    slow = dataclasses.replace(
+        RECORD,
+        peak_bytes=580,
+        all_seconds=[2.0, 2.2, 2.4],
+        all_plain_seconds=[2.0, 2.0, 2.0],
+        all_own_ratios=[1.03, 1.0],
+        buffers_identical=False,
+    )
+    record = pooled([RECORD, slow])
+    assert (record.seconds, record.plain_seconds, record.peak_bytes) == (2.1, 2.0, 580)
+    assert (record.ratio, record.turn_ratio, record.own_ratio) == pytest.approx((1.05, (1.02 + 1.1) / 2, 1.01))
+    assert (record.gradients_identical, record.buffers_identical) == (True, False)
+    assert pooled([RECORD]).turn_ratio == RECORD.turn_ratio
