@@ -16,7 +16,7 @@ from ebbtide.demo.process import CaseProcess
 from ebbtide.errors import EbbtideError
 from ebbtide.units import format_bytes, format_seconds
 
-BATCH_SIZES = {"vgg19": 7, "resnet50": 12, "gpt2": 3}
+BATCH_SIZES = {"vgg19": 8, "resnet50": 12, "gpt2": 4}
 """Models of the demo and the batch with which a step takes about a second on two cores."""
 FRACTIONS = (0.5, 0.25)
 STEPS = 10
