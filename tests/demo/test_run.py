@@ -67,10 +67,11 @@ def test_a_case_that_fails_says_why() -> None:
 
 def test_small_demo_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "BATCH_SIZES", {"gpt2": 1})
-    monkeypatch.setattr(demo, "FRACTIONS", (0.6,))
+    monkeypatch.setattr(demo, "FRACTIONS", (0.6, 0.01))
     rows = run_demo(Console(stderr=True), models=["gpt2"], steps=8)
-    assert [row.fraction for row in rows] == [None, 0.6]
+    assert [row.fraction for row in rows] == [None, 0.6, 0.01]
     assert faults(rows) == []
+    assert [row.reachable for row in rows] == [True, True, False]
     for row in rows[1:]:
         assert row.result.loss == rows[0].result.loss
         assert row.result.peak_bytes < rows[0].result.peak_bytes

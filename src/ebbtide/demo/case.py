@@ -24,6 +24,7 @@ from typing import Any
 from ebbtide.demo.measure import Gauge, Measurement
 from ebbtide.demo.workloads import Workload, digest, make_workload
 from ebbtide.errors import BudgetError
+from ebbtide.plan.frontier import least_peak_bytes
 from ebbtide.run.allocator import set_tuned
 from ebbtide.run.budget import Budget
 from ebbtide.run.loop import FINAL_STATES
@@ -110,6 +111,12 @@ class Case:
         """Forward and backward; the gradients stay until the next step, for `digest`."""
         with around, self._memory.step() if self._memory is not None else contextlib.nullcontext():
             self._loss = float(self._workload.step(batch))
+
+    def least(self) -> dict[str, Any]:
+        """The least peak that the observed step can be brought to."""
+        if self._memory is None or self._memory.observed is None:
+            raise RuntimeError("no budget has observed a step")
+        return {"least_bytes": least_peak_bytes(self._memory.observed, self._memory.machine)}
 
     def tune(self) -> dict[str, Any]:
         """Some of what ebbtide gains or loses comes from the allocator's settings alone: plain steps get them, too."""

@@ -84,6 +84,10 @@ class CaseProcess:
                 break
         return None
 
+    def least_bytes(self) -> int:
+        """The least peak that the step can be brought to; asked of a settled budget."""
+        return int(self._ask("least")["least_bytes"])
+
     def tune(self) -> None:
         """Go on with ebbtide's allocator settings, and time anew. The next step is not timed."""
         self._ask("tune")

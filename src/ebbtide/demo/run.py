@@ -97,10 +97,12 @@ def _run_model(name: str, steps: int, spill: str | None, describe: Describe, adv
             plain.step()
         plain.count()
         outcome = plain.result()
-        settled = []
+        settled: list[tuple[CaseProcess, bool]] = []
         for fraction in FRACTIONS:
             describe(description=f"{name}, within {fraction:.0%}")
-            settled.append(_settled(start, limit_for(outcome, fraction), steps))
+            # What an earlier budget knows saves this one from trying what cannot be.
+            least_bytes = settled[0][0].least_bytes() if settled else 0
+            settled.append(_settled(start, limit_for(outcome, fraction), least_bytes, steps))
         describe(description=f"{name}, in turns")
         plain.tune()
         for _ in range(WARM_UP_STEPS):
@@ -119,17 +121,22 @@ def _run_model(name: str, steps: int, spill: str | None, describe: Describe, adv
         return rows
 
 
-def _settled(start: Callable[[int], CaseProcess], limit_bytes: int, steps: int) -> tuple[CaseProcess, bool]:
-    """A case from whose next step on all are timed, and whether that is within ``limit_bytes``."""
-    reachable = True
+def _settled(
+    start: Callable[[int], CaseProcess], limit_bytes: int, least_bytes: int, steps: int
+) -> tuple[CaseProcess, bool]:
+    """A case from whose next step on all are timed, and whether that is within ``limit_bytes``; ``least_bytes`` is the
+    least peak, as far as it is known."""
+    reachable = limit_bytes >= least_bytes
+    if not reachable:
+        limit_bytes = int(least_bytes * MARGIN)
     for _ in range(TRIES):
         process = start(limit_bytes)
-        least_bytes = process.settle(steps)
-        if least_bytes is None:
+        unreachable = process.settle(steps)
+        if unreachable is None:
             return process, reachable
         process.close()
         reachable = False
-        limit_bytes = int(max(least_bytes, limit_bytes) * MARGIN)
+        limit_bytes = int(max(unreachable, limit_bytes) * MARGIN)
     raise EbbtideError(f"{process.name}: no plan even within the {format_bytes(limit_bytes)} said to be reachable")
 
 
