@@ -10,7 +10,17 @@ from ebbtide.step import EXTERNAL, NEVER, Absence, Op, Phase, Saved, Value
 
 
 class SeenStorage:
-    """What the recorder knows of one storage over the whole step."""
+    """What the recorder knows of one storage over the whole step.
+
+    Attributes:
+        number: among the storages of the step, in the order in which they were seen.
+        size_bytes, cdata: its size and, while it lives, the address of PyTorch's object.
+        born, dies: moments; ``dies`` is -1 while it lives.
+        exclusive: moment from which on only autograd held it, or `NEVER`.
+        aliases, views: how many tensors of it holdings have, and how many saved tensors show it.
+        evicted: whether it is moved out under the safe policy.
+        versions: its values, as places in the recorder's list of them.
+    """
 
     __slots__ = (
         "aliases",
@@ -39,7 +49,8 @@ class SeenStorage:
 
 
 class OpDraft:
-    """An op that runs, or has run; times are read at the end."""
+    """An op that runs, or has run; its ``spans`` are marks of a clock that are read at the end, ``workspace`` is bytes,
+    all else is as in `Op`."""
 
     __slots__ = ("info", "inputs", "module", "mutated", "outputs", "phase", "replay", "spans", "workspace")
 
@@ -70,7 +81,7 @@ class OpDraft:
 
 
 class ValueDraft:
-    """A version of a storage; when it dies is known at the end."""
+    """A version of a storage, made by the op ``maker`` used at the ticks ``uses``; when it dies is known in the end."""
 
     __slots__ = ("maker", "storage", "uses")
 
@@ -93,7 +104,12 @@ class ValueDraft:
 
 
 def absences_of(all_saved: Sequence[Saved], values: Sequence[ValueDraft]) -> tuple[Absence, ...]:
-    """For each saved value the gap from when only autograd held it to when autograd asked for it."""
+    """For each saved value the gap, in moments, from when only autograd held it to when autograd asked for it.
+
+    Args:
+        all_saved: all saved tensors of a step.
+        values: drafts of its values; saved tensors name them by place.
+    """
     first_asked: dict[int, int] = {}
     written_later: set[int] = set()
     for saved in all_saved:
