@@ -39,6 +39,7 @@ from ebbtide.observe.clock import Span
 from ebbtide.observe.cuda_choices import cuda_choices
 from ebbtide.observe.ledger import has_storage
 from ebbtide.observe.recorder import Recorder
+from ebbtide.observe.uncompiled import uncompiled
 from ebbtide.observe.work import work_of
 from ebbtide.roofline import Work, with_durations
 from ebbtide.step import Step
@@ -74,7 +75,7 @@ def record_fake(
     with _FakeMode() as mode, choices, _faked(modules, mode):
         run = build()
         run()
-        with torch.autograd.graph.saved_tensors_hooks(recorder.keep, recorder.show), recorder:
+        with uncompiled(), torch.autograd.graph.saved_tensors_hooks(recorder.keep, recorder.show), recorder:
             run()
         return recorder.finish(), tuple(recorder.works)
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from ebbtide.observe.uncompiled import warn_if_compiled
+
 
 class ModuleTrail:
     """Follows the modules being called, through PyTorch's global module hooks.
@@ -40,6 +42,7 @@ class ModuleTrail:
         self._stack.clear()
 
     def _enter(self, module: torch.nn.Module, _: Any) -> None:
+        warn_if_compiled(module)
         if not self._stack:
             path = type(module).__name__
         else:

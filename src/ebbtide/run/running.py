@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
@@ -10,6 +12,7 @@ from ebbtide.decisions import Plan
 from ebbtide.errors import StepError
 from ebbtide.measured import Measured
 from ebbtide.observe.recorder import Recorder
+from ebbtide.observe.uncompiled import uncompiled
 from ebbtide.run import allocator
 from ebbtide.run.conductor import Conductor
 from ebbtide.run.device import TrainingDevice
@@ -46,6 +49,7 @@ class Running:
         self._kind: Kind | None = None
         self._state = "observe"
         self._began: Any = None
+        self._uncompiled: AbstractContextManager[object] = contextlib.nullcontext()
 
     def __enter__(self) -> None:
         loop = self._loop
@@ -62,8 +66,11 @@ class Running:
             self._ground = loop.ground = loop.ground or TrainingDevice()
             self._state = loop.state
             self._kind = None if self._state == "observe" else loop.current
+            self._uncompiled = uncompiled()
+            self._uncompiled.__enter__()
             self._begin()
         except BaseException:
+            self._uncompiled.__exit__(None, None, None)
             loop.running = None
             raise
         self._began = self._ground.clock.mark()
@@ -142,6 +149,7 @@ class Running:
             else:
                 self._note(ended)
         finally:
+            self._uncompiled.__exit__(None, None, None)
             loop.running = None
         if short is not None:
             try:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ebbtide.errors import SequenceError
+from ebbtide.observe.uncompiled import uncompiled
 from ebbtide.sequence.blocks import Blocks
 from ebbtide.sequence.cells import Cell, CellChain, Inputs
 from ebbtide.sequence.choose import memory_slots
@@ -254,6 +255,7 @@ class _Scene:
     def set(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
+            stack.enter_context(uncompiled())
             stack.enter_context(without_saved_tensor_hooks())
             for kind, enabled, dtype in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
