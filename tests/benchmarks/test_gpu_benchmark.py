@@ -52,7 +52,13 @@ def test_every_method_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
     *measured, compiled = records
     for record in measured:
         assert record.status == "measured", record.reason
-        assert record.gradients == "identical", record
+        # PyTorch's `save_on_cpu` gives back tensors whose strides are not those that were saved: on some processors
+        # another kernel then takes them, and rounds otherwise.
+        if record.method == "save-on-cpu":
+            assert record.gradient_difference is not None
+            assert record.gradient_difference < 2**-8  # a rounding in bfloat16
+        else:
+            assert record.gradients == "identical", record
         assert record.plain_spread == 0
         assert record.left == ""
         assert record.buffers_identical
