@@ -46,19 +46,15 @@ def run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 
 def test_every_method_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    document = run(tmp_path, "--models", "llama-1b", "--fractions", "1,0.5")
+    # PyTorch's `save_on_cpu` gives back contiguous copies. With whole batches some processors hand these to other kernels
+    # than the strided originals, and those round otherwise; with half of one they do not.
+    document = run(tmp_path, "--models", "llama-1b", "--fractions", "1,0.5", "--batch-scale", "0.5")
     records = [Record(**record) for record in document["records"]]
     assert [record.method for record in records] == ["ebbtide", *METHODS]
     *measured, compiled = records
     for record in measured:
         assert record.status == "measured", record.reason
-        # PyTorch's `save_on_cpu` gives back tensors whose strides are not those that were saved: on some processors
-        # another kernel then takes them, and rounds otherwise.
-        if record.method == "save-on-cpu":
-            assert record.gradient_difference is not None
-            assert record.gradient_difference < 2**-8  # a rounding in bfloat16
-        else:
-            assert record.gradients == "identical", record
+        assert record.gradients == "identical", record
         assert record.plain_spread == 0
         assert record.left == ""
         assert record.buffers_identical
