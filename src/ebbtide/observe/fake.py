@@ -72,10 +72,10 @@ def record_fake(
     """As `observe_fake`, without durations: the step, and what each of its ops does."""
     recorder = _FakeRecorder()
     choices = cuda_choices() if kernels == "cuda" else contextlib.nullcontext()
-    with _FakeMode() as mode, choices, _faked(modules, mode):
+    with uncompiled(), _FakeMode() as mode, choices, _faked(modules, mode):
         run = build()
         run()
-        with uncompiled(), torch.autograd.graph.saved_tensors_hooks(recorder.keep, recorder.show), recorder:
+        with torch.autograd.graph.saved_tensors_hooks(recorder.keep, recorder.show), recorder:
             run()
         return recorder.finish(), tuple(recorder.works)
 
