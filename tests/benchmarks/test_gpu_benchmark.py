@@ -46,8 +46,8 @@ def run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 
 def test_every_method_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # PyTorch's `save_on_cpu` gives back contiguous copies. With whole batches some processors hand these to other kernels
-    # than the strided originals, and those round otherwise; with half of one they do not.
+    # PyTorch's `save_on_cpu` gives back contiguous copies. With whole batches some processors hand these to other
+    # kernels than the strided originals, and those round otherwise; with half of one they do not.
     document = run(tmp_path, "--models", "llama-1b", "--fractions", "1,0.5", "--batch-scale", "0.5")
     records = [Record(**record) for record in document["records"]]
     assert [record.method for record in records] == ["ebbtide", *METHODS]
