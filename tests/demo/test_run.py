@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import io
 
 import pytest
@@ -58,11 +60,18 @@ def test_unknown_model() -> None:
 
 def test_a_case_that_fails_says_why() -> None:
     complaint = r"gpt2: the case ended early, after 0 steps: .*/proc/nowhere"
-    with (
-        pytest.raises(EbbtideError, match=complaint),
-        CaseProcess("gpt2", 1, 10**9, "/proc/nowhere", lambda: None) as process,
-    ):
-        process.step()
+    with CaseProcess("gpt2", 1, "/proc/nowhere", lambda: None) as process:
+        process.wait()
+        with pytest.raises(EbbtideError, match=complaint):
+            process.begin(10**9)
+
+
+def test_processes_of_a_case_end_together() -> None:
+    with contextlib.ExitStack() as stack:
+        cases = demo._Cases(stack, functools.partial(CaseProcess, "gpt2", 1, None, lambda: None), 1)
+        started = [cases.begin(None), cases.begin(None)]
+        assert all(process.step() == {"settled": False} for process in started)
+    assert all(process._process.poll() == 0 for process in started)
 
 
 def test_small_demo_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
 """One case of the demo, in a process of its own so that its resident memory is its own.
 
-Several cases take turns, one step each, so that a busy moment of the machine hits all alike. A case reads one command a
-line on standard input and answers with one JSON object a line on standard output:
+Several cases take turns, one step each, so that a busy moment of the machine hits all alike. A case says ``{}`` when it
+has made its model, then reads one command a line on standard input and answers with one JSON object a line on standard
+output. The first is a number of bytes, the budget, or ``plain``; then:
 
     step    ->  {"settled": bool}       train on the next batch; settled: from now on steps are timed
                 {"unreachable": bytes}  instead, if the budget is below the least reachable peak
@@ -142,13 +143,18 @@ class Case:
         )
 
 
+def _say(answer: dict[str, Any]) -> None:
+    print(json.dumps(answer), flush=True)
+
+
 def _serve(case: Case) -> None:
+    _say({})
     for line in sys.stdin:
         try:
             answer = getattr(case, line.strip())()
         except BudgetError as error:
             answer = {"unreachable": error.reachable_bytes}
-        print(json.dumps(answer), flush=True)
+        _say(answer)
 
 
 def main() -> None:
@@ -156,15 +162,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--batch", type=int, required=True, help="images or passages in a step")
-    parser.add_argument("--limit-bytes", type=int, help="the budget; plain PyTorch without it")
     parser.add_argument("--spill", help="directory for what is moved out")
     options = parser.parse_args()
     workload = make_workload(options.model, batch_size=options.batch)
-    if options.limit_bytes is None:
+    workload.batch(0)  # reads the data
+    workload.optimizer()  # imports what it needs
+    _say({})
+    first = sys.stdin.readline().strip()
+    if first == "plain":
         _serve(Case(workload, None))
-        return
-    with Budget(options.limit_bytes, spill=options.spill) as memory:
-        _serve(Case(workload, memory))
+    elif first:
+        with Budget(int(first), spill=options.spill) as memory:
+            _serve(Case(workload, memory))
 
 
 if __name__ == "__main__":

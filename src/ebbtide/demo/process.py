@@ -18,28 +18,25 @@ CLOSING_SECONDS = 10
 
 
 class CaseProcess:
-    """The process of one case; see `ebbtide.demo.case`.
+    """The process of one case; see `ebbtide.demo.case`. It makes its model and then waits for `begin`.
 
     Args:
         name: of the model.
         batch: images or passages in a step.
-        limit_bytes: the budget; None for plain PyTorch.
         spill: directory for what is moved out.
         advance: called after each step.
 
     Attributes:
+        limit_bytes: the budget; None for plain PyTorch.
         steps: number of steps taken.
     """
 
-    def __init__(
-        self, name: str, batch: int, limit_bytes: int | None, spill: str | None, advance: Callable[[], None]
-    ) -> None:
-        self.name, self.limit_bytes = name, limit_bytes
+    def __init__(self, name: str, batch: int, spill: str | None, advance: Callable[[], None]) -> None:
+        self.name = name
+        self.limit_bytes: int | None = None
         self.steps = 0
         self._advance = advance
         command = [sys.executable, "-m", "ebbtide.demo.case", "--model", name, "--batch", str(batch)]
-        if limit_bytes is not None:
-            command += ["--limit-bytes", str(limit_bytes)]
         if spill is not None:
             command += ["--spill", spill]
         self._stack = contextlib.ExitStack()
@@ -55,6 +52,15 @@ class CaseProcess:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def wait(self) -> None:
+        """Return when the process has made its model, and no longer takes time from others."""
+        self._answer()
+
+    def begin(self, limit_bytes: int | None) -> None:
+        """Train within ``limit_bytes``, or as plain PyTorch. To be called once, after `wait`."""
+        self.limit_bytes = limit_bytes
+        self._ask("plain" if limit_bytes is None else str(limit_bytes))
 
     def step(self) -> dict[str, Any]:
         """Take one step. Returns the case's answer."""
@@ -96,14 +102,18 @@ class CaseProcess:
         """What was measured."""
         return CaseResult(**self._ask("result"))
 
+    def dismiss(self) -> None:
+        """Tell the process to end, and do not wait for it."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+
     def close(self) -> None:
         """End the process, at once if it does not end by itself."""
         self._stack.close()
 
     def _end(self) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+        self.dismiss()
         try:
             self._process.wait(CLOSING_SECONDS)
         except subprocess.TimeoutExpired:
@@ -111,9 +121,12 @@ class CaseProcess:
 
     def _ask(self, command: str) -> dict[str, Any]:
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             print(command, file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if line:
             answer: dict[str, Any] = json.loads(line)

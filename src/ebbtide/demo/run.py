@@ -87,12 +87,12 @@ def run_demo(
 def _run_model(name: str, steps: int, spill: str | None, describe: Describe, advance: Advance) -> list[Row]:
     """Plain steps first; then plain steps and those of all budgets in turns."""
     with contextlib.ExitStack() as stack:
-
-        def start(limit_bytes: int | None = None) -> CaseProcess:
-            return stack.enter_context(CaseProcess(name, BATCH_SIZES[name], limit_bytes, spill, advance))
-
         describe(description=f"{name}, plain")
-        plain = start()
+        # All start together: half of what a process does before its first step is waiting for one core.
+        cases = _Cases(
+            stack, functools.partial(CaseProcess, name, BATCH_SIZES[name], spill, advance), 1 + len(FRACTIONS)
+        )
+        plain = cases.begin(None)
         for _ in range(steps - 1):
             plain.step()
         plain.count()
@@ -102,18 +102,10 @@ def _run_model(name: str, steps: int, spill: str | None, describe: Describe, adv
             describe(description=f"{name}, within {fraction:.0%}")
             # What an earlier budget knows saves this one from trying what cannot be.
             least_bytes = settled[0][0].least_bytes() if settled else 0
-            settled.append(_settled(start, limit_for(outcome, fraction), least_bytes, steps))
+            settled.append(_settled(cases, limit_for(outcome, fraction), least_bytes, steps))
         describe(description=f"{name}, in turns")
-        plain.tune()
-        for _ in range(WARM_UP_STEPS):
-            plain.step()
         processes = [process for process, _ in settled]
-        while any(process.steps < steps - 1 for process in processes):
-            for process in (plain, *processes):
-                if process is plain or process.steps < steps - 1:
-                    process.step()
-        for process in processes:
-            process.count()
+        _take_turns(plain, processes, steps)
         outcome = dataclasses.replace(outcome, seconds=min(outcome.seconds, plain.result().seconds))
         rows = [Row(name, None, None, True, outcome)]
         for fraction, (process, reachable) in zip(FRACTIONS, settled, strict=True):
@@ -121,16 +113,57 @@ def _run_model(name: str, steps: int, spill: str | None, describe: Describe, adv
         return rows
 
 
-def _settled(
-    start: Callable[[int], CaseProcess], limit_bytes: int, least_bytes: int, steps: int
-) -> tuple[CaseProcess, bool]:
+class _Cases:
+    """Processes of one model, ``count`` of them started beforehand and at the same time, and more when they are needed.
+
+    They end with ``stack``, at the same time as well.
+    """
+
+    def __init__(self, stack: contextlib.ExitStack, start: Callable[[], CaseProcess], count: int) -> None:
+        self._stack, self._start = stack, start
+        self._waiting = [stack.enter_context(start()) for _ in range(count)]
+        self._begun: list[CaseProcess] = []
+        for process in self._waiting:
+            process.wait()
+        stack.callback(self._dismiss)
+
+    def begin(self, limit_bytes: int | None) -> CaseProcess:
+        """A process that trains within ``limit_bytes``, or as plain PyTorch."""
+        if self._waiting:
+            process = self._waiting.pop()
+        else:
+            process = self._stack.enter_context(self._start())
+            process.wait()
+        process.begin(limit_bytes)
+        self._begun.append(process)
+        return process
+
+    def _dismiss(self) -> None:
+        for process in self._begun:
+            process.dismiss()
+
+
+def _take_turns(plain: CaseProcess, processes: Sequence[CaseProcess], steps: int) -> None:
+    """Bring settled budgets to ``steps`` steps, with a plain step in every round."""
+    plain.tune()
+    for _ in range(WARM_UP_STEPS):
+        plain.step()
+    while any(process.steps < steps - 1 for process in processes):
+        for process in (plain, *processes):
+            if process is plain or process.steps < steps - 1:
+                process.step()
+    for process in processes:
+        process.count()
+
+
+def _settled(cases: _Cases, limit_bytes: int, least_bytes: int, steps: int) -> tuple[CaseProcess, bool]:
     """A case from whose next step on all are timed, and whether that is within ``limit_bytes``; ``least_bytes`` is the
     least peak, as far as it is known."""
     reachable = limit_bytes >= least_bytes
     if not reachable:
         limit_bytes = int(least_bytes * MARGIN)
     for _ in range(TRIES):
-        process = start(limit_bytes)
+        process = cases.begin(limit_bytes)
         unreachable = process.settle(steps)
         if unreachable is None:
             return process, reachable
