@@ -1,24 +1,31 @@
-"""Models that `torch.compile` was asked to compile run as they were written under a budget, and compiled elsewhere."""
+"""Code compiled by `torch.compile` runs compiled under a budget, and exactly as it does without one."""
 
 from __future__ import annotations
 
+import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 import ebbtide
+from ebbtide.decisions import Offload, Recompute
+from ebbtide.observe import inductor
 from ebbtide.run.observing import observe_step
 from tests.run.harness import FAST_DISK, SLOW_DISK
 
 STEPS = 6
 
-pytestmark = [  # the second is Dynamo's own, of a tensor that has a graph
-    pytest.mark.filterwarnings("ignore:Using `torch.compile"),
+pytestmark = [  # PyTorch's own: of a tensor that has a graph, and where Inductor is imported
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
 ]
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
 
 
 class Compiled:
@@ -40,6 +47,7 @@ class Compiled:
 @pytest.fixture(autouse=True)
 def _fresh() -> Any:
     torch.compiler.reset()
+    counters.clear()
     yield
     torch.compiler.reset()
 
@@ -60,9 +68,18 @@ def under(budget: ebbtide.Budget, net: nn.Module, call: Any, batch: Tensor) -> l
         return gradients(net, call, batch)
 
 
+def equal(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
 @pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["offload", "recompute"])
 @pytest.mark.parametrize("warm", [False, True], ids=["new", "compiled before"])
-def test_steps_are_those_of_the_model_as_it_was_written(machine: Any, warm: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("may", [True, False], ids=["compiled", "as written"])
+def test_steps_are_those_of_the_model(
+    machine: Any, warm: bool, may: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with a PyTorch that compiles nothing under a mode: then a warning says so."""
+    monkeypatch.setattr(inductor, "_MODES_MAY_STAY", may)
     batch, backend = torch.randn(400, 96), Compiled()
     expected = gradients(net := model(), net, batch)
     net = model()
@@ -71,13 +88,17 @@ def test_steps_are_those_of_the_model_as_it_was_written(machine: Any, warm: bool
         gradients(net, compiled, batch)
     runs = backend.runs
     with ebbtide.Budget("60%", spill=tmp_path, machine=machine) as budget:
-        with pytest.warns(UserWarning, match="without torch.compile"):
+        if may:
             found = [under(budget, net, compiled, batch) for _ in range(STEPS)]
-        assert all(torch.equal(a, b) for step in found for a, b in zip(expected, step, strict=True))
+        else:
+            with pytest.warns(UserWarning, match="without torch.compile"):
+                found = [under(budget, net, compiled, batch) for _ in range(STEPS)]
+        assert all(equal(expected, step) for step in found)
         assert budget.plan is not None
         assert budget.plan.peak_bytes <= budget.plan.limit_bytes
         assert budget.plan.peak_bytes < budget.plan.plain_peak_bytes
-    assert backend.runs == runs
+        assert budget.state == "planned"
+    assert backend.runs == runs + (STEPS if may else 0)
     gradients(net, compiled, batch)
     assert backend.runs > runs
 
@@ -90,9 +111,108 @@ def test_a_compiled_function_does_not_make_a_plan_invalid(tmp_path: Path) -> Non
     assert runs > 0
     with ebbtide.Budget("60%", spill=tmp_path, machine=SLOW_DISK) as budget:
         for _ in range(STEPS):
-            found = under(budget, net, lambda given: loss(net(given)), batch)
-            assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-    assert backend.runs == runs
+            assert equal(expected, under(budget, net, lambda given: loss(net(given)), batch))
+        assert budget.state == "planned"
+    assert backend.runs == runs + STEPS
+
+
+PIECES: list[Any] = [
+    lambda layer, norm, x: F.gelu(layer(norm(x))),
+    lambda layer, norm, x: torch.tanh(layer(x)).exp(),
+    lambda layer, norm, x: norm(F.relu(layer(x))) + x,
+    lambda layer, norm, x: F.dropout(layer(x), 0.2) * 2,
+]
+
+
+@pytest.mark.parametrize("may", [True, False], ids=["compiled", "as written"])
+@pytest.mark.parametrize("seed", range(4))
+def test_recomputing_between_calls_of_compiled_functions(
+    seed: int, may: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch restores its dispatcher's state behind such calls: no mode may be put on or taken off in them."""
+    monkeypatch.setattr(inductor, "_MODES_MAY_STAY", may)
+    choose, batch = random.Random(seed), torch.randn(200, 64)
+    compiled = [torch.compile(piece, backend="eager") for piece in PIECES]
+    torch.manual_seed(seed)
+    parts, calls = nn.ModuleList(), []
+    for _ in range(10):
+        which = choose.randrange(len(PIECES))
+        parts.append(nn.ModuleList([nn.Linear(64, 64), nn.LayerNorm(64)]))
+        calls.append(choose.choice([compiled, PIECES])[which])
+
+    def call(x: Tensor) -> Tensor:
+        torch.manual_seed(seed)
+        for part, piece in zip(parts, calls, strict=True):
+            x = piece(*part, x)  # type: ignore[misc]
+        return x
+
+    expected = gradients(parts, call, batch)
+    with ebbtide.Budget("60%", spill=tmp_path, machine=SLOW_DISK) as budget:
+        for _ in range(STEPS):
+            assert equal(expected, under(budget, parts, call, batch))
+        assert budget.plan is not None
+        assert any(isinstance(decision, Recompute) for decision in budget.plan.decisions)
+        assert budget.state == "planned"
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.wide, self.narrow = nn.LayerNorm(96), nn.Linear(96, 384), nn.Linear(384, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.narrow(F.gelu(self.wide(self.norm(x)))), 0.1)
+
+
+def blocks() -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(*(Block() for _ in range(6)))
+
+
+def seeded(call: Any) -> Any:
+    def run(x: Tensor) -> Tensor:
+        torch.manual_seed(7)
+        return torch.relu(call(x)) * 2
+
+    return run
+
+
+@needs_compiler
+@pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["fast disk", "slow disk"])
+def test_graphs_of_inductor_are_ops_whose_results_move(machine: Any, tmp_path: Path) -> None:
+    batch, net = torch.randn(300, 96), blocks()
+    for block in net:
+        block.compile()
+    expected, graphs = gradients(net, seeded(net), batch), counters["stats"]["unique_graphs"]
+    torch.compiler.reset()  # compiled anew in the first step that is observed
+    counters.clear()
+    with ebbtide.Budget("65%", spill=tmp_path, machine=machine) as budget:
+        for _ in range(STEPS):
+            assert equal(expected, under(budget, net, seeded(net), batch))
+        assert counters["stats"]["unique_graphs"] == graphs > 0
+        assert not counters["graph_break"]
+        assert budget.plan is not None
+        assert budget.observed is not None
+        assert sum(op.name == "compiled_graph" for op in budget.observed.ops) == 2 * len(net)
+        assert sum(isinstance(decision, Offload) for decision in budget.plan.decisions) > 0
+        assert budget.plan.peak_bytes <= budget.plan.limit_bytes < budget.plan.plain_peak_bytes
+        assert budget.state == "planned"
+        counted = [measured.peak_bytes for measured in budget._loop.measured if measured.peak_bytes is not None]
+        assert 0.95 * budget.plan.peak_bytes <= max(counted) <= budget.plan.peak_bytes
+
+
+@needs_compiler
+def test_a_budget_too_small_for_one_graph_runs_uncompiled(tmp_path: Path) -> None:
+    batch, net = torch.randn(300, 96), blocks()
+    expected = gradients(net, seeded(net), batch)
+    whole = torch.compile(net)
+    with ebbtide.Budget("70%", spill=tmp_path, machine=FAST_DISK) as budget:
+        with pytest.warns(UserWarning, match="compile the model's blocks instead of the whole model"):
+            found = [under(budget, net, seeded(whole), batch) for _ in range(2 + STEPS)]
+        assert all(equal(expected, step) for step in found[2:])
+        assert budget.state == "planned"
+        assert budget.plan is not None
+        assert budget.plan.peak_bytes <= budget.plan.limit_bytes < budget.plan.plain_peak_bytes
 
 
 def test_what_is_observed_is_the_model_as_it_was_written() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Self
 
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,6 +13,22 @@ class DispatchMode(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """To PyTorch: compile as if this mode were not there. See NOTE [Compiled graphs] in `inductor.py`."""
+        return True
+
+    def run_graph(self, run: Callable[[], Any], inputs: Sequence[Any], written: Collection[int]) -> Any:
+        """A compiled graph is to run in place of ops: run it, once, and return what it returns.
+
+        Args:
+            run: runs it.
+            inputs: its arguments. A list is emptied meanwhile, so that they can die as soon as they are not needed.
+            written: places of those that it writes in place.
+        """
+        del inputs, written
+        return run()
 
     def __enter__(self) -> Self:
         super().__enter__()  # type: ignore[no-untyped-call]

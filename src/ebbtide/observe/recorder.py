@@ -18,6 +18,7 @@ import dataclasses
 import gc
 import threading
 import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,11 +26,13 @@ import torch
 from ebbtide.errors import StepError
 from ebbtide.observe.allocated import AllocatedProbe, Memory, with_everything_allocated
 from ebbtide.observe.clock import Clock, HostClock, Span, total_seconds
+from ebbtide.observe.compiled_calls import compiled_calls
 from ebbtide.observe.drafts import OpDraft, SeenStorage, ValueDraft, absences_of
+from ebbtide.observe.inductor import unwatch_compiling, watch_compiling
 from ebbtide.observe.ledger import Ledger, StorageRecord, has_storage, tensors_in
 from ebbtide.observe.mode import DispatchMode
 from ebbtide.observe.modules import ModuleTrail
-from ebbtide.observe.schema import OperatorInfo, operator_info
+from ebbtide.observe.schema import COMPILED_GRAPH, operator_info
 from ebbtide.observe.workspace import WorkspaceProbe
 from ebbtide.step import EXTERNAL, NEVER, Event, Phase, Saved, Step
 
@@ -56,6 +59,7 @@ class Recorder(DispatchMode):
 
     Attributes:
         hidden: while true, ops are run without being recorded; the runtime sets it around its own ops.
+        calls_compiled: whether anything was called that `torch.compile` returned. Known in the end.
         lock: held by the thread of autograd that runs an op, or a hook that reports here: there may be several.
     """
 
@@ -84,16 +88,22 @@ class Recorder(DispatchMode):
         self._clock = 0
         self._left: Any = None
         self._backward_module = ""
+        self._calls = 0
+        self.calls_compiled = False
 
     def __enter__(self) -> Recorder:
         gc.collect()  # garbage of earlier steps must not die in this one
         self._trail.start()
+        watch_compiling(self)
+        self._calls = compiled_calls()
         super().__enter__()
         self._left = self._mark()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
+        unwatch_compiling(self)
+        self.calls_compiled = compiled_calls() != self._calls
         self._trail.stop()
         self.ledger.close()
 
@@ -113,13 +123,49 @@ class Recorder(DispatchMode):
         draft = OpDraft(info, self._inputs(read, kwargs, tick), *self._place())
         if info.replay == "batch_norm" and not trains:
             draft.replay = "pure"
+        self._begin(draft)
+        result, draft.spans, grown = self._execute(func, args, kwargs)
+        positions = () if trains else info.written
+        written = [args[i] for i in positions if i < len(args)] + [kwargs.get(n) for n in info.written_names]
+        storages = dict.fromkeys(self._touch(tensor) for tensor in tensors_in(written) if has_storage(tensor))
+        self._note_versions(draft, storages, tick)
+        if trains:
+            self._note_statistics(draft, args, tick)
+        self._note_made(draft, result, tick, grown)
+        return result
+
+    def run_graph(self, run: Callable[[], Any], inputs: Sequence[Any], written: Collection[int]) -> Any:
+        """Record a compiled graph as one op."""
+        with self.lock:
+            if self.hidden:
+                return run()
+            self._tick_over()
+            tick = len(self._ops)
+            draft = OpDraft(COMPILED_GRAPH, self._inputs(inputs, {}, tick), *self._place())
+            storages = dict.fromkeys(self._touch(inputs[i]) for i in sorted(written) if has_storage(inputs[i]))
+            self._begin(draft)
+            self.hidden = True
+            try:
+                result, draft.spans, grown = self._execute(run, (), {})
+            finally:
+                self.hidden = False
+            self._note_versions(draft, storages, tick)
+            self._note_made(draft, result, tick, grown)
+            return result
+
+    def _begin(self, draft: OpDraft) -> None:
         self._ops.append(draft)
         self._clock += 1
-        result, draft.spans, grown = self._execute(func, args, kwargs)
-        made = self._outputs(draft, info, args, kwargs, result, tick)
-        draft.workspace = max(0, grown - made)
-        self._left = self._mark()
-        return result
+
+    def compiling(self, begins: bool) -> None:
+        """PyTorch begins to compile, or has compiled: it is no part of the step. See `inductor.py`."""
+        with self.lock:
+            if begins:
+                self._tick_over()
+                self._trail.pause()
+            else:
+                self._trail.go_on()
+                self._left = self._mark()
 
     def _execute(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Span], int]:
         """Run the op: its result, when it ran, and the bytes by which memory grew inside it, outputs included."""
@@ -158,39 +204,31 @@ class Recorder(DispatchMode):
                     self._values[value].uses.append(tick)
         return tuple(values)
 
-    def _outputs(self, draft: OpDraft, info: OperatorInfo, args: Any, kwargs: Any, result: Any, tick: int) -> int:
-        """Note what the op made; returns the bytes of new storages."""
-        outputs: list[int] = []
-        mutated: list[tuple[int, int]] = []
+    def _note_versions(self, draft: OpDraft, written: Iterable[SeenStorage], tick: int) -> None:
+        """Each storage that the op wrote in place has a new version."""
+        for storage in written:
+            pair = storage.versions[-1], self._add_value(storage, tick)
+            draft.mutated += (pair,)
+            draft.outputs += (pair[1],)
+
+    def _note_statistics(self, draft: OpDraft, args: Any, tick: int) -> None:
+        """Batch norm in training makes new versions of its running statistics, which its schema may not say.
+
+        They are outputs, but not ``mutated``: a replay does not touch them.
+        """
+        draft.outputs += tuple(self._add_value(self._touch(tensor), tick) for tensor in tensors_in(args[3:5]))
+
+    def _note_made(self, draft: OpDraft, result: Any, tick: int, grown: int) -> None:
+        """New storages are outputs; memory that grew beyond them was the op's own."""
         made = 0
-        statistics = draft.replay == "batch_norm"
-        positions = () if statistics else info.written
-        written = [args[i] for i in positions if i < len(args)] + [kwargs.get(n) for n in info.written_names]
-        seen: set[int] = set()
-        for tensor in tensors_in(written):
-            if has_storage(tensor):
-                storage = self._touch(tensor)
-                if storage.number not in seen:
-                    seen.add(storage.number)
-                    mutated.append((storage.versions[-1], self._add_value(storage, tick)))
-                    outputs.append(storage.versions[-1])
-        if statistics:
-            self._note_statistics(args, outputs, tick)
         for tensor in tensors_in(result if isinstance(result, (list, tuple)) else (result,)):
             if has_storage(tensor):
                 record, new = self.ledger.make(tensor.untyped_storage())
                 if new:
                     made += record.size_bytes
-                    outputs.append(self._add_storage(record, tensor, self._clock - 1, tick).versions[-1])
-        draft.outputs, draft.mutated = tuple(outputs), tuple(mutated)
-        return made
-
-    def _note_statistics(self, args: Any, outputs: list[int], tick: int) -> None:
-        """Batch norm in training makes new versions of its running statistics, which its schema may not say.
-
-        They are outputs, but not ``mutated``: a replay does not touch them.
-        """
-        outputs.extend(self._add_value(self._touch(tensor), tick) for tensor in tensors_in(args[3:5]))
+                    draft.outputs += (self._add_storage(record, tensor, self._clock - 1, tick).versions[-1],)
+        draft.workspace = max(0, grown - made)
+        self._left = self._mark()
 
     def _touch(self, tensor: torch.Tensor) -> SeenStorage:
         record = self.ledger.touch(tensor.untyped_storage())

@@ -36,6 +36,10 @@ class OperatorInfo:
     replay: Replay
 
 
+COMPILED_GRAPH = OperatorInfo("compiled_graph", (), (), "opaque")
+"""A graph that `torch.compile` made, in place of its ops."""
+
+
 @cache
 def operator_info(func: Any) -> OperatorInfo:
     """Facts about ``func``, an `OpOverload` or a higher-order operator."""

@@ -1,8 +1,7 @@
-"""Code compiled by `torch.compile` runs as it was written where ebbtide has to see its ops.
+"""Code compiled by `torch.compile` runs as it was written where ebbtide has to see its ops or to run parts of it again.
 
-PyTorch compiles nothing under a dispatch mode, and what it does not compile then it never compiles later; code that was
-compiled before shows few of its ops, and Dynamo would compile our own hooks along with the user's frames. So a step is
-seen, planned and run without it. Its gradients are those of the same code not compiled.
+Fake tensors, scans and versions of PyTorch that compile nothing under a dispatch mode need it. What PyTorch does not
+compile once it never compiles later, so nobody must ask it to. Gradients are those of the same code not compiled.
 """
 
 from __future__ import annotations
@@ -10,27 +9,36 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 
 import torch
 
+_warn = 0
 
-def uncompiled() -> AbstractContextManager[object]:
-    """A context in which no compiled code runs and nothing is compiled; to be entered where it is made.
+
+@contextlib.contextmanager
+def uncompiled(*, warns: bool = True) -> Iterator[None]:
+    """A context in which no compiled code runs and nothing is compiled; ``warns``: a recorder says so of modules.
 
     Where nobody has asked for `torch.compile` so far it costs nothing: its modules take two seconds to import.
     """
+    global _warn
     if "torch._dynamo" not in sys.modules:
-        return contextlib.nullcontext()
-    context: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
-    return context
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        _warn += warns
+        try:
+            yield
+        finally:
+            _warn -= warns
 
 
 def warn_if_compiled(module: torch.nn.Module) -> None:
-    """Say so if ``module`` is one that `torch.compile` was asked to compile."""
-    if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+    """Say so if ``module`` is one that `torch.compile` was asked to compile and that does not run compiled here."""
+    if _warn and (hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None):
         warnings.warn(
-            "ebbtide cannot look into what torch.compile makes: where it runs a model, the model runs as it was "
-            "written, without torch.compile. Compile only what runs outside, or leave the budget out",
+            "ebbtide cannot look into what torch.compile makes: here the model runs as it was written, without "
+            "torch.compile",
             stacklevel=2,
         )

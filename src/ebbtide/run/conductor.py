@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from ebbtide.observe.clock import Clock, Span
+from ebbtide.observe.compiled_calls import compiled_calls
 from ebbtide.run.allocator import Trimmer
 from ebbtide.run.holdings import Holding, Kept, View, is_plain, keep
 from ebbtide.run.recipes import CaptureMode, Recipe
@@ -77,6 +78,7 @@ class Conductor:
         self._exact = True
         self._held: dict[int, weakref.ref[Holding]] = {}
         self._capture = CaptureMode(script.known, self.leave) if script.remakes else None
+        self._calls = compiled_calls()
         self._lock = threading.RLock()  # a value that dies in a hook may call another
         self._mark = clock.mark if clock is not None else None
         # Where nothing is to be done but to keep and to show, as at most events of most steps, the hooks are short.
@@ -198,6 +200,9 @@ class Conductor:
     def _follow(self, stretch: int, tensor: torch.Tensor) -> None:
         """Put the capture mode on for the stretch that begins at this save, or take it off. See NOTE [Counting ops]."""
         assert self._capture is not None
+        if compiled_calls() != self._calls and not (self.script.stays_on and self._capture.entered):
+            self.leave("something is called that torch.compile returned, which steps of this kind did not do so far")
+            return
         between_ops = _is_result(tensor)
         if stretch >= 0:
             self._capture.begin(stretch, between_ops)

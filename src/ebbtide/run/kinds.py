@@ -28,10 +28,12 @@ class Kind:
         state: what the next step of this kind is for.
         banned: absences that must not be computed again: their recomputation was seen to differ.
         audited_peak_bytes: the peak counted in a planned step, None until then.
+        calls_compiled: whether it calls what `torch.compile` returned.
     """
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, *, calls_compiled: bool = False) -> None:
         self.step = step
+        self.calls_compiled = calls_compiled
         self.key = hash(tuple(signature(saved) for saved in step.saved))
         self.plan: Plan | None = None
         self.script: Script | None = None
@@ -55,7 +57,7 @@ class Kind:
         self._arenas.clear()
         self.plan = solve(self.step, machine, limit_bytes, banned=self.banned)
         outcome = simulate(self.step, machine, self.plan.decisions)
-        self.script = write_script(self.step, self.plan, outcome.memory)
+        self.script = write_script(self.step, self.plan, outcome.memory, captures_all=self.calls_compiled)
         if not self.plan.binds:
             self.state = "idle"
         else:

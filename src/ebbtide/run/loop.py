@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from pathlib import Path
 
-from ebbtide.errors import OutOfMemoryError, PlanError
+from ebbtide.errors import BudgetError, OutOfMemoryError, PlanError
 from ebbtide.machine import Machine
 from ebbtide.measured import Measured
+from ebbtide.observe.schema import COMPILED_GRAPH
 from ebbtide.plan import plain_peak_bytes
 from ebbtide.run import allocator
 from ebbtide.run.calibrate import machine_for
@@ -38,6 +40,7 @@ class Loop:
 
     Attributes:
         limit_bytes, tiers, verify, hard: as given; the limit is known once a step was observed.
+        compiles: whether what `torch.compile` made runs in steps, as long as the limit can be met so.
         measured: of each step.
         kinds: kinds of steps by their keys.
         current: the latest kind; None before the first was observed.
@@ -65,6 +68,7 @@ class Loop:
         self._spill = spill
         self.verify = verify
         self.hard = hard
+        self.compiles = True
         self._tune_allocator = tune_allocator
         self._given_machine = machine
         self._measured_machine: Machine | None = None
@@ -150,10 +154,11 @@ class Loop:
             self._rest_rss_bytes = allocator.rss_bytes()
         return self._rest_rss_bytes
 
-    def learn(self, step: Step) -> None:
+    def learn(self, step: Step, *, calls_compiled: bool) -> None:
         """A step was observed: plan it, or take it as a second look at a known kind."""
         self.observations_left -= 1
-        kind = self.kinds.setdefault(Kind(step).key, Kind(step))
+        seen = Kind(step, calls_compiled=calls_compiled)
+        kind = self.kinds.setdefault(seen.key, seen)
         self.current = kind
         if kind.plan is not None:
             return
@@ -165,5 +170,23 @@ class Loop:
             self.limit_bytes = int(self._fraction * plain_peak_bytes(step))
         limit_bytes = self.within
         assert limit_bytes is not None
-        kind.make_plan(self.machine, limit_bytes, self.verify)
-        self.observations_left = 0
+        try:
+            kind.make_plan(self.machine, limit_bytes, self.verify)
+        except BudgetError as error:
+            if not self.compiles or all(op.name != COMPILED_GRAPH.name for op in step.ops):
+                raise
+            self._stop_compiling(error)
+        else:
+            self.observations_left = 0
+
+    def _stop_compiling(self, error: BudgetError) -> None:
+        """A compiled graph needs all that it reads at once; its ops, one by one, may do with less."""
+        warnings.warn(
+            f"with what torch.compile made, {error}. From now on steps run uncompiled, so that each of their ops "
+            "can be planned for. To have them compiled, compile the model's blocks instead of the whole model",
+            stacklevel=2,
+        )
+        self.compiles = False
+        self.kinds.clear()
+        self.current = None
+        self.observations_left = _FIRST_LOOKS

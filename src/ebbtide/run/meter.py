@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from ebbtide.observe.allocated import Memory
+from ebbtide.observe.inductor import compiled_as_ops
 from ebbtide.observe.ledger import Ledger, has_storage, tensors_in
 from ebbtide.observe.mode import DispatchMode
 
@@ -31,6 +33,8 @@ class PeakMeter(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._ledger = Ledger()
+        self._hidden = False
+        self._compiled = compiled_as_ops()
 
     @property
     def peak_bytes(self) -> int:
@@ -45,6 +49,7 @@ class PeakMeter(DispatchMode):
         return self._ledger.live_bytes
 
     def __enter__(self) -> PeakMeter:
+        self._compiled.__enter__()
         super().__enter__()
         _running.append(self._ledger)
         return self
@@ -53,17 +58,40 @@ class PeakMeter(DispatchMode):
         self._ledger.close()
         _running.remove(self._ledger)
         super().__exit__(*exception)
+        self._compiled.__exit__(None, None, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for tensor in tensors_in((*args, *kwargs.values())):
+        if self._hidden:
+            return func(*args, **kwargs)
+        self._touch((*args, *kwargs.values()))
+        result = func(*args, **kwargs)
+        self._make(result)
+        return result
+
+    def run_graph(self, run: Callable[[], Any], inputs: Sequence[Any], written: Collection[int]) -> Any:
+        """Count what a compiled graph reads and what it returns."""
+        del written
+        if self._hidden:
+            return run()
+        self._touch(inputs)
+        self._hidden = True
+        try:
+            result = run()
+        finally:
+            self._hidden = False
+        self._make(result)
+        return result
+
+    def _touch(self, items: Iterable[Any]) -> None:
+        for tensor in tensors_in(items):
             if has_storage(tensor):
                 self._ledger.touch(tensor.untyped_storage())
-        result = func(*args, **kwargs)
+
+    def _make(self, result: Any) -> None:
         for tensor in tensors_in(result if isinstance(result, (list, tuple)) else (result,)):
             if has_storage(tensor):
                 self._ledger.make(tensor.untyped_storage())
-        return result
 
 
 class AllocatedMeter:

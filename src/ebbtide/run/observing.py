@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ebbtide.errors import StepError
+from ebbtide.observe.inductor import compiled_as_ops
 from ebbtide.observe.recorder import Recorder
-from ebbtide.observe.uncompiled import uncompiled
 from ebbtide.run import allocator
 from ebbtide.run.gauges import gauges_of, likely_device
 from ebbtide.run.safe import SafePolicy
@@ -26,7 +26,7 @@ def observe_step(run: Callable[[], Any]) -> Step:
     recorder = Recorder(probe, clock=gauges.clock, memory=gauges.memory)
     policy = SafePolicy(None, _nowhere, recorder, memory=gauges.memory)
     with (
-        uncompiled(),
+        compiled_as_ops(),
         allocator.tuned() if on_cpu else contextlib.nullcontext(),
         torch.autograd.graph.saved_tensors_hooks(policy.pack, policy.unpack),
         recorder,

@@ -7,7 +7,7 @@ among them are remembered as values and views of them, never kept alive for thei
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -204,7 +204,8 @@ class CaptureMode(DispatchMode):
     Autograd saves a tensor either between two ops, or in the middle of the one that is just being called. A mode that
     is put on in the middle of an op does not see that op; one that is taken off there leaves the op without anybody to
     run it. So the mode is taken off only between ops, and once it was put on in the middle of an op, it counts again
-    from the next event that has another tick.
+    from the next event that has another tick. Nor is it put on or taken off within a call of what `torch.compile`
+    returned, see `compiled_calls.py`: in steps with such calls it stays on from beginning to end.
 
     Args:
         known: what the step's record says, by tick, of the ops that recipes replay.
@@ -255,3 +256,18 @@ class CaptureMode(DispatchMode):
             else:
                 self.calls[self.tick - 1] = capture(func, args, kwargs or {}, known)
         return func(*args, **(kwargs or {}))
+
+    def run_graph(self, run: Callable[[], Any], inputs: Sequence[Any], written: Collection[int]) -> Any:
+        """Count a compiled graph as the op that it is in the step's record."""
+        del inputs, written
+        if self.hidden:
+            return run()
+        known = self._known.get(self.tick)
+        self.tick += 1
+        if known is not None:
+            self._on_mismatch(f"op {self.tick - 1} is a compiled graph, expected {known.name}")
+        self.hidden = True
+        try:
+            return run()
+        finally:
+            self.hidden = False

@@ -11,6 +11,7 @@ from typing import Any
 from ebbtide.decisions import Plan
 from ebbtide.errors import StepError
 from ebbtide.measured import Measured
+from ebbtide.observe.inductor import compiled_as_ops
 from ebbtide.observe.recorder import Recorder
 from ebbtide.observe.uncompiled import uncompiled
 from ebbtide.run import allocator
@@ -49,7 +50,7 @@ class Running:
         self._kind: Kind | None = None
         self._state = "observe"
         self._began: Any = None
-        self._uncompiled: AbstractContextManager[object] = contextlib.nullcontext()
+        self._compiled: AbstractContextManager[object] = contextlib.nullcontext()
 
     def __enter__(self) -> None:
         loop = self._loop
@@ -66,11 +67,11 @@ class Running:
             self._ground = loop.ground = loop.ground or TrainingDevice()
             self._state = loop.state
             self._kind = None if self._state == "observe" else loop.current
-            self._uncompiled = uncompiled()
-            self._uncompiled.__enter__()
+            self._compiled = compiled_as_ops() if loop.compiles else uncompiled(warns=False)
+            self._compiled.__enter__()
             self._begin()
         except BaseException:
-            self._uncompiled.__exit__(None, None, None)
+            self._compiled.__exit__(None, None, None)
             loop.running = None
             raise
         self._began = self._ground.clock.mark()
@@ -149,7 +150,7 @@ class Running:
             else:
                 self._note(ended)
         finally:
-            self._uncompiled.__exit__(None, None, None)
+            self._compiled.__exit__(None, None, None)
             loop.running = None
         if short is not None:
             try:
@@ -176,7 +177,7 @@ class Running:
         self._time(ended, Measured(self._state, None, peak, left=left))
         if self._recorder is not None and self._policy is not None:
             if self._ground.was_right(self._policy.seen_bytes):
-                loop.learn(self._recorder.finish())
+                loop.learn(self._recorder.finish(), calls_compiled=self._recorder.calls_compiled)
             else:
                 loop.forget_all()
         elif left:

@@ -79,6 +79,7 @@ class Script:
         actions: by event; None where there is nothing to do.
         stretches: by event: tick of the next op if the capture mode has to run from here on, -1 if it has to be off.
             The last entry is for the start of the step.
+        stays_on: whether there is but one stretch, from the start of the step to its end.
         known: by tick, the ops that recipes replay.
         alive: by event, bytes alive above those at rest.
         headroom: by event, bytes that the ops up to the next event take at most above what is alive at it.
@@ -93,6 +94,7 @@ class Script:
     expected: tuple[int, ...]
     actions: tuple[Actions | None, ...]
     stretches: tuple[int, ...]
+    stays_on: bool
     known: dict[int, KnownOp]
     alive: tuple[int, ...]
     headroom: tuple[int, ...]
@@ -107,8 +109,13 @@ class Script:
         return bool(self.known)
 
 
-def write_script(step: Step, plan: Plan, memory: Sequence[int]) -> Script:
-    """Write ``plan`` out for the conductor. ``memory``: bytes alive at each moment under the plan.
+def write_script(step: Step, plan: Plan, memory: Sequence[int], *, captures_all: bool = False) -> Script:
+    """Write ``plan`` out for the conductor.
+
+    Args:
+        step, plan: what was seen, and what is planned.
+        memory: bytes alive at each moment under the plan.
+        captures_all: whether the capture mode, if it is needed, stays on from beginning to end.
 
     Raises:
         PlanError: if the plan is not one for this step.
@@ -121,12 +128,13 @@ def write_script(step: Step, plan: Plan, memory: Sequence[int]) -> Script:
     known = {op: _known(step, op) for d in decisions.values() if isinstance(d, Recompute) for op in d.ops}
     savings = _savings(step, decisions, leaves, shared)
     actions = _actions(step, plan.decisions)
-    stretches = _stretches(step, known)
+    stretches = _one_stretch(step) if captures_all and known else _stretches(step, known)
     return Script(
         savings=savings,
         expected=tuple(e.saved if e.kind == "pack" else ~e.saved for e in step.events),
         actions=actions,
         stretches=stretches,
+        stays_on=captures_all,
         known=known,
         alive=tuple(memory[moment] - plan.resting_bytes for moment in step.event_moments()),
         headroom=_headroom(step, memory),
@@ -280,3 +288,7 @@ def _stretches(step: Step, known: dict[int, KnownOp]) -> tuple[int, ...]:
         runs[first : last + 1] = [True] * (last + 1 - first)
     starts = [tick if run else -1 for tick, run in zip(ticks, runs, strict=False)]
     return (*starts[1:], starts[0])
+
+
+def _one_stretch(step: Step) -> tuple[int, ...]:
+    return (*(event.tick for event in step.events), 0)
