@@ -42,6 +42,7 @@ class Record:
 
     Attributes:
         model, method: names.
+        compiled: whether the model's blocks are compiled, in plain steps, too.
         fraction: asked for; None for peers, which have no budget.
         limit_bytes: the budget that was used; above the one asked for if that cannot be met.
         least_reachable_bytes: the least peak that the planner can reach, if it had to say so.
@@ -64,6 +65,7 @@ class Record:
 
     model: str
     method: str
+    compiled: bool
     fraction: float | None
     limit_bytes: int | None
     least_reachable_bytes: int | None
@@ -90,14 +92,24 @@ class Record:
     all_own_ratios: list[float]
 
 
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What all workers of a model share: its name, the directory that they move to, whether its blocks are compiled."""
+
+    model: str
+    spill: str | None = None
+    compiled: bool = False
+
+
 class WorkerProcess:
     """A `benchmarks.worker` in a process of its own; a context manager."""
 
-    def __init__(self, model: str, method: str, *, limit_bytes: int | None = None, spill: str | None = None) -> None:
-        self._name = f"{model} by {method}"
-        command = [sys.executable, "-m", "benchmarks.worker", "--model", model, "--method", method]
+    def __init__(self, setting: Setting, method: str, *, limit_bytes: int | None = None) -> None:
+        self._name = f"{setting.model} by {method}"
+        command = [sys.executable, "-m", "benchmarks.worker", "--model", setting.model, "--method", method]
         command += [] if limit_bytes is None else ["--limit-bytes", str(limit_bytes)]
-        command += [] if spill is None else ["--spill", spill]
+        command += [] if setting.spill is None else ["--spill", setting.spill]
+        command += ["--compile"] if setting.compiled else []
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
@@ -137,38 +149,39 @@ class Contender:
 
 
 def settled(
-    model: str, method: str, fraction: float | None, limit_bytes: int | None, spill: str | None, stack: ExitStack
+    setting: Setting, method: str, fraction: float | None, limit_bytes: int | None, stack: ExitStack
 ) -> Contender:
     """A contender whose process lives as long as ``stack``; its limit is raised if it cannot be met."""
     least_bytes = None
     for _ in range(TRIES):
-        worker = WorkerProcess(model, method, limit_bytes=limit_bytes, spill=spill)
+        worker = WorkerProcess(setting, method, limit_bytes=limit_bytes)
         unreachable = worker.ask("settle")["unreachable"]
         if unreachable is None:
             return Contender(method, fraction, limit_bytes, least_bytes, stack.enter_context(worker))
         with worker:
             least_bytes = int(unreachable)
         limit_bytes = int(max(least_bytes, limit_bytes or 0) * MARGIN)
-    raise RuntimeError(f"{model} by {method}: no plan even within {limit_bytes} bytes")
+    raise RuntimeError(f"{setting.model} by {method}: no plan even within {limit_bytes} bytes")
 
 
 def run_model(
-    model: str, methods: Sequence[str], fractions: Sequence[float], repeats: int, spill: str | None, describe: Describe
+    setting: Setting, methods: Sequence[str], fractions: Sequence[float], repeats: int, describe: Describe
 ) -> list[Record]:
     """Measure ``methods``, all in turns, step by step."""
+    model = setting.model
     with ExitStack() as stack:
-        plain = [settled(model, method, None, None, spill, stack) for method in ("plain", "plain-tuned")]
+        plain = [settled(setting, method, None, None, stack) for method in ("plain", "plain-tuned")]
         needs = plain[0].worker.ask("count")
         peak_bytes, resting_bytes = needs["peak_bytes"], needs["resting_bytes"]
         contenders = []
         for fraction in (*fractions, NOT_BINDING) if OURS in methods else ():
             describe(f"{model}, planning within {fraction:.0%}")
             limit_bytes = resting_bytes + int(fraction * (peak_bytes - resting_bytes))
-            contenders.append(settled(model, OURS, fraction, limit_bytes, spill, stack))
-        contenders += [settled(model, peer, None, None, spill, stack) for peer in methods if peer != OURS]
+            contenders.append(settled(setting, OURS, fraction, limit_bytes, stack))
+        contenders += [settled(setting, peer, None, None, stack) for peer in methods if peer != OURS]
         takes = _take_turns([*plain, *contenders], repeats, lambda turn: describe(f"{model}, turn {turn} of {repeats}"))
         return [
-            _record(model, contender, takes, plain, needs, _own_ratios(model, contender, repeats, describe))
+            _record(setting, contender, takes, plain, needs, _own_ratios(model, contender, repeats, describe))
             for contender in contenders
         ]
 
@@ -202,7 +215,7 @@ def _own_ratios(model: str, contender: Contender, repeats: int, describe: Descri
 
 
 def _record(
-    model: str,
+    setting: Setting,
     contender: Contender,
     takes: Takes,
     plain: Sequence[Contender],
@@ -221,8 +234,9 @@ def _record(
     same = worker.ask("compare")
     bound_seconds = facts.get("bound_seconds")
     return Record(
-        model=model,
+        model=setting.model,
         method=contender.method,
+        compiled=setting.compiled,
         fraction=contender.fraction,
         limit_bytes=contender.limit_bytes,
         least_reachable_bytes=contender.least_bytes,
@@ -325,29 +339,28 @@ def table_of(records: Sequence[Record]) -> Table:
 
 
 def run(
-    models: Sequence[str],
+    settings: Sequence[Setting],
     methods: Sequence[str],
     fractions: Sequence[float],
     repeats: int,
     rounds: int,
-    spill: str | None,
     console: Console,
 ) -> Iterator[Record]:
     """All cases of all models, one model after the other, with a progress bar on ``console``."""
     columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("starting", total=len(models) * rounds)
+        task = progress.add_task("starting", total=len(settings) * rounds)
 
-        def one_round(model: str) -> list[Record]:
-            progress.update(task, description=f"{model}, plain")
+        def one_round(setting: Setting) -> list[Record]:
+            progress.update(task, description=f"{setting.model}, plain")
             records = run_model(
-                model, methods, fractions, repeats, spill, lambda what: progress.update(task, description=what)
+                setting, methods, fractions, repeats, lambda what: progress.update(task, description=what)
             )
             progress.advance(task)
             return records
 
-        for model in models:
-            yield from map(pooled, zip(*(one_round(model) for _ in range(rounds)), strict=True))
+        for setting in settings:
+            yield from map(pooled, zip(*(one_round(setting) for _ in range(rounds)), strict=True))
 
 
 def main() -> None:
@@ -359,6 +372,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="timed steps of each case; default: 5")
     parser.add_argument("--rounds", type=int, default=1, help="how often that is done, in new processes; default: 1")
     parser.add_argument("--spill", help="directory for what is moved out; default: the system's temporary one")
+    parser.add_argument("--compile", action="store_true", help="compile the models' blocks, in plain steps, too")
     parser.add_argument("--json", type=Path, help="file for the records")
     options = parser.parse_args()
     models = options.models.split(",")
@@ -372,7 +386,8 @@ def main() -> None:
     fractions = [float(fraction) for fraction in options.fractions.split(",")]
     console = Console(width=None if sys.stdout.isatty() else 132)
     records: list[Record] = []
-    for record in run(models, methods, fractions, options.repeats, options.rounds, options.spill, console):
+    settings = [Setting(model, options.spill, options.compile) for model in models]
+    for record in run(settings, methods, fractions, options.repeats, options.rounds, console):
         records.append(record)
         if options.json is not None:  # after each model, so that a run that is cut short leaves what it has measured
             options.json.write_text(json.dumps([dataclasses.asdict(each) for each in records], indent=1) + "\n")

@@ -129,8 +129,12 @@ def main() -> None:
     parser.add_argument("--method", required=True)
     parser.add_argument("--limit-bytes", type=int)
     parser.add_argument("--spill")
+    parser.add_argument("--compile", action="store_true", help="the model's blocks, by torch.compile")
     options = parser.parse_args()
     workload = make_workload(options.model)
+    if options.compile:
+        for block in workload.blocks:
+            block.compile()
     method = make_method(options.method, workload, limit_bytes=options.limit_bytes, spill=options.spill)
     worker = Worker(workload, method)
     with contextlib.closing(method):

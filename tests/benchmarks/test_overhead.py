@@ -47,6 +47,7 @@ def test_an_unknown_method_is_an_error() -> None:
 RECORD = Record(
     model="gpt2",
     method="ebbtide",
+    compiled=False,
     fraction=0.5,
     limit_bytes=600,
     least_reachable_bytes=None,
