@@ -88,7 +88,7 @@ def _run_model(name: str, steps: int, spill: str | None, describe: Describe, adv
     """Plain steps first; then plain steps and those of all budgets in turns."""
     with contextlib.ExitStack() as stack:
         describe(description=f"{name}, plain")
-        # All start together: half of what a process does before its first step is waiting for one core.
+        # All start together: that takes some seconds of one core each.
         cases = _Cases(
             stack, functools.partial(CaseProcess, name, BATCH_SIZES[name], spill, advance), 1 + len(FRACTIONS)
         )

@@ -57,7 +57,8 @@ class ModuleTrail:
     def go_on(self) -> None:
         """Follow modules again, at first and after `pause`."""
         global _followed
-        _following.append(self)
+        if self not in _following:
+            _following.append(self)
         if torch.nn.Module.__call__ is not _followed:
             _followed = _following_calls(torch.nn.Module.__call__)
             torch.nn.Module.__call__ = _followed  # type: ignore[method-assign]

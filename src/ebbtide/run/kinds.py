@@ -31,9 +31,9 @@ class Kind:
         calls_compiled: whether it calls what `torch.compile` returned.
     """
 
-    def __init__(self, step: Step, *, calls_compiled: bool = False) -> None:
+    def __init__(self, step: Step) -> None:
         self.step = step
-        self.calls_compiled = calls_compiled
+        self.calls_compiled = False
         self.key = hash(tuple(signature(saved) for saved in step.saved))
         self.plan: Plan | None = None
         self.script: Script | None = None
@@ -44,13 +44,13 @@ class Kind:
         self.places = Rehearsed()
         self._arenas: dict[str, PlannedPlaces] = {}
 
-    def observed_again(self, step: Step) -> None:
+    def observed_again(self, step: Step, *, calls_compiled: bool = False) -> None:
         """Take the later observation, since the first step of a loop makes gradients and optimizer state that later
         ones find. Of both take each op's smaller duration, since the first had page faults in it, and its larger
         workspace, since only one of them measured it."""
         if len(step.ops) == len(self.step.ops):
             step = dataclasses.replace(step, ops=tuple(map(_settled, step.ops, self.step.ops)))
-        self.step = step
+        self.step, self.calls_compiled = step, calls_compiled
 
     def make_plan(self, machine: Machine, limit_bytes: int, verify: bool) -> None:
         """Plan this kind of step. Raises `BudgetError` if no plan meets the limit."""

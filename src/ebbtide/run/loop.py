@@ -157,12 +157,12 @@ class Loop:
     def learn(self, step: Step, *, calls_compiled: bool) -> None:
         """A step was observed: plan it, or take it as a second look at a known kind."""
         self.observations_left -= 1
-        seen = Kind(step, calls_compiled=calls_compiled)
+        seen = Kind(step)
         kind = self.kinds.setdefault(seen.key, seen)
         self.current = kind
         if kind.plan is not None:
             return
-        kind.observed_again(step)
+        kind.observed_again(step, calls_compiled=calls_compiled)
         if self.observations_left > 0 and len(self.kinds) == 1:
             return  # look once more, without the page faults of the first time
         if self.limit_bytes is None:
