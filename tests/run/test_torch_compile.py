@@ -155,6 +155,24 @@ def test_recomputing_between_calls_of_compiled_functions(
         assert budget.state == "planned"
 
 
+def test_compiling_between_two_planned_steps(tmp_path: Path) -> None:
+    """What is saved stays the same, but modes must not go on and off any more: steps are planned for anew, once."""
+    batch, net, backend = torch.randn(400, 96), model(), Compiled()
+    expected = gradients(net, net, batch)
+    with ebbtide.Budget("60%", spill=tmp_path, machine=SLOW_DISK) as budget:
+        for _ in range(STEPS):
+            assert equal(expected, under(budget, net, net, batch))
+        assert budget.state == "planned"
+        compiled = torch.compile(net, backend=backend)
+        for _ in range(3 * STEPS):
+            assert equal(expected, under(budget, net, compiled, batch))
+        assert budget.state == "planned"
+        assert sum(bool(measured.left) for measured in budget._loop.measured) == 1
+        assert budget.plan is not None
+        assert any(isinstance(decision, Recompute) for decision in budget.plan.decisions)
+    assert backend.runs == 3 * STEPS
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -291,4 +291,5 @@ def _stretches(step: Step, known: dict[int, KnownOp]) -> tuple[int, ...]:
 
 
 def _one_stretch(step: Step) -> tuple[int, ...]:
+    """The same with the capture mode on from the start of the step, counting anew from each event."""
     return (*(event.tick for event in step.events), 0)
