@@ -242,8 +242,8 @@ class CaptureMode(DispatchMode):
     def end(self) -> None:
         """End the stretch, if one is under way. Only between ops."""
         if self.entered:
-            self.entered = False
             self.leave()
+            self.entered = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.hidden:
