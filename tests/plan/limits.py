@@ -6,6 +6,7 @@ from ebbtide.decisions import Plan
 from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
 from ebbtide.plan import plain_peak_bytes, solve
+from ebbtide.plan.caution import CAUTION, Caution
 from ebbtide.step import Step
 
 
@@ -14,11 +15,11 @@ def limit_at(step: Step, fraction: float) -> int:
     return step.resting_bytes + int(fraction * (plain_peak_bytes(step) - step.resting_bytes))
 
 
-def solve_or_least(step: Step, machine: Machine, limit_bytes: int) -> Plan:
+def solve_or_least(step: Step, machine: Machine, limit_bytes: int, caution: Caution = CAUTION) -> Plan:
     """A plan for the limit, or for the least one if that is above it."""
     try:
-        return solve(step, machine, limit_bytes, seconds=0.02)
+        return solve(step, machine, limit_bytes, seconds=0.02, caution=caution)
     except BudgetError as error:
         least = error.reachable_bytes
     assert least > limit_bytes
-    return solve(step, machine, least, seconds=0.02)
+    return solve(step, machine, least, seconds=0.02, caution=caution)

@@ -115,10 +115,10 @@ class Search:
         self, modes: Modes, rows: Ints, profile: Profile, starts: Floats, put_off: bool = False
     ) -> Found | None:
         moves = self.scheduler.moves(modes, rows, profile, starts, put_off=put_off)
-        course = None if moves is None else self._judge(moves)
+        course = None if moves is None else self.judge(moves)
         return None if moves is None or course is None else Found(modes.copy(), rows.copy(), moves, course)
 
-    def _judge(self, moves: Moves) -> Course | None:
+    def judge(self, moves: Moves) -> Course | None:
         """What ``moves`` take, or None if they do not fit."""
         self.follows += 1
         course = self.follower.follow(moves)
@@ -271,7 +271,7 @@ class Search:
 
     def adopt(self, moves: Moves) -> None:
         """Judge complete moves, and keep them if they fit and are the fastest so far."""
-        course = self._judge(moves)
+        course = self.judge(moves)
         if course is None or (self.best is not None and course.seconds >= self.best.course.seconds):
             return
         number = self.candidates.absence

@@ -13,11 +13,12 @@ from ebbtide.machine import Machine
 from ebbtide.plan.bound import Bound, bound_of
 from ebbtide.plan.caution import CAUTION, Caution
 from ebbtide.plan.floor import least_peak
-from ebbtide.plan.follow import follow
+from ebbtide.plan.follow import Follower, Moves, follow
 from ebbtide.plan.judged import budget_error, judged
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.profile import Candidates
 from ebbtide.plan.recipes import deeper_recipes, find_recipes
+from ebbtide.plan.relax import relaxed
 from ebbtide.plan.search import Search
 from ebbtide.plan.select import Room
 from ebbtide.plan.simulate import decisions_of, moves_of
@@ -51,6 +52,9 @@ DEEPENED = 0.01
 SECONDS, SECONDS_PER_OP, MOST_SECONDS = 0.5, 3e-4, 5.0
 """How long to search unless told otherwise: half a second, for steps of more than 1,700 ops in proportion, at most five
 seconds: of longer ones the bound takes most of the time anyway."""
+
+SAME_SECONDS = 1e-9
+"""Times that differ by less are the same."""
 
 METHOD = "learnt prices, ruin and recreate"
 
@@ -119,7 +123,7 @@ def solve(
         _try_published(search, machine, bound, seconds * 1e6)
         search.improve(seconds * 1e6, enough_seconds)
     assert search.best is not None
-    moves = search.best.moves
+    moves = _relaxed(search)
     chosen = [search.candidates.ops[recipe] if recipe >= 0 else None for recipe in moves.replay.tolist()]
     decisions = decisions_of(problem, search.follower.listed(moves), chosen)
     return judged(problem, limit_bytes, decisions, METHOD, is_policy=False, bound_seconds=bound.seconds)
@@ -153,6 +157,24 @@ def _deeper(search: Search, limit_bytes: int, banned: Set[int]) -> list[list[tup
             absence = step.absences[candidates.absence[place]]
             deeper[place] = deeper_recipes(problem.facts, absence, shortest, never)
     return deeper
+
+
+def _relaxed(search: Search) -> Moves:
+    """The best moves, with the memory spent that they leave unused, unless plans are compared on paper."""
+    best, room, problem = search.best, search.room, search.problem
+    assert best is not None
+    if not search.caution.late.any():
+        return best.moves
+    unused = np.minimum(room.limit_bytes - best.course.memory, room.ceiling - best.course.physical)
+    slots = np.array(problem.facts.slots, dtype=np.int64)
+    moves = relaxed(search.follower.scene, slots, best.moves, best.course, unused)
+    if search.judge(moves) is None:
+        return best.moves
+    # What an earlier load costs compute may come at a bad time: it may not, whether transfers are late or not.
+    for follower in (search.follower, Follower(problem, search.candidates.replays)):
+        if follower.follow(moves).seconds > follower.follow(best.moves).seconds + SAME_SECONDS:
+            return best.moves
+    return moves
 
 
 def _try_published(search: Search, machine: Machine, bound: Bound, work: float) -> None:

@@ -1,0 +1,122 @@
+"""A plan that is given the memory it leaves unused still fits, is no slower, and is faster where transfers are late."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from ebbtide.machine import Machine
+from ebbtide.plan import NO_CAUTION, simulate, solve
+from ebbtide.plan.caution import Caution
+from ebbtide.plan.follow import Course, Follower, Moves, Trip
+from ebbtide.plan.problem import Problem
+from ebbtide.plan.relax import relaxed
+from ebbtide.plan.replay import Replay
+from ebbtide.plan.simulate import moves_of
+from ebbtide.step import Step
+from tests.plan.limits import limit_at, solve_or_least
+from tests.plan.random_steps import disk_machine, network_step, random_step
+
+MACHINES = {"fast": disk_machine(3e9, 1.5e9), "slow": disk_machine(2e8, 2e8)}
+
+
+def slower(machine: Machine, times: float) -> Machine:
+    """``machine`` with transfers that take so many times as long."""
+    links = [
+        dataclasses.replace(
+            link,
+            latency_seconds=times * link.latency_seconds,
+            bandwidth_bytes_per_second=link.bandwidth_bytes_per_second / times,
+        )
+        for link in machine.links
+    ]
+    return dataclasses.replace(machine, links=tuple(links))
+
+
+class Relaxed:
+    """A plan made on paper, before and after.
+
+    Attributes:
+        before, after: moves.
+        courses: what they take.
+    """
+
+    def __init__(self, step: Step, machine: Machine, fraction: float) -> None:
+        plan = solve_or_least(step, machine, limit_at(step, fraction), NO_CAUTION)
+        self.step, self.limit_bytes = step, plan.limit_bytes
+        problem = Problem.of(step, machine)
+        listed = moves_of(problem, plan.decisions)
+        self.replays = [move for move in listed if isinstance(move, Replay)]
+        follower = Follower(problem, self.replays)
+        self.before, recipes = Moves.none(len(listed)), iter(range(len(self.replays)))
+        for number, move in enumerate(listed):
+            if isinstance(move, Trip):
+                self.before.send(number, follower.tiers[move.tier], move)
+            elif move is not None:
+                self.before.replay[number] = next(recipes)
+        course = follower.follow(self.before)
+        slots = np.array(problem.facts.slots, dtype=np.int64)
+        room = self.limit_bytes - course.memory
+        self.after = relaxed(follower.scene, slots, self.before, course, room)
+        self.courses = course, follower.follow(self.after)
+
+    def on(self, machine: Machine) -> tuple[Course, Course]:
+        """What the moves take on another machine."""
+        follower = Follower(Problem.of(self.step, machine), self.replays)
+        return follower.follow(self.before), follower.follow(self.after)
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES.keys())
+@pytest.mark.parametrize("seed", range(40))
+def test_fits_and_is_never_slower(seed: int, machine: Machine) -> None:
+    for fraction in (0.7, 0.4):
+        plan = Relaxed(random_step(seed, length=16), machine, fraction)
+        before, after = plan.courses
+        assert int(after.memory.max()) <= plan.limit_bytes
+        assert (plan.after.release >= plan.before.release).all()
+        assert (plan.after.load <= plan.before.load).all()
+        for name in ("tier", "replay", "out"):
+            assert (getattr(plan.after, name) == getattr(plan.before, name)).all()
+        for way in (0, 1):
+            queues = [course.sent[0][course.sent[0][:, 1] == way, 0].tolist() for course in plan.courses]
+            assert queues[0] == queues[1]
+        for times in (1.0, 1.5, 4.0):
+            before, after = plan.on(slower(machine, times))
+            assert after.seconds <= before.seconds + 1e-9
+
+
+def test_late_transfers_cost_less() -> None:
+    gains = []
+    for seed in range(4):
+        plan = Relaxed(network_step(24, seed=seed), disk_machine(1.5e9, 1e9), 0.6)
+        before, after = plan.on(disk_machine(7.5e8, 5e8))
+        gains.append((before.seconds - after.seconds) / (before.seconds - plan.step.plain_seconds))
+    assert min(gains) >= 0
+    assert max(gains) > 0.1
+
+
+def test_no_room_no_change() -> None:
+    step, machine = network_step(24), disk_machine()
+    plan = solve(step, machine, limit_at(step, 0.5))
+    problem = Problem.of(step, machine)
+    follower = Follower(problem, [])
+    moves = Moves.none(len(step.absences))
+    for number, move in enumerate(moves_of(problem, plan.decisions)):
+        if isinstance(move, Trip):
+            moves.send(number, follower.tiers[move.tier], move)
+    course = follower.follow(moves)
+    slots = np.array(problem.facts.slots, dtype=np.int64)
+    after = relaxed(follower.scene, slots, moves, course, np.zeros_like(course.memory))
+    assert (after.rows() == moves.rows()).all()
+
+
+def test_plans_that_run_are_relaxed() -> None:
+    step, machine = network_step(24), disk_machine(1.5e9, 1e9)
+    limit_bytes = limit_at(step, 0.6)
+    careful, paper = solve(step, machine, limit_bytes), solve(step, machine, limit_bytes, caution=NO_CAUTION)
+    assert careful.physical_peak_bytes <= Caution().ceiling_bytes(limit_bytes, careful.resting_bytes)
+    slow = slower(machine, 2.0)
+    lost = [simulate(step, slow, plan.decisions).seconds - step.plain_seconds for plan in (careful, paper)]
+    assert lost[0] < 0.9 * lost[1]
