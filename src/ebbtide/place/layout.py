@@ -55,7 +55,9 @@ class Layout:
     max_live_bytes: int
 
 
-def place(blocks: Sequence[Block], alignment_bytes: int = ALIGNMENT_BYTES, *, seed: int = 0) -> Layout:
+def place(
+    blocks: Sequence[Block], alignment_bytes: int = ALIGNMENT_BYTES, *, seed: int = 0, tries: int = MOST_TRIES
+) -> Layout:
     """The best layout found. The same arguments give the same layout.
 
     Args:
@@ -75,7 +77,7 @@ def place(blocks: Sequence[Block], alignment_bytes: int = ALIGNMENT_BYTES, *, se
     least = _max_live(born, dies, sizes)
     best, best_bytes = np.zeros(len(blocks), dtype=np.int64), FOREVER
     for ranking in _rankings(
-        born, np.minimum(dies, 1 + dies[dies < FOREVER].max(initial=born.max(initial=0))), sizes, seed
+        born, np.minimum(dies, 1 + dies[dies < FOREVER].max(initial=born.max(initial=0))), sizes, seed, tries
     ):
         for method in (_skyline, _first_fit):
             offsets, footprint_bytes = compiled(method)(born, dies, sizes, ranking, best_bytes)
@@ -86,13 +88,13 @@ def place(blocks: Sequence[Block], alignment_bytes: int = ALIGNMENT_BYTES, *, se
     return Layout(tuple(best.tolist()), best_bytes if blocks else 0, least)
 
 
-def _rankings(born: Ints, dies: Ints, sizes: Ints, seed: int) -> Iterator[Ints]:
+def _rankings(born: Ints, dies: Ints, sizes: Ints, seed: int, tries: int) -> Iterator[Ints]:
     """Permutations of the blocks, best first as a rule."""
     life = dies - born
     bases = [_ranks(key) for key in (born, -life, -sizes, -sizes.astype(np.float64) * life)]
     yield from bases
     generator = np.random.default_rng(seed)
-    for _ in range(min(MOST_TRIES, WORK // max(1, len(born)) ** 2)):
+    for _ in range(min(tries, WORK // max(1, len(born)) ** 2)):
         mixed = generator.random(len(bases)) @ np.array(bases)
         yield _ranks(mixed + generator.choice(NOISE) * len(born) * generator.random(len(born)))
 

@@ -17,9 +17,9 @@ import numpy as np
 from ebbtide.compiled import compiled
 from ebbtide.plan.course import Scene
 from ebbtide.plan.follow import Course, Moves
-from ebbtide.plan.problem import Ints
+from ebbtide.plan.problem import Floats, Ints
 
-ROUNDS = np.array([0.25, 0.5, 1.0, 2.0, 4.0])
+ROUNDS = np.array([0.25, 0.5, 0.75, 1.0, 2.0, 4.0])
 """How much longer than predicted transfers may take in each round, as a share of their time."""
 
 
@@ -42,7 +42,7 @@ class Sent(NamedTuple):
     wanted: Any
 
 
-def relaxed(scene: Scene, slots: Ints, moves: Moves, course: Course, room: Ints) -> Moves:
+def relaxed(scene: Scene, slots: Ints, moves: Moves, course: Course, room: Ints, rounds: Floats = ROUNDS) -> Moves:
     """``moves`` with later releases and earlier loads.
 
     Args:
@@ -51,26 +51,27 @@ def relaxed(scene: Scene, slots: Ints, moves: Moves, course: Course, room: Ints)
         moves: a plan.
         course: what it does.
         room: bytes that may be held in each moment, besides those that it holds.
+        rounds: how much longer transfers may take in each round.
     """
     numbers = np.flatnonzero(moves.tier >= 0)
     if not len(numbers):
         return moves
     tier, size_bytes = moves.tier[numbers], scene.size_bytes[numbers]
     latency, bandwidth = scene.links[tier][:, [0, 3]].T, scene.links[tier][:, [1, 4]].T
-    wanted = _wanted(scene, moves, course)[numbers]
+    wanted = wanted_moments(scene, moves, course)[numbers]
     out, load = moves.out[numbers], np.minimum(moves.load[numbers], wanted)
     outs, backs = np.argsort(out, kind="stable"), np.lexsort((wanted, load))
     sent = Sent(tier, size_bytes, out, outs, backs, latency + size_bytes / bandwidth, wanted)
     starts = np.append(course.starts, course.seconds)
     releases, loads = moves.release.copy(), moves.load.copy()
-    releases[numbers], advanced = compiled(spend)(sent, slots, starts, room.copy(), releases[numbers], load, ROUNDS)
+    releases[numbers], advanced = compiled(spend)(sent, slots, starts, room.copy(), releases[numbers], load, rounds)
     # What a recipe asks for before its load still is loaded when that recipe asks.
     planned = loads[numbers] < wanted
     loads[numbers[planned]] = advanced[planned]
     return dataclasses.replace(moves, release=releases, load=loads)
 
 
-def _wanted(scene: Scene, moves: Moves, course: Course) -> Ints:
+def wanted_moments(scene: Scene, moves: Moves, course: Course) -> Ints:
     """Per absence the moment in which its value is needed: by the program, or by a recipe that runs before."""
     wanted: Ints = scene.closes.copy()
     sent: dict[int, list[int]] = {}

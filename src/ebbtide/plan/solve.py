@@ -15,10 +15,11 @@ from ebbtide.plan.caution import CAUTION, Caution
 from ebbtide.plan.floor import least_peak
 from ebbtide.plan.follow import Follower, Moves, follow
 from ebbtide.plan.judged import budget_error, judged
+from ebbtide.plan.packed import packed_bytes
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.profile import Candidates
 from ebbtide.plan.recipes import deeper_recipes, find_recipes
-from ebbtide.plan.relax import relaxed
+from ebbtide.plan.relax import ROUNDS, relaxed
 from ebbtide.plan.search import Search
 from ebbtide.plan.select import Room
 from ebbtide.plan.simulate import decisions_of, moves_of
@@ -55,6 +56,10 @@ seconds: of longer ones the bound takes most of the time anyway."""
 
 SAME_SECONDS = 1e-9
 """Times that differ by less are the same."""
+SURE_ROUNDS, MORE_PACKED = 4, 0.02
+"""Rounds of `relaxed` that hardly ever make blocks pack worse; and how much worse they may pack after any, since what
+does not pack is resident all the same: after all rounds ResNet-50 at a quarter took 1.13 times its live bytes, not
+1.01."""
 
 METHOD = "learnt prices, ruin and recreate"
 
@@ -165,16 +170,29 @@ def _relaxed(search: Search) -> Moves:
     assert best is not None
     if not search.caution.late.any():
         return best.moves
+    scene, slots = search.follower.scene, np.array(problem.facts.slots, dtype=np.int64)
     unused = np.minimum(room.limit_bytes - best.course.memory, room.ceiling - best.course.physical)
-    slots = np.array(problem.facts.slots, dtype=np.int64)
-    moves = relaxed(search.follower.scene, slots, best.moves, best.course, unused)
-    if search.judge(moves) is None:
-        return best.moves
-    # What an earlier load costs compute may come at a bad time: it may not, whether transfers are late or not.
-    for follower in (search.follower, Follower(problem, search.candidates.replays)):
-        if follower.follow(moves).seconds > follower.follow(best.moves).seconds + SAME_SECONDS:
-            return best.moves
-    return moves
+    packed = packed_bytes(problem, scene, best.moves, best.course)
+    for rounds in (SURE_ROUNDS,) if packed is None else (len(ROUNDS), SURE_ROUNDS):
+        moves = relaxed(scene, slots, best.moves, best.course, unused, ROUNDS[:rounds])
+        course = search.judge(moves)
+        if course is None or not _is_no_slower(search, moves):
+            continue
+        after = packed_bytes(problem, scene, moves, course)
+        if packed is None or after is None or after <= (1 + MORE_PACKED) * packed:
+            return moves
+    return best.moves
+
+
+def _is_no_slower(search: Search, moves: Moves) -> bool:
+    """Whether ``moves`` take no longer than the best, be transfers late or not.
+
+    What an earlier load costs compute may come at a bad time.
+    """
+    assert search.best is not None
+    followers = search.follower, Follower(search.problem, search.candidates.replays)
+    seconds = [(each.follow(moves).seconds, each.follow(search.best.moves).seconds) for each in followers]
+    return all(now <= before + SAME_SECONDS for now, before in seconds)
 
 
 def _try_published(search: Search, machine: Machine, bound: Bound, work: float) -> None:
