@@ -16,6 +16,8 @@ from ebbtide.run.tiers.layouts import planned_places
 from ebbtide.run.tiers.pinned import PlannedPlaces
 from ebbtide.step import EXTERNAL, Op, Step, Value
 
+WORTH = 0.02
+"""Share of a plain step that steps have to gain for a plan to be replaced by another one."""
 State = Literal["observe", "verify", "audit", "rehearse", "planned", "idle"]
 
 
@@ -54,11 +56,27 @@ class Kind:
 
     def make_plan(self, machine: Machine, limit_bytes: int, verify: bool) -> None:
         """Plan this kind of step. Raises `BudgetError` if no plan meets the limit."""
+        self._adopt(solve(self.step, machine, limit_bytes, banned=self.banned), machine, verify)
+
+    def plan_again(self, machine: Machine, verify: bool) -> None:
+        """The machine has changed: plan anew, if steps will then take less."""
+        assert self.plan is not None
+        seconds = simulate(self.step, machine, self.plan.decisions).seconds
+        self.plan = dataclasses.replace(self.plan, seconds=seconds, bound_seconds=None)
+        enough_seconds = seconds - WORTH * self.plan.plain_seconds
+        if enough_seconds < self.plan.plain_seconds:
+            return
+        plan = solve(self.step, machine, self.plan.limit_bytes, banned=self.banned)
+        if plan.seconds < enough_seconds:
+            self.places.forget()
+            self._adopt(plan, machine, verify)
+
+    def _adopt(self, plan: Plan, machine: Machine, verify: bool) -> None:
         self._arenas.clear()
-        self.plan = solve(self.step, machine, limit_bytes, banned=self.banned)
-        outcome = simulate(self.step, machine, self.plan.decisions)
-        self.script = write_script(self.step, self.plan, outcome.memory, captures_all=self.calls_compiled)
-        if not self.plan.binds:
+        self.plan = plan
+        outcome = simulate(self.step, machine, plan.decisions)
+        self.script = write_script(self.step, plan, outcome.memory, captures_all=self.calls_compiled)
+        if not plan.binds:
             self.state = "idle"
         else:
             self.state = "verify" if verify and self.script.remakes else "audit"

@@ -14,6 +14,7 @@ from ebbtide.plan import plain_peak_bytes
 from ebbtide.run import allocator
 from ebbtide.run.calibrate import machine_for
 from ebbtide.run.device import TrainingDevice
+from ebbtide.run.drift import Drift
 from ebbtide.run.gauges import likely_device
 from ebbtide.run.kinds import Kind
 from ebbtide.run.tiers import SlowTier
@@ -72,6 +73,7 @@ class Loop:
         self._tune_allocator = tune_allocator
         self._given_machine = machine
         self._measured_machine: Machine | None = None
+        self._drift: Drift | None = None
         self.ground: TrainingDevice | None = None
         self.tiers = tiers
         self.measured: list[Measured] = []
@@ -135,7 +137,7 @@ class Loop:
         if self._tune_allocator:
             allocator.set_default()
         self.kinds.clear()
-        self.current = self._measured_machine = None
+        self.current = self._measured_machine = self._drift = None
 
     def run_short(self, fault: BaseException, kind: Kind | None) -> OutOfMemoryError:
         """Memory ran out in a step of ``kind``: the error to raise. The next step is observed."""
@@ -153,6 +155,20 @@ class Loop:
             allocator.trim()
             self._rest_rss_bytes = allocator.rss_bytes()
         return self._rest_rss_bytes
+
+    def watch_links(self, kind: Kind, seconds: float) -> None:
+        """A step of ``kind`` ran as planned: see whether the links still are what they were when they were measured."""
+        if self._given_machine is not None or kind.plan is None or not kind.plan.binds or not kind.pace.done:
+            return
+        if self._drift is None:
+            self._drift = Drift(self.tiers)
+            return
+        machine = self._drift.after_step(seconds, kind.plan.seconds, self.machine)
+        if machine is not None:
+            self._measured_machine = machine
+            for known in self.kinds.values():
+                if known.state == "planned":
+                    known.plan_again(machine, self.verify)
 
     def learn(self, step: Step, *, calls_compiled: bool) -> None:
         """A step was observed: plan it, or take it as a second look at a known kind."""

@@ -53,6 +53,13 @@ class Rehearsed:
         """Whether the next step has planned places."""
         return self.layout is not None
 
+    def forget(self) -> None:
+        """Steps will take other blocks from now on: the next one is rehearsed again."""
+        arena = arena_library()
+        if arena is not None and self.layout is not None:
+            arena.ebbtide_arena_trim(0)
+            self.layout = None
+
     def begin(self) -> None:
         """A step begins: rehearse it, or give its blocks their places."""
         arena = arena_library()

@@ -197,6 +197,7 @@ class Running:
             # It may have been planned for anew meanwhile.
             if kind is not None and script is not None and kind.script is script:
                 kind.watch(loop.machine, between)
+                loop.watch_links(kind, seconds)
 
         stamps = conductor.stamps if conductor is not None else []
         self._ground.readings.add(self._began, stamps, ended, then)

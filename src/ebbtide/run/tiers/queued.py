@@ -19,6 +19,7 @@ import contextlib
 import functools
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,7 +30,7 @@ from ebbtide.errors import SpillError
 from ebbtide.machine import TierKind
 from ebbtide.run.tiers.lanes import Lane
 from ebbtide.run.tiers.memory import CONGRUENCE_BYTES, take_memory
-from ebbtide.run.tiers.transfers import Load, Slot, Transfer, check_device, check_memory
+from ebbtide.run.tiers.transfers import Load, Slot, Traffic, Transfer, check_device, check_memory
 from ebbtide.units import format_bytes
 
 PART_BYTES = 8 << 20
@@ -47,7 +48,7 @@ class QueuedTier(abc.ABC):
     Attributes:
         congruence_bytes: memory that comes back begins at the same address as before, modulo this.
         device: of the storages that are taken.
-        written_bytes, read_bytes: bytes of the storages copied out and back so far.
+        written, read_back: what was copied out and back so far.
     """
 
     kind: TierKind
@@ -56,8 +57,7 @@ class QueuedTier(abc.ABC):
 
     def __init__(self, name: str, *, readers: int, release_all: Callable[[], None], writers: int = 1) -> None:
         self.name = name
-        self.written_bytes = 0
-        self.read_bytes = 0
+        self.written, self.read_back = Traffic(), Traffic()
         self._writer = Lane(f"ebbtide-{name}-write", writers)
         self._reader = Lane(f"ebbtide-{name}-read", readers)
         self._taken: dict[int, tuple[weakref.ref[Slot], Any]] = {}
@@ -194,6 +194,16 @@ class QueuedTier(abc.ABC):
         self._shut()
 
     @property
+    def written_bytes(self) -> int:
+        """Bytes of the storages copied out so far."""
+        return self.written.size_bytes
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the storages copied back so far."""
+        return self.read_back.size_bytes
+
+    @property
     def places_in_use(self) -> int:
         """Slots whose place has not been given back."""
         with self._lock:
@@ -208,6 +218,7 @@ class QueuedTier(abc.ABC):
 
     def _queue(self, transfer: Slot | Load, lane: Lane) -> None:
         """Queue the parts of a transfer."""
+        transfer.queued_seconds = time.perf_counter()
         starts = range(0, transfer.payload_bytes, PART_BYTES)
         transfer.parts_left = len(starts)
         for start in starts:
@@ -257,7 +268,8 @@ class QueuedTier(abc.ABC):
         with self._lock:
             slot.finished.set()
             loads, slot.waiting = slot.waiting, []
-            self.written_bytes += slot.size_bytes if slot.fault is None else 0
+            if slot.fault is None:
+                self.written.count(slot)
         for load in loads:
             self._resume(load, slot.fault)
         self._settle(slot, slot)
@@ -277,7 +289,8 @@ class QueuedTier(abc.ABC):
                 self._after_fetch(load)
         load.finished.set()
         with self._lock:
-            self.read_bytes += load.size_bytes if load.fault is None else 0
+            if load.fault is None:
+                self.read_back.count(load)
         self._settle(load, load.slot)
 
     def _settle(self, transfer: Slot | Load, slot: Slot) -> None:

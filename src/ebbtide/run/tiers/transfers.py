@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 import threading
+import time
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +21,7 @@ class Transfer:
 
     Attributes:
         size_bytes: bytes of the storage.
+        queued_seconds: when it was queued.
         after: for memory of a device that works asynchronously, the events that the copy must follow.
     """
 
@@ -26,6 +30,7 @@ class Transfer:
         self.fault: SpillError | None = None
         self.payload_bytes = size_bytes
         self.parts_left = 0
+        self.queued_seconds = math.inf
         self.after: tuple[Any, ...] = ()
         self.finished = threading.Event()
         self._process = os.getpid()
@@ -43,6 +48,29 @@ class Transfer:
         if self.fault is not None:
             # A new exception each time: one that is raised twice keeps the frames of both.
             raise SpillError(str(self.fault)) from self.fault.__cause__
+
+
+@dataclasses.dataclass(slots=True)
+class Traffic:
+    """What went one way, and how long that kept the way busy.
+
+    Attributes:
+        transfers, size_bytes: how many ended well, and the bytes of their storages.
+        seconds: how long at least one of them was under way and not behind another.
+    """
+
+    transfers: int = 0
+    size_bytes: int = 0
+    seconds: float = 0.0
+    _ended: float = 0.0
+
+    def count(self, transfer: Transfer) -> None:
+        """A transfer ended well. Under a lock."""
+        now = time.perf_counter()
+        self.transfers += 1
+        self.size_bytes += transfer.size_bytes
+        self.seconds += max(0.0, now - max(transfer.queued_seconds, self._ended))
+        self._ended = now
 
 
 class Slot(Transfer):
