@@ -23,7 +23,7 @@ DISK = Machine(
     "paper",
     "ram",
     FAST_DISK.tiers,
-    (ebbtide.Link("ram", "disk", 1e-3, 1e9, 5e8), ebbtide.Link("disk", "ram", 2e-3, 5e8, 5e8)),
+    (ebbtide.Link("ram", "disk", 1e-3, 1e9, 5e8, 0.1), ebbtide.Link("disk", "ram", 2e-3, 5e8, 5e8, 0.3)),
 )
 
 
@@ -47,6 +47,7 @@ def test_slower_links_matter_where_steps_are_late() -> None:
     out, back = machine.links
     assert (out.latency_seconds, back.latency_seconds) == pytest.approx((1.1e-3, 6e-3))
     assert (out.bandwidth_bytes_per_second, back.bandwidth_bytes_per_second) == pytest.approx((1e9 / 1.1, 5e8 / 3))
+    assert (out.compute_slowdown, back.compute_slowdown) == pytest.approx((0.1 / 1.1, 0.1))
     assert (machine.name, machine.tiers) == (DISK.name, DISK.tiers)
     assert drifted(machine, moved(1.1, 3.0), is_late=True) is None
 

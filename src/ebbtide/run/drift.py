@@ -76,12 +76,13 @@ def drifted(machine: Machine, moved: Mapping[str, tuple[Traffic, Traffic]], *, i
 
 
 def _scaled(link: Link, times: float) -> Link:
-    """``link``, with transfers that take so many times as long."""
+    """``link``, with transfers that take so many times as long, and as much from compute as ever for each byte."""
     return dataclasses.replace(
         link,
         latency_seconds=link.latency_seconds * times,
         bandwidth_bytes_per_second=link.bandwidth_bytes_per_second / times,
         duplex_bytes_per_second=link.duplex_bytes_per_second / times,
+        compute_slowdown=min(1.0, link.compute_slowdown / times),
     )
 
 
