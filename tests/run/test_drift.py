@@ -12,7 +12,7 @@ import torch
 import ebbtide
 from ebbtide.decisions import Offload
 from ebbtide.machine import Machine
-from ebbtide.run.drift import DRIFT, Drift, drifted
+from ebbtide.run.drift import FASTER, SLOWER, Drift, drifted
 from ebbtide.run.tiers.disk import DiskTier
 from ebbtide.run.tiers.transfers import Load, Slot, Traffic
 from tests.run.harness import FAST_DISK, compare
@@ -33,7 +33,7 @@ def moved(out_times: float, in_times: float) -> dict[str, tuple[Traffic, Traffic
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-@pytest.mark.parametrize("times", [1 / DRIFT + 0.01, 1.0, DRIFT - 0.01])
+@pytest.mark.parametrize("times", [FASTER + 0.01, 1.0, SLOWER - 0.01])
 def test_links_are_what_they_were(times: float, is_late: bool) -> None:
     assert drifted(DISK, moved(times, 1.0), is_late=is_late) is None
     assert drifted(DISK, moved(1.0, times), is_late=is_late) is None

@@ -17,8 +17,9 @@ from ebbtide.run.tiers.transfers import SlowTier, Traffic
 
 FIRST_STEPS = 16
 """Steps to look at before the first judgement; after each change twice as many, since planning takes a second."""
-DRIFT = 1.25
-"""Links that take less than this many times as long as known, and more than the inverse, are what they were."""
+SLOWER, FASTER = 1.25, 0.67
+"""Links that take less than the first and more than the second times as long as known are what they were. One that was
+calibrated well takes 0.76 to 1.01 times: transfers that queue save some of the latency."""
 SLOWER_STEPS = 1.03
 """Links that are slower matter if steps take at least this many times what was predicted."""
 
@@ -68,8 +69,8 @@ def drifted(machine: Machine, moved: Mapping[str, tuple[Traffic, Traffic]], *, i
                     traffic.transfers * link.latency_seconds + traffic.size_bytes / link.bandwidth_bytes_per_second
                 )
                 times[link.source, link.target] = traffic.seconds / predicted
-    slower = is_late and max(times.values(), default=1.0) > DRIFT
-    if not slower and min(times.values(), default=1.0) > 1 / DRIFT:
+    slower = is_late and max(times.values(), default=1.0) > SLOWER
+    if not slower and min(times.values(), default=1.0) > FASTER:
         return None
     links = tuple(_scaled(link, times.get((link.source, link.target), 1.0)) for link in machine.links)
     return dataclasses.replace(machine, links=links)
