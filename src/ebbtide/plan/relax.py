@@ -24,13 +24,15 @@ ROUNDS = np.array([0.25, 0.5, 0.75, 1.0, 2.0, 4.0])
 
 
 class Sent(NamedTuple):
-    """What a plan offloads, as arrays.
+    """What a plan offloads, as arrays with one entry for each trip.
 
     Attributes:
-        tier, size_bytes, out: of each trip.
+        tier: place of the tier in `Problem.routes`.
+        size_bytes: of the value.
+        out: moment in which the copy out is queued.
         outs, backs: the trips in the order of their copies out, and of those back.
-        seconds: of each copy out, in the first row, and back.
-        wanted: moment in which each value is needed.
+        seconds: two rows: of the copy out, and of that back.
+        wanted: moment in which the value is needed.
     """
 
     tier: Any
@@ -50,8 +52,8 @@ def relaxed(scene: Scene, slots: Ints, moves: Moves, course: Course, room: Ints,
         slots: moments in which a plan may act.
         moves: a plan.
         course: what it does.
-        room: bytes that may be held in each moment, besides those that it holds.
-        rounds: how much longer transfers may take in each round.
+        room: per moment the bytes that may be held besides those that it holds.
+        rounds: how much longer transfers may take in each round, as a share of their time.
     """
     numbers = np.flatnonzero(moves.tier >= 0)
     if not len(numbers):

@@ -173,26 +173,18 @@ def _relaxed(search: Search) -> Moves:
     scene, slots = search.follower.scene, np.array(problem.facts.slots, dtype=np.int64)
     unused = np.minimum(room.limit_bytes - best.course.memory, room.ceiling - best.course.physical)
     packed = packed_bytes(problem, scene, best.moves, best.course)
+    on_time = Follower(problem, search.candidates.replays)
+    longest = best.course.seconds + SAME_SECONDS, on_time.follow(best.moves).seconds + SAME_SECONDS
     for rounds in (SURE_ROUNDS,) if packed is None else (len(ROUNDS), SURE_ROUNDS):
         moves = relaxed(scene, slots, best.moves, best.course, unused, ROUNDS[:rounds])
         course = search.judge(moves)
-        if course is None or not _is_no_slower(search, moves):
+        # What an earlier load costs compute may come at a bad time: it may not, be transfers late or not.
+        if course is None or course.seconds > longest[0] or on_time.follow(moves).seconds > longest[1]:
             continue
         after = packed_bytes(problem, scene, moves, course)
         if packed is None or after is None or after <= (1 + MORE_PACKED) * packed:
             return moves
     return best.moves
-
-
-def _is_no_slower(search: Search, moves: Moves) -> bool:
-    """Whether ``moves`` take no longer than the best, be transfers late or not.
-
-    What an earlier load costs compute may come at a bad time.
-    """
-    assert search.best is not None
-    followers = search.follower, Follower(search.problem, search.candidates.replays)
-    seconds = [(each.follow(moves).seconds, each.follow(search.best.moves).seconds) for each in followers]
-    return all(now <= before + SAME_SECONDS for now, before in seconds)
 
 
 def _try_published(search: Search, machine: Machine, bound: Bound, work: float) -> None:

@@ -34,7 +34,11 @@ class Drift:
         self._before = self._totals()
 
     def after_step(self, seconds: float, predicted_seconds: float, machine: Machine) -> Machine | None:
-        """A planned step took ``seconds``. Returns the machine as it is now, if it is no more what ``machine`` says."""
+        """A planned step took ``seconds``, and ``predicted_seconds`` on ``machine`` by its plan.
+
+        Returns:
+            The machine as it is now, if enough steps were seen and it is no more what ``machine`` says; else None.
+        """
         self._late.append(seconds / predicted_seconds)
         if len(self._late) < self._wanted:
             return None

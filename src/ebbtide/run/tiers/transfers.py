@@ -21,7 +21,7 @@ class Transfer:
 
     Attributes:
         size_bytes: bytes of the storage.
-        queued_seconds: when it was queued.
+        queued_seconds: when it was queued, by `time.perf_counter`; infinite before.
         after: for memory of a device that works asynchronously, the events that the copy must follow.
     """
 
