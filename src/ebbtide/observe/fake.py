@@ -2,8 +2,8 @@
 
 Fake tensors have shapes, types, strides and storages, but no memory, and their ops compute nothing. Storages are born,
 shared, counted and freed as real ones are, so the recorder sees the same values, lifetimes and saved tensors. What
-fake tensors cannot have is a value: a step that looks into a tensor (``.item()``, ``if tensor``, ``nonzero``) cannot
-be observed this way.
+fake tensors do not have is a value: a step that looks into a tensor (``.item()``, ``if tensor``, ``nonzero``) can be
+observed this way only if nothing but the program decides what is there (see `KnownValues`).
 
 NOTE [Where a fake step differs from the real one]
 1. Ops that PyTorch chooses by the device are those of the CPU, or by `cuda_choices` nearly those of CUDA.
@@ -32,11 +32,13 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from torch.utils._pytree import tree_map_only
 
 from ebbtide.errors import RecordError, StepError
 from ebbtide.machine import Kernels, Machine
 from ebbtide.observe.clock import Span
 from ebbtide.observe.cuda_choices import cuda_choices
+from ebbtide.observe.known import UNKNOWN, KnownValues
 from ebbtide.observe.ledger import has_storage
 from ebbtide.observe.recorder import Recorder
 from ebbtide.observe.uncompiled import uncompiled
@@ -80,6 +82,9 @@ def record_fake(
         return recorder.finish(), tuple(recorder.works)
 
 
+_Unknown = DataDependentOutputException | DynamicOutputShapeException
+
+
 class _Converter(FakeTensorConverter):
     """Remembers no fake tensor for a meta tensor, as PyTorch does in vain.
 
@@ -94,6 +99,8 @@ class _FakeMode(FakeTensorMode):
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.fake_tensor_converter = _Converter()
+        self._known = KnownValues()
+        self._inside = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(type(argument) is nn.Parameter for argument in args):
@@ -101,20 +108,41 @@ class _FakeMode(FakeTensorMode):
                 "the step uses a real parameter, which would be left with a fake gradient: make the model inside"
                 " `build`, or name it in modules=[...]"
             )
+        kwargs = kwargs or {}
+        # Ops that PyTorch makes of this one have their effect on known values with it.
+        if self._inside:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        self._inside = True
         try:
-            return super().__torch_dispatch__(func, types, args, kwargs or {})
-        except DataDependentOutputException as fault:
+            made = super().__torch_dispatch__(func, types, args, kwargs)
+            self._known.follow(func, args, kwargs, made)
+            return made
+        except (DataDependentOutputException, DynamicOutputShapeException) as fault:
+            return self._looked_up(fault, func, args, kwargs)
+        except (UnsupportedOperatorException, UnsupportedFakeTensorException) as fault:
+            raise StepError(f"{func} has no fake version ({fault}): observe the step on real tensors") from fault
+        finally:
+            self._inside = False
+
+    def _looked_up(self, fault: _Unknown, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an op that PyTorch does not fake as it depends on values, if these are known."""
+        found = self._known.result(func, args, kwargs)
+        if found is UNKNOWN and isinstance(fault, DataDependentOutputException):
             raise StepError(
                 f"the step looks into a tensor ({fault.func}), and fake tensors have no values: take .item(), float(),"
                 " `if tensor` and the like out of it, or observe it on real tensors"
             ) from fault
-        except DynamicOutputShapeException as fault:
+        if found is UNKNOWN:
             raise StepError(
                 f"the size of a result of {fault.func} depends on values, and fake tensors have none: observe the step"
                 " on real tensors"
             ) from fault
-        except (UnsupportedOperatorException, UnsupportedFakeTensorException) as fault:
-            raise StepError(f"{func} has no fake version ({fault}): observe the step on real tensors") from fault
+        return tree_map_only(torch.Tensor, self._faked, found)
+
+    def _faked(self, value: torch.Tensor) -> torch.Tensor:
+        fake: torch.Tensor = self.from_tensor(value)
+        self._known.learn(fake, value)
+        return fake
 
 
 class _Watched:
