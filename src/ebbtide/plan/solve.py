@@ -44,11 +44,11 @@ STARTS_SHARE = 0.5
 FAR_SHARE = 0.2
 """The same where the search is far from the bound, of the work that is left then."""
 
-FAR, AHEAD = 1.05, 0.05
-"""How many times the bound a plan takes to be far from it; share of the time lost by which it has to be faster than
-another one to be ahead."""
-DEEPENED = 0.01
-"""Deeper recipes are looked for where a value has at least this share of the bytes that have to be absent."""
+FAR = 1.05
+"""How many times the bound a plan takes to be far from it."""
+DEEPEN_FAR, DEEPENED = 1.02, 0.01
+"""How many times the bound first plans take where deeper recipes are worth the search that they make slower; and which
+share of the bytes that have to be absent a value has for which they are looked for."""
 
 SECONDS, SECONDS_PER_OP, MOST_SECONDS = 0.5, 3e-4, 5.0
 """How long to search unless told otherwise: half a second, for steps of more than 1,700 ops in proportion, at most five
@@ -123,7 +123,7 @@ def solve(
     assert search.best is not None
     enough_seconds = (1 + caution.near_share) * bound.seconds
     if search.best.course.seconds > enough_seconds:
-        if search.selector.cuts:
+        if search.selector.cuts and search.best.course.seconds > DEEPEN_FAR * bound.seconds:
             search = _deepened(search, bound, limit_bytes, seed, banned)
         _try_published(search, machine, bound, seconds * 1e6)
         search.improve(seconds * 1e6, enough_seconds)
@@ -135,19 +135,11 @@ def solve(
 
 
 def _deepened(search: Search, bound: Bound, limit_bytes: int, seed: int, banned: Set[int]) -> Search:
-    """A search that starts with deeper recipes, and with what is moved in the bound's program, if they are of use.
-
-    That is where even so the bound is far, and plans are faster as soon as it starts. Elsewhere the many recipes would
-    only make the search slower.
-    """
-    trial = search.deepened(_deeper(search, limit_bytes, banned), seed)
-    trial.start(deepen=True)
-    trial.start_from(bound.offloaded, bound.recomputed)
-    assert search.best is not None
-    assert trial.best is not None
-    lost, found = search.best.course.seconds - search.problem.step.plain_seconds, trial.best.course.seconds
-    ahead = search.best.course.seconds - found > AHEAD * lost
-    return trial if ahead and found > FAR * bound.seconds else search
+    """The search with deeper recipes, started with these and with what is moved in the bound's program."""
+    deepened = search.deepened(_deeper(search, limit_bytes, banned), seed)
+    deepened.start(deepen=True)
+    deepened.start_from(bound.offloaded, bound.recomputed)
+    return deepened
 
 
 def _deeper(search: Search, limit_bytes: int, banned: Set[int]) -> list[list[tuple[int, ...]]]:
