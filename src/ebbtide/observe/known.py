@@ -10,6 +10,7 @@ comes from parameters, random numbers or unset memory is not known, nor what was
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -109,6 +110,7 @@ def _is_small(fake: torch.Tensor) -> bool:
     return has_storage(fake) and not fake.is_meta and fake.untyped_storage().nbytes() <= MOST_BYTES
 
 
+@functools.cache
 def _is_arbitrary(func: torch._ops.OpOverload) -> bool:
     """Whether the same arguments may give other values: random numbers, unset memory."""
     name = func._schema.name.removeprefix("aten::")
@@ -117,9 +119,14 @@ def _is_arbitrary(func: torch._ops.OpOverload) -> bool:
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     """The tensors that a call writes to."""
-    if not isinstance(func, torch._ops.OpOverload) or not func._schema.is_mutable:
-        return
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[place] if place < len(args) else kwargs.get(argument.name)
-            yield from tensors_in((given,))
+    for place, name in _outputs(func):
+        yield from tensors_in((args[place] if place < len(args) else kwargs.get(name),))
+
+
+@functools.cache
+def _outputs(func: Any) -> tuple[tuple[int, str], ...]:
+    """Arguments that an op writes to, by place and name."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return ()
+    arguments = enumerate(func._schema.arguments)
+    return tuple((i, one.name) for i, one in arguments if one.alias_info is not None and one.alias_info.is_write)
