@@ -194,6 +194,17 @@ def test_a_step_that_needs_values_is_refused(peek: Callable[[torch.Tensor], obje
         record_fake(lambda: run, modules=[layer])
 
 
+def test_an_initialiser_that_looks_at_what_it_drew() -> None:
+    def build() -> Callable[[], None]:
+        layer = nn.Linear(8, 8)
+        nn.init.trunc_normal_(layer.weight, std=0.02, a=-0.01, b=0.01)
+        return lambda: layer(torch.ones(4, 8)).sum().backward()
+
+    assert_same(observed(build), record_fake(build)[0])
+    weight = nn.init.trunc_normal_(torch.empty(1000), a=-0.1, b=0.1)
+    assert weight.abs().max() <= 0.1
+
+
 def test_a_real_model_comes_back_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16))
     model[2].weight = model[0].weight  # shared: the fake ones must be too

@@ -74,7 +74,7 @@ def record_fake(
     """As `observe_fake`, without durations: the step, and what each of its ops does."""
     recorder = _FakeRecorder()
     choices = cuda_choices() if kernels == "cuda" else contextlib.nullcontext()
-    with uncompiled(), _FakeMode() as mode, choices, _faked(modules, mode):
+    with uncompiled(), _FakeMode() as mode, choices, _blind_initialisers(), _faked(modules, mode):
         run = build()
         run()
         with torch.autograd.graph.saved_tensors_hooks(recorder.keep, recorder.show), recorder:
@@ -212,6 +212,28 @@ class _FakeRecorder(Recorder):
             yield
         finally:
             self.hidden = False
+
+
+@contextlib.contextmanager
+def _blind_initialisers() -> Iterator[None]:
+    """`torch.nn.init.trunc_normal_` draws again until it sees no number out of range; here it draws once."""
+    name = "_no_grad_trunc_normal_"
+    real = getattr(nn.init, name, None)
+    if real is None:
+        yield
+        return
+
+    def draw(
+        tensor: torch.Tensor, mean: float, std: float, *_: float, generator: torch.Generator | None = None
+    ) -> torch.Tensor:
+        with torch.no_grad():
+            return tensor.normal_(mean, std, generator=generator)
+
+    setattr(nn.init, name, draw)
+    try:
+        yield
+    finally:
+        setattr(nn.init, name, real)
 
 
 @contextlib.contextmanager
