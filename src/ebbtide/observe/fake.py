@@ -82,9 +82,6 @@ def record_fake(
         return recorder.finish(), tuple(recorder.works)
 
 
-_Unknown = DataDependentOutputException | DynamicOutputShapeException
-
-
 class _Converter(FakeTensorConverter):
     """Remembers no fake tensor for a meta tensor, as PyTorch does in vain.
 
@@ -124,7 +121,9 @@ class _FakeMode(FakeTensorMode):
         finally:
             self._inside = False
 
-    def _looked_up(self, fault: _Unknown, func: Any, args: Any, kwargs: Any) -> Any:
+    def _looked_up(
+        self, fault: DataDependentOutputException | DynamicOutputShapeException, func: Any, args: Any, kwargs: Any
+    ) -> Any:
         """The result of an op that PyTorch does not fake as it depends on values, if these are known."""
         found = self._known.result(func, args, kwargs)
         if found is UNKNOWN and isinstance(fault, DataDependentOutputException):
@@ -137,9 +136,9 @@ class _FakeMode(FakeTensorMode):
                 f"the size of a result of {fault.func} depends on values, and fake tensors have none: observe the step"
                 " on real tensors"
             ) from fault
-        return tree_map_only(torch.Tensor, self._faked, found)
+        return tree_map_only(torch.Tensor, self._fake_of, found)
 
-    def _faked(self, value: torch.Tensor) -> torch.Tensor:
+    def _fake_of(self, value: torch.Tensor) -> torch.Tensor:
         fake: torch.Tensor = self.from_tensor(value)
         self._known.learn(fake, value)
         return fake
