@@ -18,6 +18,8 @@ from ebbtide.step import EXTERNAL, Op, Step, Value
 
 WORTH = 0.02
 """Share of a plain step that steps have to gain for a plan to be replaced by another one."""
+CHANGED_LOOKS = 2
+"""How many steps in a row have to run other ops than the planned one for it to be planned for anew."""
 State = Literal["observe", "verify", "audit", "rehearse", "planned", "idle"]
 
 
@@ -44,15 +46,26 @@ class Kind:
         self.audited_peak_bytes: int | None = None
         self.pace = Pace()
         self.places = Rehearsed()
+        self._others = 0
         self._arenas: dict[str, PlannedPlaces] = {}
 
     def observed_again(self, step: Step, *, calls_compiled: bool = False) -> None:
         """Take the later observation, since the first step of a loop makes gradients and optimizer state that later
         ones find. Of both take each op's smaller duration, since the first had page faults in it, and its larger
         workspace, since only one of them measured it."""
-        if len(step.ops) == len(self.step.ops):
+        if _names(step) == _names(self.step):
             step = dataclasses.replace(step, ops=tuple(map(_settled, step.ops, self.step.ops)))
         self.step, self.calls_compiled = step, calls_compiled
+
+    def has_changed(self, step: Step) -> bool:
+        """Whether steps of this kind run other ops now, by ``step`` and the one observed before it: recipes, which are
+        matched op by op, would be left each time. One alone may be an exception."""
+        self._others = 0 if _names(step) == _names(self.step) else self._others + 1
+        if self._others < CHANGED_LOOKS:
+            return False
+        self._others, self.banned = 0, frozenset()
+        self.places.forget()
+        return True
 
     def make_plan(self, machine: Machine, limit_bytes: int, verify: bool) -> None:
         """Plan this kind of step. Raises `BudgetError` if no plan meets the limit."""
@@ -130,6 +143,10 @@ class Kind:
             bound = lower_bound(self.step, machine, self.plan.limit_bytes, banned=self.banned)
             self.plan = dataclasses.replace(self.plan, bound_seconds=bound.seconds)
         return self.plan
+
+
+def _names(step: Step) -> list[str]:
+    return [op.name for op in step.ops]
 
 
 def _settled(a: Op, b: Op) -> Op:

@@ -177,9 +177,11 @@ class Loop:
         kind = self.kinds.setdefault(seen.key, seen)
         self.current = kind
         if kind.plan is not None:
-            if kind.calls_compiled or not calls_compiled:
+            changed = kind.has_changed(step)
+            if not changed and (kind.calls_compiled or not calls_compiled):
                 return
-            kind.forget_plan()  # its capture mode goes on and off, which it must not do in such calls
+            # In calls of what was compiled a plan's capture mode must not go on and off.
+            kind.forget_plan()
         kind.observed_again(step, calls_compiled=calls_compiled)
         if self.observations_left > 0 and len(self.kinds) == 1:
             return  # look once more, without the page faults of the first time
