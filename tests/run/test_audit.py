@@ -54,15 +54,15 @@ def test_a_step_that_holds_too_much_is_an_error(tmp_path: Path) -> None:
         steps_that_hold(16 * SIZE, "70%", tmp_path)
 
 
-@pytest.mark.parametrize("exceptions", [False, True])
-def test_a_step_that_runs_other_ops_from_now_on_is_planned_again(exceptions: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("once", [False, True])
+def test_a_step_that_runs_other_ops_from_now_on_is_planned_again(once: bool, tmp_path: Path) -> None:
     """Recipes are matched op by op: they would be left each time. A single step that differs changes nothing."""
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())))
     data = torch.randn(SIZE // 64, 64)
     with ebbtide.Budget("60%", spill=tmp_path, machine=SLOW_DISK) as memory:
         for index in range(STEPS):
-            differs = index == 12 if exceptions else index >= 5
+            differs = index == 12 if once else index >= 5
             with memory.step():
                 hidden = data
                 for layer in model:
@@ -81,4 +81,4 @@ def test_a_step_that_runs_other_ops_from_now_on_is_planned_again(exceptions: boo
     assert memory.plan is not None
     assert any(isinstance(decision, Recompute) for decision in memory.plan.decisions)
     left = [index for index, step in enumerate(memory.measured) if step.left]
-    assert left == [12 if exceptions else 5]
+    assert left == [12 if once else 5]

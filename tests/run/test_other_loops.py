@@ -19,12 +19,11 @@ BATCHES, BATCH = 10, 512
 pytestmark = pytest.mark.filterwarnings("default")  # those libraries warn of this and that
 
 
-def piece(heading: str) -> dict[str, Any]:
-    """What the code under a heading of the page defines."""
+def piece(heading: str, **names: Any) -> dict[str, Any]:
+    """Run the code under a heading of the page, in which ``names`` stand for what they say; what it defines."""
     section = PAGE.read_text().split(f"## {heading}\n")[1]
     code = re.search(r"```python\n(.*?)```", section, re.DOTALL)
     assert code is not None
-    names: dict[str, Any] = {}
     exec(code[1], names)
     return names
 
@@ -140,9 +139,6 @@ def test_hugging_face_trainer(micro_batches: int, tmp_path: Path) -> None:
 
 def test_accelerate(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
-    section = PAGE.read_text().split("## Accelerate\n")[1]
-    code = re.search(r"```python\n(.*?)```", section, re.DOTALL)
-    assert code is not None
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -161,7 +157,7 @@ def test_accelerate(tmp_path: Path) -> None:
         loader = torch.utils.data.DataLoader(named_examples(), batch_size=BATCH)
         prepared = accelerator.prepare(model, optimizer, loader)
         names = dict(zip(("model", "optimizer", "loader"), prepared, strict=True))
-        exec(code[1], {**names, "accelerator": accelerator, "memory": memory})
+        piece("Accelerate", accelerator=accelerator, memory=memory, **names)
         return model
 
     plain = train(types.SimpleNamespace(step=contextlib.nullcontext))

@@ -55,7 +55,7 @@ class KnownValues:
             args, kwargs = tree_map_only(torch.Tensor, self._real, (tuple(args), dict(kwargs)))
             try:
                 return func(*args, **kwargs)
-            except NotImplementedError:  # an op that only the device has that is not at hand
+            except NotImplementedError:  # raised by PyTorch: the op is one of CUDA, which has no kernel on the CPU
                 return UNKNOWN
 
     def follow(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> None:

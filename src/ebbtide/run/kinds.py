@@ -57,15 +57,15 @@ class Kind:
             step = dataclasses.replace(step, ops=tuple(map(_settled, step.ops, self.step.ops)))
         self.step, self.calls_compiled = step, calls_compiled
 
-    def has_changed(self, step: Step) -> bool:
-        """Whether steps of this kind run other ops now, by ``step`` and the one observed before it: recipes, which are
-        matched op by op, would be left each time. One alone may be an exception."""
+    def look(self, step: Step) -> None:
+        """A step of this kind was observed though it is planned: see whether it still runs the same ops."""
         self._others = 0 if _names(step) == _names(self.step) else self._others + 1
-        if self._others < CHANGED_LOOKS:
-            return False
-        self._others, self.banned = 0, frozenset()
-        self.places.forget()
-        return True
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether steps run other ops now than the planned one, which matches recipes op by op and would be left each
+        time. A single one may be an exception."""
+        return self._others >= CHANGED_LOOKS
 
     def make_plan(self, machine: Machine, limit_bytes: int, verify: bool) -> None:
         """Plan this kind of step. Raises `BudgetError` if no plan meets the limit."""
@@ -116,8 +116,11 @@ class Kind:
         """Steps of this kind do not run as planned: the next one is observed, and planned for anew."""
         self.plan = self.script = None
         self.state = "observe"
+        self.banned = frozenset()
         self.audited_peak_bytes = None
         self.pace = Pace()
+        self.places.forget()
+        self._others = 0
 
     def watch(self, machine: Machine, between: Sequence[float]) -> None:
         """A step ran as planned: now and then refine the durations, and what the plan predicts from them.

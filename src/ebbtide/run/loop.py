@@ -177,10 +177,10 @@ class Loop:
         kind = self.kinds.setdefault(seen.key, seen)
         self.current = kind
         if kind.plan is not None:
-            changed = kind.has_changed(step)
-            if not changed and (kind.calls_compiled or not calls_compiled):
-                return
+            kind.look(step)
             # In calls of what was compiled a plan's capture mode must not go on and off.
+            if not kind.has_changed and (kind.calls_compiled or not calls_compiled):
+                return
             kind.forget_plan()
         kind.observed_again(step, calls_compiled=calls_compiled)
         if self.observations_left > 0 and len(self.kinds) == 1:
