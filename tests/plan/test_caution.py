@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ebbtide.decisions import Offload
 from ebbtide.machine import Machine
+from ebbtide.machines import load_machine
 from ebbtide.plan import NO_CAUTION, Caution, lower_bound, simulate, solve
-from ebbtide.plan.caution import EXPECTED
+from ebbtide.plan.caution import DISK_SHARE, EXPECTED
 from ebbtide.plan.follow import Follower, Moves, Trip
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.schedule import place_releases
 from ebbtide.plan.select import Room
 from ebbtide.plan.simulate import moves_of
+from ebbtide.step import Step
 from tests.plan.limits import limit_at
 from tests.plan.random_steps import KIB, MIB, disk_machine, network_step, tiny_step
 
 MACHINE = disk_machine(8e8, 4e8)
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 
 def late(machine: Machine, caution: Caution) -> Machine:
@@ -102,3 +106,30 @@ def test_late_copies_make_those_behind_them_late() -> None:
     late_seconds = (1 + share) * seconds * np.arange(1, count + 1) + extra
     assert releases * tick == pytest.approx(late_seconds, abs=tick)
     assert (releases * tick >= late_seconds - 1e-12).all()
+
+
+def test_plans_for_disks_leave_more_free() -> None:
+    disk, host = disk_machine(), load_machine("a100-80gb")
+    assert Caution.of(disk).late[:, 0].tolist() == [DISK_SHARE, DISK_SHARE]
+    assert Caution.of(host) == Caution()
+    step = network_step(24)
+    limit_bytes = limit_at(step, 0.5)
+    assert solve(step, disk, limit_bytes, seconds=0.05) == solve(
+        step, disk, limit_bytes, seconds=0.05, caution=Caution.of(disk)
+    )
+
+
+@pytest.mark.parametrize("share", [0.45, 0.6])
+def test_what_is_planned_from_long_durations_bears_a_slow_disk(share: float) -> None:
+    """Observed durations are too long, and the disk is slower than when it was measured."""
+    step = Step.load(FIXTURES / "resnet50.json.gz")
+    longer = tuple(dataclasses.replace(op, duration_seconds=1.25 * op.duration_seconds) for op in step.ops)
+    observed, disk = dataclasses.replace(step, ops=longer), disk_machine(5e8, 4e8)
+    slow = late(disk, Caution(0.5, 0.0, 0.5, 0.0))
+    plans = [
+        solve(observed, disk, limit_at(step, share), seconds=0.3, caution=caution) for caution in (None, Caution())
+    ]
+    careful, usual = ([simulate(step, on, plan.decisions).seconds for on in (disk, slow)] for plan in plans)
+    beyond = [[seconds - step.plain_seconds for seconds in times] for times in (careful, usual)]
+    assert beyond[0][0] <= 1.1 * beyond[1][0]
+    assert beyond[0][1] <= 0.8 * beyond[1][1]

@@ -11,7 +11,7 @@ from ebbtide.decisions import Keep, Plan
 from ebbtide.errors import BudgetError, PlanError, PolicyError
 from ebbtide.machine import Machine
 from ebbtide.plan.bound import Bound, bound_of
-from ebbtide.plan.caution import CAUTION, Caution
+from ebbtide.plan.caution import Caution
 from ebbtide.plan.floor import least_peak
 from ebbtide.plan.follow import Follower, Moves, follow
 from ebbtide.plan.judged import budget_error, judged
@@ -72,7 +72,7 @@ def solve(
     seconds: float | None = None,
     seed: int = 0,
     banned: Set[int] = frozenset(),
-    caution: Caution = CAUTION,
+    caution: Caution | None = None,
 ) -> Plan:
     """A fast plan for ``step`` that never holds more than ``limit_bytes``. The same arguments give the same plan.
 
@@ -87,8 +87,8 @@ def solve(
             step has more than 1,700 ops.
         seed: seed of the search's random choices.
         banned: absences whose values must not be computed again.
-        caution: what the plan leaves free for what nobody can predict; `NO_CAUTION` where plans are compared on paper
-            with the bound and with published policies.
+        caution: what the plan leaves free for what nobody can predict; None for what suits the machine, `NO_CAUTION`
+            where plans are compared on paper with the bound and with published policies.
 
     Raises:
         BudgetError: if no plan was found that stays within the budget.
@@ -105,6 +105,7 @@ def solve(
         return judged(problem, limit_bytes, [Keep()] * len(step.absences), METHOD, bound_seconds=bound_seconds)
     if not step.ops:
         raise budget_error(problem, follow(problem, [None] * len(step.absences)), limit_bytes)
+    caution = Caution.of(machine) if caution is None else caution
     recipes = find_recipes(step, banned)
     tiers = list(problem.routes)
     candidates = Candidates.of(problem, tiers[0] if tiers else None, recipes)

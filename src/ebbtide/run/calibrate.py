@@ -5,9 +5,9 @@ Everything goes through the tier that runs will use, so threads, alignment and t
 1. Latency is the median of single transfers of 4 KiB. Bandwidth is the slope, by least squares of relative errors, of
    the medians of single transfers of 1 to 64 MiB above that latency. A slow disk has no time for the larger sizes.
 2. Duplex bandwidth: both directions are kept busy, and each one's bytes are counted.
-3. Compute slowdown: a loop of products and element-wise ops, alone and then while one direction is kept busy, in turns.
-   The median over all turns counts, one for both directions. (The best of few turns said 0 to 0.26 on one machine, the
-   median of many 0.17 to 0.20.)
+3. Compute slowdown: a loop of products and element-wise ops, while one direction is kept busy and, right before and
+   after that, alone. The median over all turns counts, one for both directions. (Compared with the loop before alone,
+   ten calibrations in a row said 0.02 to 0.33; so, 0 to 0.19.)
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Progress = Callable[[float, str], None]
 """Called with the fraction that is done, 0 to 1, and what is being measured."""
 Direction = Literal["out", "back"]
 
-METHOD = 2
+METHOD = 3
 """Part of the cache's key: higher when the measurement, or the disk tier's way of transfer, changes."""
 LATENCY_BYTES = 4096
 LATENCY_REPEATS = 25
@@ -53,8 +53,8 @@ REPEATS = 5
 SIZE_SECONDS = 0.3
 """Time for one size, and the longest that a pair of transfers of the next size may be expected to take."""
 STREAM_SECONDS = 0.35
-COMPUTE_SECONDS = 0.04
-COMPUTE_TURNS = 7
+COMPUTE_SECONDS = 0.03
+COMPUTE_TURNS = 8
 FREE_BYTES = 4 * SIZES_BYTES[-1]
 """Space wanted on the disk: the largest transfer and what two streams have under way, with room to spare."""
 
@@ -238,16 +238,18 @@ def _duplex(tier: DiskTier, source: torch.UntypedStorage) -> dict[Direction, flo
 def _slowdown(tier: DiskTier, source: torch.UntypedStorage) -> float:
     """Share of compute speed lost while a direction is busy: the median over turns of both, which cost alike.
 
-    Each turn is compared with the speed right before it, because a shared machine changes its own.
+    Each turn is compared with the speeds right before and after it, because a shared machine changes its own.
     """
     compute = _Compute()
     ways: tuple[Direction, ...] = ("out", "back")
     lost = []
-    for _ in range(COMPUTE_TURNS):
-        alone = compute.rate()
-        for way in ways:
-            with _Stream(tier, source, way):
-                lost.append(1 - compute.rate() / alone)
+    before = compute.rate()
+    for way in ways * COMPUTE_TURNS:
+        with _Stream(tier, source, way):
+            beside = compute.rate()
+        after = compute.rate()
+        lost.append(1 - 2 * beside / (before + after))
+        before = after
     return max(statistics.median(lost), 0.0)
 
 
