@@ -18,9 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from ebbtide.demo.workloads import Workload
 from ebbtide.run.allocator import set_tuned
 from ebbtide.run.budget import Budget
-from ebbtide.run.loop import FINAL_STATES
 
-MOST_STEPS_TO_SETTLE = 12
+MOST_STEPS_TO_SETTLE = 30
 _LEAST_ELEMENTS = 1000
 """Saved tensors with fewer elements stay in memory, as in PyTorch's tutorial on saved-tensor hooks."""
 
@@ -85,8 +84,8 @@ class Ebbtide(Plain):
         return self._memory.step()
 
     def settled(self) -> bool:
-        """Once the plan has been observed, made and checked."""
-        return self._memory.state in FINAL_STATES
+        """Once steps have been observed, planned for, checked, timed and, if that pays, planned for again."""
+        return self._memory.settled
 
     def facts(self) -> dict[str, Any]:
         """What the plan promised."""

@@ -66,6 +66,7 @@ class Record:
         factor: forward steps per step of the chain.
         same: whether the adjoint is that of ours bit for bit; None where there is none to compare.
         predicted_seconds, predicted_factor, schedule: what ours expected, of the last turn.
+        over_predicted: time over what was predicted in the same turn, the median over turns; None where nothing was.
         waited_seconds: how long compute has waited for the disk.
     """
 
@@ -80,6 +81,7 @@ class Record:
     rss_bytes: int
     same: bool | None
     predicted_seconds: float | None
+    over_predicted: float | None
     predicted_factor: float | None
     waited_seconds: float | None
     schedule: str | None
@@ -93,14 +95,16 @@ class Sweep:
     Attributes:
         critical: ``interval`` times the seconds of a step over those of a transfer: from 1 on, transfers are hidden.
         slowdown: time over that of the plain loop, less 1; median over turns.
-        chosen: the numbers of states in memory for which ours chooses this interval.
+        states: that fit in memory: what is on its way to the disk takes its place there.
+        chosen: whether ours chooses this interval for so many.
     """
 
     cell: str
     interval: int
     critical: float
     slowdown: float
-    chosen: tuple[int, ...] = ()
+    states: int
+    chosen: bool
 
 
 def cases(*, small: bool) -> list[Case]:
@@ -135,12 +139,12 @@ class Worker:
             [*command, "--spill", spill], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def ask(self, n: int, count: int) -> dict[str, Any] | None:
+    def ask(self, n: int, count: int, **more: int) -> dict[str, Any] | None:
         """The answer for a chain, None if the method does not do it. Raises `RuntimeError` if the worker has ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps({"n": n, "count": count}) + "\n")
+            self._process.stdin.write(json.dumps({"n": n, "count": count, **more}) + "\n")
             self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
@@ -184,6 +188,7 @@ def run_case(case: Case, team: dict[str, Worker]) -> list[Record]:
 def _record(case: Case, method: str, given: list[dict[str, Any]], own: list[dict[str, Any]]) -> Record:
     seconds = statistics.median(answer["seconds"] for answer in given)
     last = given[-1]
+    over = [a["seconds"] / a["predicted_seconds"] for a in given if a.get("predicted_seconds") is not None]
     return Record(
         cell=case.cell,
         n=case.n,
@@ -196,6 +201,7 @@ def _record(case: Case, method: str, given: list[dict[str, Any]], own: list[dict
         rss_bytes=max(answer["rss_bytes"] for answer in given),
         same=last["adjoint"] == own[-1]["adjoint"] if "adjoint" in last else None,
         predicted_seconds=last.get("predicted_seconds"),
+        over_predicted=statistics.median(over) if over else None,
         predicted_factor=last.get("predicted_factor"),
         waited_seconds=last.get("waited_seconds"),
         schedule=last.get("schedule"),
@@ -210,28 +216,23 @@ def run_sweeps(cell: str, spill: str, repeats: int) -> list[Sweep]:
         assert costs is not None
         transfer_steps = costs["out_seconds"] / costs["seconds"]
         steps = max(round(SWEEP_SECONDS / costs["seconds"]), 100)
-        chosen: dict[int, list[int]] = {}
-        for count in COUNTS:
-            answer = team["interval"].ask(CHOSEN_STEPS, count)
-            if answer is not None:
-                chosen.setdefault(answer["interval"], []).append(count)
+        answers = {count: team["interval"].ask(CHOSEN_STEPS, count) for count in COUNTS}
+        chosen = {(answer["interval"], count) for count, answer in answers.items() if answer is not None}
         spread = (0.25, 0.5, 1, 1.5, 2, 4, 8, 16)
-        intervals = sorted({*(max(round(transfer_steps * share), 1) for share in spread), *chosen})
-        seconds: dict[int, list[float]] = {interval: [] for interval in (0, *intervals)}
+        every = sorted({*((max(round(transfer_steps * share), 1), COUNTS[0]) for share in spread), *chosen})
+        plain: list[float] = []
+        seconds: dict[tuple[int, int], list[float]] = {pair: [] for pair in every}
         for _ in range(repeats):
-            for interval, taken in seconds.items():
-                answer = team["sweep"].ask(steps, interval)
+            for (interval, states), taken in (((0, COUNTS[0]), plain), *seconds.items()):
+                answer = team["sweep"].ask(steps, interval, states=states)
                 assert answer is not None
                 taken.append(answer["seconds"])
+    slowdowns = {
+        pair: statistics.median(a / b for a, b in zip(seconds[pair], plain, strict=True)) - 1 for pair in every
+    }
     return [
-        Sweep(
-            cell,
-            interval,
-            interval / transfer_steps,
-            statistics.median(a / b for a, b in zip(seconds[interval], seconds[0], strict=True)) - 1,
-            tuple(chosen.get(interval, ())),
-        )
-        for interval in intervals
+        Sweep(cell, pair[0], pair[0] / transfer_steps, slowdowns[pair], pair[1], chosen=pair in chosen)
+        for pair in every
     ]
 
 
@@ -262,14 +263,15 @@ def tables(records: Sequence[Record], sweeps: Sequence[Sweep]) -> list[Table]:
             "" if record.factor is None else f"{record.factor:.3f}",
             f"{record.rss_bytes / 2**20:.1f}",
             {True: "yes", False: "NO", None: ""}[record.same],
-            "" if record.predicted_seconds is None else f"{record.seconds / record.predicted_seconds:.3f} of time",
+            "" if record.over_predicted is None else f"{record.over_predicted:.3f} of time",
         )
     slowdowns = Table(title="Forward sweep that stores every I-th state")
-    for heading in ("cell", "I", "I / (transfer / step)", "slowdown", "chosen for states"):
+    for heading in ("cell", "I", "I / (transfer / step)", "states", "slowdown", "chosen"):
         slowdowns.add_column(heading, justify="left" if heading == "cell" else "right")
     for sweep in sweeps:
-        counts = ", ".join(map(str, sweep.chosen))
-        slowdowns.add_row(sweep.cell, str(sweep.interval), f"{sweep.critical:.2f}", f"{sweep.slowdown:+.1%}", counts)
+        chosen = "yes" if sweep.chosen else ""
+        numbers = (str(sweep.interval), f"{sweep.critical:.2f}", str(sweep.states), f"{sweep.slowdown:+.1%}")
+        slowdowns.add_row(sweep.cell, *numbers, chosen)
     return [chains, slowdowns]
 
 

@@ -34,8 +34,6 @@ from ebbtide.sequence.store import StateStore
 from ebbtide.sequence.trial import FEW_BLOCKS, Samples, Trial, time_steps, time_transfers
 
 PILOT_STEPS = 300
-SWEEP_BLOCKS = 9
-"""Blocks for copies out in `sweep`: as many as the smallest memory has."""
 STORE_ALL_BYTES = 4 << 30
 """Every state is stored only if they take no more RAM than this."""
 H_REVOLVE_STEPS = 1000
@@ -296,8 +294,8 @@ class _Synchronous:
         self._disk.close()
 
 
-def sweep(cell: Cell, n: int, interval: int, spill: str) -> Answer:
-    """A forward sweep alone that stores every ``interval``-th state; 0: the plain loop."""
+def sweep(cell: Cell, n: int, interval: int, spill: str, *, states: int = 10) -> Answer:
+    """A forward sweep alone that stores every ``interval``-th state, with memory for ``states``; 0: the plain loop."""
     if interval == 0:
 
         def plain() -> None:
@@ -316,7 +314,7 @@ def sweep(cell: Cell, n: int, interval: int, spill: str) -> Answer:
 
     with (
         contextlib.closing(StateDisk(spill)) as disk,
-        StateStore(Blocks(layout.size_bytes, SWEEP_BLOCKS, for_disk=True), {DISK: disk}) as store,
+        StateStore(Blocks(layout.size_bytes, states - 1, for_disk=True), {DISK: disk}) as store,
     ):
         executor: Executor[Any] = Executor(chain, store, layout.view(cell.start))
         _, answer = _measured(lambda: executor.run(records()))
@@ -354,7 +352,7 @@ def transfers(cell: Cell, _n: int, _count: int, spill: str) -> Answer:
     return _costs(cell, spill)
 
 
-METHODS: dict[str, Callable[[Cell, int, int, str], Answer | None]] = {
+METHODS: dict[str, Callable[..., Answer | None]] = {
     "ours": ours,
     "scan": scan,
     "revolve": revolve,

@@ -66,11 +66,14 @@ def _draw_memory(ax: Axes, records: Sequence[Record], cell: str) -> None:
 
 def _draw_sweeps(ax: Axes, sweeps: Sequence[Sweep]) -> None:
     for cell in dict.fromkeys(sweep.cell for sweep in sweeps):
-        points = [(sweep.critical, 100 * sweep.slowdown) for sweep in sweeps if sweep.cell == cell]
-        ax.plot(*zip(*points, strict=True), marker="o", ms=4, label=cell)
+        own = [sweep for sweep in sweeps if sweep.cell == cell]
+        points = [(sweep.critical, 100 * sweep.slowdown) for sweep in own if sweep.states == COUNT]
+        chosen = [(sweep.critical, 100 * sweep.slowdown) for sweep in own if sweep.chosen]
+        (line,) = ax.plot(*zip(*points, strict=True), marker="o", ms=4, label=cell)
+        ax.plot(*(zip(*chosen, strict=True) if chosen else ((), ())), "x", ms=8, color=line.get_color())
     ax.axvline(1, color="black", lw=0.8, ls=":")
     ax.axhline(0, color="black", lw=0.8)
     ax.set(xscale="log", xlabel="interval / (transfer / step)", ylabel="slowdown of the forward sweep, %")
-    ax.set_title("Forward sweep while states go to the disk")
+    ax.set_title(f"Forward sweep while states go to the disk, {COUNT} states; x: chosen, of 10 to 100")
     ax.grid(alpha=0.3)
     ax.legend(fontsize=7)

@@ -34,7 +34,8 @@ def main() -> None:
         method(cell, WARM_STEPS, 10, arguments.spill)
     for line in sys.stdin:
         request = json.loads(line)
-        print(json.dumps(method(cell, request["n"], request["count"], arguments.spill)), flush=True)
+        n, count = request.pop("n"), request.pop("count")
+        print(json.dumps(method(cell, n, count, arguments.spill, **request)), flush=True)
 
 
 if __name__ == "__main__":

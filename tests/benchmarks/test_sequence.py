@@ -70,9 +70,12 @@ class Stub:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
+        self.asked = 0
 
     def ask(self, n: int, count: int) -> dict[str, object] | None:
-        return {"seconds": self.seconds, "rss_bytes": 1 << 20, "adjoint": "a", "recompute_factor": 1.5}
+        self.asked += 1
+        answer = {"seconds": self.seconds, "rss_bytes": 1 << 20, "adjoint": "a", "recompute_factor": 1.5}
+        return answer | {"predicted_seconds": self.seconds * (0.5, 0.8, 1.0)[self.asked - 1]}
 
 
 def test_records_and_tables(tmp_path: Path) -> None:
@@ -82,7 +85,8 @@ def test_records_and_tables(tmp_path: Path) -> None:
         ("ours", 1.0, 1000.0, True),
         ("pyrevolve", 2.0, 2000.0, True),
     ]
-    sweeps = [Sweep("wave", 1, 0.5, 1.0), Sweep("wave", 4, 2.0, 0.01, (10, 50))]
+    assert [record.over_predicted for record in records] == [1.25, 1.25]
+    sweeps = [Sweep("wave", 1, 0.5, 1.0, 10, chosen=False), Sweep("wave", 4, 2.0, 0.01, 50, chosen=True)]
     assert [table.row_count for table in tables(records, sweeps)] == [2, 2]
     pytest.importorskip("matplotlib")
     draw(records, sweeps, tmp_path / "picture.png")

@@ -109,6 +109,15 @@ class Budget:
         ``idle`` if nothing binds."""
         return self._loop.state
 
+    @property
+    def settled(self) -> bool:
+        """Whether the next step runs as all later ones will, unless the loop or the machine changes.
+
+        That is so some steps after the first planned one: plans are made from observed durations, which have the
+        observer in them, and made again from those of planned steps if that pays.
+        """
+        return self._loop.settled
+
     def report(self) -> Summary:
         """What was planned and measured, to print.
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from ebbtide.decisions import Plan
+from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
 from ebbtide.plan import lower_bound, simulate, solve
 from ebbtide.run.pace import Pace, without_slowdown
@@ -16,8 +17,9 @@ from ebbtide.run.tiers.layouts import planned_places
 from ebbtide.run.tiers.pinned import PlannedPlaces
 from ebbtide.step import EXTERNAL, Op, Step, Value
 
-WORTH = 0.02
-"""Share of a plain step that steps have to gain for a plan to be replaced by another one."""
+WORTH, WORTH_SECONDS = 0.01, 1e-3
+"""Share of a plain step, and seconds, that steps have to gain for a plan to be replaced: to make another one takes
+about a second, and three longer steps."""
 CHANGED_LOOKS = 2
 """How many steps in a row have to run other ops than the planned one for it to be planned for anew."""
 State = Literal["observe", "verify", "audit", "rehearse", "planned", "idle"]
@@ -72,14 +74,17 @@ class Kind:
         self._adopt(solve(self.step, machine, limit_bytes, banned=self.banned), machine, verify)
 
     def plan_again(self, machine: Machine, verify: bool) -> None:
-        """The machine has changed: plan anew, if steps will then take less."""
+        """Durations are better known now, or the machine has changed: plan anew, if steps will then take less."""
         assert self.plan is not None
         seconds = simulate(self.step, machine, self.plan.decisions).seconds
         self.plan = dataclasses.replace(self.plan, seconds=seconds, bound_seconds=None)
-        enough_seconds = seconds - WORTH * self.plan.plain_seconds
+        enough_seconds = seconds - max(WORTH * self.plan.plain_seconds, WORTH_SECONDS)
         if enough_seconds < self.plan.plain_seconds:
             return
-        plan = solve(self.step, machine, self.plan.limit_bytes, banned=self.banned)
+        try:
+            plan = solve(self.step, machine, self.plan.limit_bytes, banned=self.banned)
+        except BudgetError:  # the search is no proof: there is a plan, the one that is followed
+            return
         if plan.seconds < enough_seconds:
             self.places.forget()
             self._adopt(plan, machine, verify)
@@ -122,13 +127,20 @@ class Kind:
         self.places.forget()
         self._others = 0
 
-    def watch(self, machine: Machine, between: Sequence[float]) -> None:
-        """A step ran as planned: now and then refine the durations, and what the plan predicts from them.
+    @property
+    def settled(self) -> bool:
+        """Whether the next step is planned for as all later ones will be, unless the loop or the machine changes."""
+        return self.state == "idle" or (self.state == "planned" and self.pace.settled)
+
+    def watch(self, machine: Machine, between: Sequence[float], verify: bool) -> None:
+        """A step ran as planned: now and then refine the durations, and what the plan predicts from them; and plan anew
+        once they are good enough: what is observed has the observer and page faults in it.
 
         ``between`` are the seconds from one event to the next: see `Pace.add`.
         """
         if self.pace.done or self.plan is None:
             return
+        was_settled = self.pace.settled
         self.pace.add(between)
         if not self.pace.due:
             return
@@ -138,6 +150,8 @@ class Kind:
         self.plan = dataclasses.replace(
             self.plan, seconds=seconds, plain_seconds=self.step.plain_seconds, bound_seconds=None
         )
+        if self.pace.settled and not was_settled:
+            self.plan_again(machine, verify)
 
     def bounded_plan(self, machine: Machine) -> Plan:
         """The plan, with the time that no plan can beat on the durations as they are known now."""

@@ -102,6 +102,11 @@ class Loop:
         ``idle`` if nothing binds."""
         return "observe" if self.observations_left > 0 or self.current is None else self.current.state
 
+    @property
+    def settled(self) -> bool:
+        """Whether the next step runs as all later ones will."""
+        return self.state != "observe" and self.current is not None and self.current.settled
+
     def close(self) -> None:
         """Give back files, threads and the allocator's settings."""
         if not self.closed:

@@ -22,6 +22,8 @@ WARM_UP = 2
 """Planned steps to leave out: pages are still being faulted in."""
 LOOKS = (3, 6, 12)
 """Numbers of steps watched since, after each of which durations are refined; no more are watched after the last."""
+SETTLED = LOOKS[1]
+"""From so many on durations are good enough to plan with."""
 
 
 class Pace:
@@ -34,6 +36,11 @@ class Pace:
     def due(self) -> bool:
         """Whether it is time to refine."""
         return len(self._runs) - WARM_UP in LOOKS
+
+    @property
+    def settled(self) -> bool:
+        """Whether durations are those of planned steps, and good enough to plan with."""
+        return len(self._runs) - WARM_UP >= SETTLED
 
     @property
     def done(self) -> bool:

@@ -196,7 +196,7 @@ class Running:
             loop.measured[number] = dataclasses.replace(measured, seconds=seconds)
             # It may have been planned for anew meanwhile.
             if kind is not None and script is not None and kind.script is script:
-                kind.watch(loop.machine, between)
+                kind.watch(loop.machine, between, loop.verify)
                 loop.watch_links(kind, seconds)
 
         stamps = conductor.stamps if conductor is not None else []
