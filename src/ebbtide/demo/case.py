@@ -22,6 +22,8 @@ import sys
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+
 from ebbtide.demo.measure import Gauge, Measurement
 from ebbtide.demo.workloads import Workload, digest, make_workload
 from ebbtide.errors import BudgetError
@@ -143,6 +145,15 @@ class Case:
         )
 
 
+def _choose_kernels() -> None:
+    """Take a square root in one thread, before Adam takes its first in several.
+
+    MKL chooses its kernel in a process's first call. Two threads that make that call at once may get two kernels, which
+    round differently: on some processors every third process of plain PyTorch trains with other numbers than the rest.
+    """
+    torch.ones(1).sqrt()
+
+
 def _say(answer: dict[str, Any]) -> None:
     print(json.dumps(answer), flush=True)
 
@@ -167,6 +178,7 @@ def main() -> None:
     workload = make_workload(options.model, batch_size=options.batch)
     workload.batch(0)  # reads the data
     workload.optimizer()  # imports what it needs
+    _choose_kernels()
     _say({})
     first = sys.stdin.readline().strip()
     if first == "plain":
