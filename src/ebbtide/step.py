@@ -79,7 +79,7 @@ class Value:
         maker: tick of the op that made this version, or `EXTERNAL`.
         uses: ticks of the ops that read it, ascending.
         dies: moment from which the storage is gone; the number of moments if it outlives the step.
-        exclusive: moment from which nothing but autograd's saved tensors holds the storage, or `NEVER`.
+        exclusive: first moment from which nothing but autograd's saved tensors holds the storage, or `NEVER`.
     """
 
     size_bytes: int
@@ -125,7 +125,8 @@ class Absence:
     """A gap in which nothing but autograd holds a value and nothing needs it.
 
     This is read as: value ``value`` may leave at any event at or after moment ``opens`` and must be there again at
-    moment ``closes``, the event at which autograd asks for it.
+    moment ``closes``, the event at which autograd asks for it. Where a graph is kept for several backward passes, a
+    value has a gap before each of them that asks for it.
     """
 
     value: int

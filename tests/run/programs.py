@@ -257,12 +257,7 @@ class Accumulation(Chain):
 
 @program
 class TwoLosses(Chain):
-    """Two backward passes through one graph, a third by `autograd.grad` for some of the parameters.
-
-    What has come back for the first pass stays for the last: there is nothing to gain at the peak.
-    """
-
-    offloads = recomputes = False
+    """Two backward passes through one graph, a third by `autograd.grad` for some of the parameters."""
 
     def compute(self, index: int, guard: Guard) -> Record:
         with guard():
@@ -275,10 +270,36 @@ class TwoLosses(Chain):
 
 
 @program
-class GradientPenalty(Chain):
-    """Double backward. The peak lies where hardly anything can be away."""
+class TaskGradients(Chain):
+    """The gradients of several tasks one after the other, through one trunk with dropout; the loop combines them."""
 
-    recomputes = False
+    def build(self) -> nn.Module:
+        trunk = nn.Sequential(*[mlp(128, 128, 128), nn.Dropout(0.1), nn.LayerNorm(128), mlp(128, 128, 128)])
+        return nn.ModuleDict({"trunk": trunk, "heads": nn.ModuleList([mlp(128, 128, 8) for _ in range(3)])})
+
+    def compute(self, index: int, guard: Guard) -> Record:
+        trunk, heads = self.model["trunk"], list(self.model["heads"])
+        shared, losses = list(trunk.parameters()), []
+        sums = [torch.zeros_like(parameter) for parameter in shared]
+        with guard():
+            h = trunk(self.data(index, 256, 128))
+            for head in heads:
+                loss = head(h).square().mean()
+                own = list(head.parameters())
+                grads = torch.autograd.grad(loss, [*own, *shared], retain_graph=head is not heads[-1])
+                for parameter, grad in zip(own, grads, strict=False):
+                    parameter.grad = grad
+                for total, grad in zip(sums, grads[len(own) :], strict=True):
+                    total.add_(grad.sign())
+                losses.append(loss)
+        for parameter, total in zip(shared, sums, strict=True):
+            parameter.grad = total
+        return {f"loss {number}": loss for number, loss in enumerate(losses)}
+
+
+@program
+class GradientPenalty(Chain):
+    """Double backward."""
 
     def build(self) -> nn.Module:
         return mlp(64, 128, 128, 1, activation=nn.Softplus)

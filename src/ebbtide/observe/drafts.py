@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ebbtide.observe.clock import Span
 from ebbtide.observe.schema import OperatorInfo
@@ -16,7 +16,7 @@ class SeenStorage:
         number: among the storages of the step, in the order in which they were seen.
         size_bytes, cdata: its size and, while it lives, the address of PyTorch's object.
         born, dies: moments; ``dies`` is -1 while it lives.
-        exclusive: moment from which on only autograd held it, or `NEVER`.
+        alone: moments from which on only autograd held it: the first such, and one after each time it was asked for.
         aliases, views: how many tensors of it holdings have, and how many saved tensors show it.
         evicted: whether it is moved out under the safe policy.
         versions: its values, as places in the recorder's list of them.
@@ -24,11 +24,11 @@ class SeenStorage:
 
     __slots__ = (
         "aliases",
+        "alone",
         "born",
         "cdata",
         "dies",
         "evicted",
-        "exclusive",
         "number",
         "size_bytes",
         "versions",
@@ -41,7 +41,7 @@ class SeenStorage:
         self.born = born
         self.cdata = cdata
         self.dies = -1
-        self.exclusive = NEVER
+        self.alone: list[int] = []
         self.aliases = 0
         self.views = 0
         self.evicted = False
@@ -99,31 +99,46 @@ class ValueDraft:
             maker=self.maker,
             uses=tuple(self.uses),
             dies=storage.dies if storage.dies >= 0 else moments,
-            exclusive=storage.exclusive,
+            exclusive=storage.alone[0] if storage.alone else NEVER,
         )
 
 
-def absences_of(all_saved: Sequence[Saved], values: Sequence[ValueDraft]) -> tuple[Absence, ...]:
-    """For each saved value the gap, in moments, from when only autograd held it to when autograd asked for it.
+def absences_of(
+    all_saved: Sequence[Saved], values: Sequence[ValueDraft], passes: Mapping[int, int]
+) -> tuple[Absence, ...]:
+    """For each saved value the gaps, in moments, from when only autograd held it to when autograd asked for it.
+
+    The first gap of a value lies before it is first asked for, others between backward passes. What one pass asks for
+    several times comes back for the first of them and stays until the last.
 
     Args:
         all_saved: all saved tensors of a step.
         values: drafts of its values; saved tensors name them by place.
+        passes: by moment at which something was asked for, the number of the backward pass that did.
     """
-    first_asked: dict[int, int] = {}
+    asked: dict[int, set[int]] = {}
     written_later: set[int] = set()
     for saved in all_saved:
         storage = values[saved.value].storage
         if storage.versions[-1] != saved.value:
             written_later.add(storage.number)
-        after = [moment for moment in saved.unpacked if moment > storage.exclusive]
-        if after:
-            first_asked[saved.value] = min(after[0], first_asked.get(saved.value, after[0]))
+        asked.setdefault(saved.value, set()).update(saved.unpacked)
     absences = []
-    for value in sorted(first_asked):
+    for value, moments in sorted(asked.items()):
         storage = values[value].storage
         external = values[storage.versions[0]].maker == EXTERNAL
-        opens = storage.exclusive
-        if not external and opens != NEVER and storage.number not in written_later and opens < first_asked[value]:
-            absences.append(Absence(value, opens, first_asked[value]))
+        if not external and storage.number not in written_later:
+            gaps = _gaps(storage.alone, sorted(moments), passes)
+            absences += [Absence(value, opens, closes) for opens, closes in gaps]
     return tuple(absences)
+
+
+def _gaps(alone: Sequence[int], asked: Sequence[int], passes: Mapping[int, int]) -> Iterator[tuple[int, int]]:
+    """Where a value that autograd asks for at these moments may be away: from when to when."""
+    former, was_away = -1, False
+    for moment in asked:
+        opens = next((one for one in alone if former < one < moment), None)
+        if opens is not None and not (was_away and passes[former] == passes[moment]):
+            was_away = True
+            yield opens, moment
+        former = moment

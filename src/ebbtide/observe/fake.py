@@ -202,7 +202,8 @@ class _FakeRecorder(Recorder):
             raise RuntimeError("a variable needed for gradient computation was modified by an inplace operation")
         with self._aside():
             self.unpack(watched.number)
-            return watched.tensor
+            stays = watched.number < 0 or self.is_external(watched.number)
+            return watched.tensor if stays else watched.tensor.detach()
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:

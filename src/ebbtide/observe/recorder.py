@@ -5,9 +5,10 @@ NOTE [What is a value, and when does it die]
    used again is a new storage.
 2. A storage that is first seen as an argument was made outside: a parameter, a buffer, an input. It is external.
 3. An op that writes an argument in place makes a new version of that storage: a new value.
-4. A storage that is alive only because autograd saved it is *exclusive*: every reference to it is one of ours. This is
+4. A storage that is alive only because autograd saved it is *alone*: every reference to it is one of ours. This is
    looked up from its reference count at the start of each moment, so the moment found is the one at which the storage
-   would have died, had autograd not saved it.
+   would have died, had autograd not saved it. Autograd then asks for it, and once it is done with it, it may be alone
+   again, if the graph is kept for another backward pass. What hooks give it must be a tensor of its own for that.
 5. A saved storage that was moved out under the safe policy (and so died) is the same value still: it lives until the
    last saved tensor that shows it is dropped and its restored storage has died.
 """
@@ -34,7 +35,7 @@ from ebbtide.observe.mode import DispatchMode
 from ebbtide.observe.modules import ModuleTrail
 from ebbtide.observe.schema import COMPILED_GRAPH, operator_info
 from ebbtide.observe.workspace import WorkspaceProbe
-from ebbtide.step import EXTERNAL, NEVER, Event, Phase, Saved, Step
+from ebbtide.step import EXTERNAL, Event, Phase, Saved, Step
 
 _use_count = torch._C._storage_Use_Count
 
@@ -84,6 +85,7 @@ class Recorder(DispatchMode):
         self._saved: list[Saved] = []
         self._saved_modules: list[str] = []
         self._unpacked: list[list[int]] = []
+        self._passes: dict[int, int] = {}
         self._events: list[Event] = []
         self._clock = 0
         self._left: Any = None
@@ -185,13 +187,13 @@ class Recorder(DispatchMode):
         return "backward", self._backward_module
 
     def _tick_over(self) -> None:
-        """What every moment begins with: time since the last belongs to the last op; who has become exclusive."""
+        """What every moment begins with: time since the last belongs to the last op; who is alone from now on."""
         if self._ops:
             self._ops[-1].spans.append((self._left, self._mark()))
         if self._watched:
             for number, storage in list(self._watched.items()):
                 if _use_count(storage.cdata) <= storage.aliases + self._wrapper - 1:
-                    storage.exclusive = self._clock
+                    storage.alone.append(self._clock)
                     del self._watched[number]
 
     def _inputs(self, args: Any, kwargs: Any, tick: int) -> tuple[int, ...]:
@@ -287,6 +289,8 @@ class Recorder(DispatchMode):
         self._tick_over()
         self._events.append(Event("unpack", len(self._ops), number))
         self._unpacked[number].append(self._clock)
+        self._passes[self._clock] = torch._C._current_graph_task_id()
+        self._watch(self.storage_of(number))
         self._backward_module = self._saved_modules[number]
         self._clock += 1
         self._left = self._mark()
@@ -307,7 +311,12 @@ class Recorder(DispatchMode):
     def held(self, storage: SeenStorage, aliases: int) -> None:
         """A holding took (+1) or let go of (-1) its own tensor of ``storage``."""
         storage.aliases += aliases
-        if aliases > 0 and storage.exclusive == NEVER and not storage.evicted and storage.versions:
+        if aliases > 0:
+            self._watch(storage)
+
+    def _watch(self, storage: SeenStorage) -> None:
+        """Somebody has ``storage`` besides autograd, if it is here: see from when on nobody has."""
+        if storage.aliases > 0 and not storage.evicted and storage.versions:
             self._watched[storage.number] = storage
 
     def shown(self, storage: SeenStorage, views: int) -> None:
@@ -339,7 +348,7 @@ class Recorder(DispatchMode):
             Saved(s.value, s.dtype, s.shape, s.stride, s.offset, tuple(self._unpacked[n]))
             for n, s in enumerate(self._saved)
         )
-        step = Step(ops, values, saved, tuple(self._events), absences_of(saved, self._values))
+        step = Step(ops, values, saved, tuple(self._events), absences_of(saved, self._values, self._passes))
         if self._memory is None:
             return step
         return with_everything_allocated(dataclasses.replace(step, device=self._memory.device.type))

@@ -29,10 +29,7 @@ def find_recipes(step: Step, banned: Set[int] = frozenset()) -> list[tuple[int, 
     """
     facts = Facts.of(step)
     never = {step.absences[number].value for number in banned}
-    return [
-        recipe_of(facts, absence, never) if first else None
-        for absence, first in zip(step.absences, asked_first(step), strict=True)
-    ]
+    return [recipe_of(facts, absence, never) for absence in step.absences]
 
 
 def deeper_recipes(
@@ -69,18 +66,6 @@ def deeper_recipes(
             return found
         ticks |= more
         times += 1
-
-
-def asked_first(step: Step) -> list[bool]:
-    """For each absence whether autograd asks for its value for the first time where it closes.
-
-    Only then can the value be recomputed: recomputed values are dropped when they are saved.
-    """
-    first: dict[int, int] = {}
-    for saved in step.saved:
-        for moment in saved.unpacked:
-            first[saved.value] = min(moment, first.get(saved.value, moment))
-    return [first.get(absence.value) == absence.closes for absence in step.absences]
 
 
 def recipe_of(

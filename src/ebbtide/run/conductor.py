@@ -184,6 +184,10 @@ class Conductor:
             self._trimmer.check(self.script.alive[event], self.script.headroom[event])
 
     def _perform(self, actions: Actions) -> None:
+        for value in actions.drops:
+            holding = self._holding(value)
+            if holding is not None:
+                self._drop(holding)
         for value in actions.releases:
             holding = self._holding(value)
             if holding is not None:
@@ -225,30 +229,38 @@ class Conductor:
             self._held[saving.value] = weakref.ref(holding)
         if fresh or saving.first:  # the node that saved it first may be gone already, and the holding with it
             holding.fill(tensor)
+            holding.recipes = self._recipes(saving)
+            if saving.tier:
+                self._tier(saving.tier).expect(tensor.device)
             if saving.treatment == Treatment.REMAKE:
-                self._remake(holding, saving)
-            elif saving.treatment == Treatment.MOVE:
-                tier = self._tier(saving.tier)
-                tier.expect(tensor.device)
-                if not saving.first:
-                    holding.send(tier)  # its planned copy out went with the former holding
+                self._drop(holding)
+            elif saving.treatment == Treatment.MOVE and not saving.first:
+                holding.send(self._tier(saving.tier))  # its planned copy out went with the former holding
         elif holding.tensor is None and holding.recipe is None:
             return keep(tensor, number)
         return View(holding, tensor, number)
 
-    def _remake(self, holding: Holding, saving: Saving) -> None:
-        assert self._capture is not None
-        calls = [self._capture.calls.get(op) for op in saving.ops]
-        leaves = {value: self._holding(value) for value in saving.leaves}
-        if any(call is None for call in calls) or any(leaf is None for leaf in leaves.values()):
-            return  # The plan was left and taken up again in between: the value just stays.
-        present = {value: leaf for value, leaf in leaves.items() if leaf is not None}
-        recipe = Recipe(saving.value, [call for call in calls if call is not None], present, saving.leaves)
-        if self._truth is not None:
-            self._truth.watch(holding, recipe, self._tier(""))
-        else:
-            holding.recipe = recipe
-            holding.drop()
+    def _recipes(self, saving: Saving) -> list[Recipe]:
+        """How the value is made again, each time that it is."""
+        recipes = []
+        for remake in saving.remakes:
+            assert self._capture is not None
+            calls = [self._capture.calls.get(op) for op in remake.ops]
+            leaves = {value: self._holding(value) for value in remake.leaves}
+            if any(call is None for call in calls) or any(leaf is None for leaf in leaves.values()):
+                return []  # The plan was left and taken up again in between: the value just stays.
+            present = {value: leaf for value, leaf in leaves.items() if leaf is not None}
+            recipes.append(Recipe(saving.value, [call for call in calls if call is not None], present, remake.leaves))
+        return recipes
+
+    def _drop(self, holding: Holding) -> None:
+        """Let go of what the next recipe makes again."""
+        if holding.recipes and holding.intact:
+            recipe = holding.recipes.pop(0)
+            if self._truth is not None:
+                self._truth.watch(holding, recipe, self._tier(""))
+            else:
+                holding.drop(recipe)
 
     # --- deviation -----------------------------------------------------------------------------------------------
 

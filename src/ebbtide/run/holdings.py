@@ -68,9 +68,22 @@ class Holding:
     Attributes:
         tensor: shows the storage while it is here, else None.
         size_bytes: bytes of the storage.
+        recipe: what makes it again while it is dropped.
+        recipes: for each time that it will be dropped.
     """
 
-    __slots__ = ("__weakref__", "identity", "load", "recipe", "size_bytes", "slot", "tensor", "tier", "version")
+    __slots__ = (
+        "__weakref__",
+        "identity",
+        "load",
+        "recipe",
+        "recipes",
+        "size_bytes",
+        "slot",
+        "tensor",
+        "tier",
+        "version",
+    )
 
     def __init__(self) -> None:
         self.tensor: torch.Tensor | None = None
@@ -81,6 +94,7 @@ class Holding:
         self.slot: Slot | None = None
         self.load: Load | None = None
         self.recipe: Recipe | None = None
+        self.recipes: list[Recipe] = []
 
     def fill(self, tensor: torch.Tensor) -> None:
         """Hold the storage of ``tensor``."""
@@ -115,8 +129,9 @@ class Holding:
             self.slot.wait()
             self.tensor = self.tensor if self.tensor._version != self.version else None
 
-    def drop(self) -> None:
-        """Let go of the bytes; the recipe makes them again."""
+    def drop(self, recipe: Recipe) -> None:
+        """Let go of the bytes; ``recipe`` makes them again."""
+        self.recipe = recipe
         self.tensor = None
 
     def fetch(self) -> None:

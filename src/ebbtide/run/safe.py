@@ -46,8 +46,9 @@ class _CachedView(View):
     """A view that tells the recorder when autograd drops it."""
 
     __slots__ = ("policy", "record")
+    holding: _CachedHolding
 
-    def __init__(self, holding: Holding, tensor: torch.Tensor, number: int, policy: SafePolicy) -> None:
+    def __init__(self, holding: _CachedHolding, tensor: torch.Tensor, number: int, policy: SafePolicy) -> None:
         super().__init__(holding, tensor, number)
         self.policy = policy
         self.record: Any = None
@@ -161,19 +162,22 @@ class SafePolicy:
         holding = handle.holding
         away = holding.tensor is None
         tensor = handle.show()
-        if away and isinstance(holding, _CachedHolding) and holding.recorder is not None:
+        if away and holding.recorder is not None:
             holding.recorder.restored(holding.record, tensor.untyped_storage())
             holding.recorder.held(holding.record, 1)
-        self._cache.pop(id(holding), None)
+        if self._cache.pop(id(holding), None) is not None or away:  # another backward pass may ask for it again
+            self._cache[id(holding)] = self._held[holding.identity] = weakref.ref(holding)
+        # Autograd may work with the very tensor that it is given: with one of its own, it is seen for how long.
+        own = tensor.detach() if tensor is holding.tensor else tensor
         self._make_room()
-        return tensor
+        return own
 
     def _live_bytes(self) -> int:
         if self._memory is not None:
             return self._memory.allocated_bytes()
         if self.recorder is not None and self.recorder.ledger.open:
             return self.recorder.ledger.live_bytes
-        here = (reference() for reference in self._held.values())
+        here = {reference() for reference in self._held.values()}  # what has come back has two addresses
         return self._other_bytes + sum(h.size_bytes for h in here if h is not None and h.tensor is not None)
 
     def _resting_bytes(self) -> int:

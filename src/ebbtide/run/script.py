@@ -6,6 +6,7 @@ All that can be looked up is looked up here, once, so that the hooks only index 
 from __future__ import annotations
 
 import bisect
+import collections
 import dataclasses
 import enum
 import itertools
@@ -16,14 +17,15 @@ import torch
 from ebbtide.decisions import Decision, Offload, Plan, Recompute
 from ebbtide.errors import PlanError
 from ebbtide.run.recipes import KnownOp
-from ebbtide.step import EXTERNAL, Event, Saved, Step
+from ebbtide.step import EXTERNAL, Absence, Event, Saved, Step
 
 NOBODY = -2
 """The number of no saved tensor; those that no script counts have -1."""
 
 
 class Treatment(enum.IntEnum):
-    """What becomes of a saved tensor: ``KEEP`` alone, ``SHARE`` through a holding, ``MOVE`` away, ``REMAKE``."""
+    """What becomes of a saved tensor when it is saved: ``KEEP`` alone, ``SHARE`` through a holding, ``MOVE`` away,
+    ``REMAKE``: drop at once."""
 
     KEEP = 0
     SHARE = 1
@@ -32,14 +34,26 @@ class Treatment(enum.IntEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Remake:
+    """How a value is computed again.
+
+    Attributes:
+        ops: ticks of the calls that make it.
+        leaves: values that those start from and that a holding keeps, in order of first use.
+    """
+
+    ops: tuple[int, ...]
+    leaves: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Saving:
     """What is expected of, and done with, one saved tensor.
 
     Attributes:
         first: whether it is the first saved tensor that shows its value.
-        tier: name of the tier that it moves to, if it does.
-        ops: ticks of the calls that make the value again, if it is to be remade.
-        leaves: values that those start from and that a holding keeps, in order of first use.
+        tier: name of the tier that it moves to, if it ever does.
+        remakes: for each of the value's absences to come at whose end it is computed again.
     """
 
     value: int
@@ -48,8 +62,7 @@ class Saving:
     dtype: torch.dtype
     shape: torch.Size
     tier: str = ""
-    ops: tuple[int, ...] = ()
-    leaves: tuple[int, ...] = ()
+    remakes: tuple[Remake, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,8 +75,9 @@ class Form:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Actions:
-    """What to do at one event, in this order: values to release, to send out and to which tier, to fetch."""
+    """What to do at one event, in this order: values to drop, to release, to send out and to which tier, to fetch."""
 
+    drops: tuple[int, ...]
     releases: tuple[int, ...]
     outs: tuple[tuple[int, str], ...]
     loads: tuple[int, ...]
@@ -122,11 +136,8 @@ def write_script(step: Step, plan: Plan, memory: Sequence[int], *, captures_all:
     """
     if len(plan.decisions) != len(step.absences):
         raise PlanError(f"the plan decides about {len(plan.decisions)} absences; the step has {len(step.absences)}")
-    decisions = {absence.value: plan.decisions[i] for i, absence in enumerate(step.absences)}
-    leaves = {value: _leaves(step, d.ops) for value, d in decisions.items() if isinstance(d, Recompute)}
-    shared = {leaf for group in leaves.values() for leaf in group}
-    known = {op: _known(step, op) for d in decisions.values() if isinstance(d, Recompute) for op in d.ops}
-    savings = _savings(step, decisions, leaves, shared)
+    known = {op: _known(step, op) for d in plan.decisions if isinstance(d, Recompute) for op in d.ops}
+    savings = _savings(step, plan.decisions)
     actions = _actions(step, plan.decisions)
     stretches = _one_stretch(step) if captures_all and known else _stretches(step, known)
     return Script(
@@ -193,54 +204,102 @@ def _known(step: Step, tick: int) -> KnownOp:
     return KnownOp(op.name, op.inputs, outputs, op.mutated, external, op.replay == "batch_norm")
 
 
-def _savings(
-    step: Step, decisions: dict[int, Decision], leaves: dict[int, tuple[int, ...]], shared: set[int]
-) -> tuple[Saving, ...]:
+def _savings(step: Step, decisions: Sequence[Decision]) -> tuple[Saving, ...]:
+    moves: dict[int, list[tuple[Absence, Decision]]] = {}
+    remakes: dict[Absence, Remake] = {}
+    for absence, decision in zip(step.absences, decisions, strict=True):
+        moves.setdefault(absence.value, []).append((absence, decision))
+        if isinstance(decision, Recompute):
+            remakes[absence] = Remake(decision.ops, _leaves(step, decision.ops))
+    shared = {leaf for remake in remakes.values() for leaf in remake.leaves}
+    dropped_at_once = set(remakes) - set(_dropped_later(step, decisions))
     savings, seen = [], set()
-    for saved in step.saved:
-        decision = decisions.get(saved.value)
-        ops: tuple[int, ...] = ()
-        if isinstance(decision, Offload):
+    for saved, moment in zip(step.saved, _pack_moments(step), strict=True):
+        first = saved.value not in seen
+        seen.add(saved.value)
+        coming = [(a, d) for a, d in moves.get(saved.value, ()) if first or moment < a.opens]
+        tiers = [decision.tier for _, decision in coming if isinstance(decision, Offload)]
+        if any(absence in dropped_at_once for absence, _ in coming):
+            treatment = Treatment.REMAKE
+        elif tiers:
             treatment = Treatment.MOVE
-        elif isinstance(decision, Recompute):
-            treatment, ops = Treatment.REMAKE, decision.ops
         else:
-            treatment = Treatment.SHARE if saved.value in shared else Treatment.KEEP
+            shares = saved.value in shared or any(absence in remakes for absence, _ in coming)
+            treatment = Treatment.SHARE if shares else Treatment.KEEP
         savings.append(
             Saving(
                 value=saved.value,
                 treatment=treatment,
-                first=saved.value not in seen,
+                first=first,
                 dtype=getattr(torch, saved.dtype),
                 shape=torch.Size(saved.shape),
-                tier=decision.tier if isinstance(decision, Offload) else "",
-                ops=ops,
-                leaves=leaves.get(saved.value, ()),
+                tier=tiers[0] if tiers else "",
+                remakes=tuple(remakes[absence] for absence, _ in coming if absence in remakes),
             )
         )
-        seen.add(saved.value)
     return tuple(savings)
+
+
+def _pack_moments(step: Step) -> list[int]:
+    """The moment at which each saved tensor is saved."""
+    moments = zip(step.events, step.event_moments(), strict=True)
+    return [moment for event, moment in moments if event.kind == "pack"]
+
+
+def _dropped_later(step: Step, decisions: Sequence[Decision]) -> dict[Absence, int]:
+    """Absences whose values are recomputed, and were asked for before: those stay until the absence opens.
+
+    Returns:
+        For each of them the last event before it opens. Others are dropped when they are saved, as somebody else has
+        them still.
+    """
+    asked: dict[int, int] = {}
+    for saved in step.saved:
+        asked[saved.value] = min(asked.get(saved.value, step.moments), *saved.unpacked, step.moments)
+    moments = step.event_moments()
+    return {
+        absence: bisect.bisect_left(moments, absence.opens) - 1
+        for absence, decision in zip(step.absences, decisions, strict=True)
+        if isinstance(decision, Recompute) and asked.get(absence.value, step.moments) < absence.opens
+    }
+
+
+@dataclasses.dataclass(slots=True)
+class _Agenda:
+    """What `Actions` are made from."""
+
+    drops: list[int] = dataclasses.field(default_factory=list)
+    releases: list[int] = dataclasses.field(default_factory=list)
+    outs: list[tuple[int, str]] = dataclasses.field(default_factory=list)
+    loads: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+
+    def actions(self) -> Actions:
+        """The actions; loads by moment of need."""
+        loads = tuple(value for _, value in sorted(self.loads))
+        return Actions(tuple(self.drops), tuple(self.releases), tuple(self.outs), loads)
 
 
 def _actions(step: Step, decisions: Sequence[Decision]) -> tuple[Actions | None, ...]:
     last_at = {event.tick: index for index, event in enumerate(step.events)}
     moments = step.event_moments()
-    plans: dict[int, tuple[list[int], list[tuple[int, str]], list[tuple[int, int]]]] = {}
+    agendas: dict[int, _Agenda] = collections.defaultdict(_Agenda)
 
-    def at(tick: int) -> tuple[list[int], list[tuple[int, str]], list[tuple[int, int]]]:
+    def at(tick: int) -> _Agenda:
         if tick not in last_at:
             raise PlanError(f"the plan acts at tick {tick}, at which nothing is saved or asked for")
-        return plans.setdefault(last_at[tick], ([], [], []))
+        return agendas[last_at[tick]]
 
     for absence, decision in zip(step.absences, decisions, strict=True):
         if isinstance(decision, Offload):
-            at(decision.release)[0].append(absence.value)
-            at(decision.out)[1].append((absence.value, decision.tier))
+            at(decision.release).releases.append(absence.value)
+            at(decision.out).outs.append((absence.value, decision.tier))
             if moments[last_at[decision.load]] < absence.closes:
-                at(decision.load)[2].append((absence.closes, absence.value))
+                at(decision.load).loads.append((absence.closes, absence.value))
+    for absence, event in _dropped_later(step, decisions).items():
+        agendas[event].drops.append(absence.value)
     actions: list[Actions | None] = [None] * len(step.events)
-    for event, (releases, outs, loads) in plans.items():
-        actions[event] = Actions(tuple(releases), tuple(outs), tuple(value for _, value in sorted(loads)))
+    for event, agenda in agendas.items():
+        actions[event] = agenda.actions()
     return tuple(actions)
 
 

@@ -52,8 +52,7 @@ class Truth:
         true.fill(holding.tensor)
         true.send(tier)
         true.release()
-        holding.recipe = _Witness(self, recipe, true)
-        holding.drop()
+        holding.drop(_Witness(self, recipe, true))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

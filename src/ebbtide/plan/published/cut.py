@@ -14,7 +14,7 @@ from ebbtide.plan.problem import Facts, Ints, Problem
 from ebbtide.plan.profile import SMALLEST_BYTES, movable
 from ebbtide.plan.published.chain import Chain, Stage
 from ebbtide.plan.published.remembered import remembered
-from ebbtide.plan.recipes import asked_first, recipe_of
+from ebbtide.plan.recipes import recipe_of
 from ebbtide.step import EXTERNAL, Step
 
 
@@ -153,7 +153,7 @@ def _sorted(bare: Cut, turn: int) -> Cut:
     stages = len(bare.first_ticks)
     small = {number for number in facts.packed if step.values[number].size_bytes < SMALLEST_BYTES}
     bare = dataclasses.replace(bare, lasting=frozenset(small))
-    first = asked_first(step)
+    first = _asked_first(step)
     outputs: list[list[int]] = [[] for _ in range(stages)]
     remakeable: list[list[int]] = [[] for _ in range(stages)]
     fixed: list[list[int]] = [[] for _ in range(stages)]
@@ -179,6 +179,16 @@ def _sorted(bare: Cut, turn: int) -> Cut:
     return dataclasses.replace(
         found, outputs=_frozen(outputs), remakeable=_frozen(remakeable), fixed=_frozen(fixed), lasting=lasting
     )
+
+
+def _asked_first(step: Step) -> list[bool]:
+    """For each absence whether autograd asks for its value for the first time where it closes: in the one backward pass
+    that a chain is about."""
+    first: dict[int, int] = {}
+    for saved in step.saved:
+        for moment in saved.unpacked:
+            first[saved.value] = min(moment, first.get(saved.value, moment))
+    return [first.get(absence.value) == absence.closes for absence in step.absences]
 
 
 def _frozen(groups: list[list[int]]) -> tuple[tuple[int, ...], ...]:

@@ -1,0 +1,101 @@
+"""A graph that is kept for another backward pass: what the first one has asked for leaves again until the next one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import ebbtide
+import tests.run.programs_rare  # noqa: F401  (registers its programs)
+from ebbtide.decisions import Decision, Keep, Offload, Recompute
+from ebbtide.errors import BudgetError
+from ebbtide.machine import Machine
+from ebbtide.observe.recorder import Recorder
+from ebbtide.run.meter import PeakMeter
+from ebbtide.run.safe import SafePolicy
+from ebbtide.step import Step
+from tests.run.harness import FAST_DISK, SLOW_DISK, Program, run_plain, run_within
+from tests.run.programs import PROGRAMS
+
+pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
+
+
+def between_passes(step: Step, decisions: tuple[Decision, ...]) -> list[Decision]:
+    """What a plan does with values that were away before."""
+    values = [absence.value for absence in step.absences]
+    return [decision for number, decision in enumerate(decisions) if values[number] in values[:number]]
+
+
+def observed(program: Program, index: int = 0) -> Step:
+    """What lies inside the step of a program, while nothing moves."""
+    recorder = Recorder()
+    policy = SafePolicy(None, lambda: pytest.fail("something moved"), recorder)
+
+    @contextlib.contextmanager
+    def guard() -> Iterator[None]:
+        with torch.autograd.graph.saved_tensors_hooks(policy.pack, policy.unpack), recorder:
+            yield
+
+    program.compute(index, guard)
+    return recorder.finish()
+
+
+def timeless(step: Step) -> Step:
+    """What a step did, however long it took."""
+    ops = tuple(dataclasses.replace(op, duration_seconds=0.0, workspace_bytes=0) for op in step.ops)
+    return dataclasses.replace(step, ops=ops)
+
+
+@pytest.mark.parametrize("limit", ["80%", "60%", "40%"])
+@pytest.mark.parametrize("name", ["TwoLosses", "TaskGradients", "GradientPenalty", "CheckpointedReentrant"])
+def test_a_step_is_observed_as_it_is_without_a_budget(name: str, limit: str, tmp_path: Path) -> None:
+    """Whatever the safe policy moved in it, and however often."""
+    program = PROGRAMS[name]()
+    program.run(0, contextlib.nullcontext)
+    plain = observed(program, 1)
+    with ebbtide.Budget(limit, spill=tmp_path, machine=FAST_DISK) as memory, contextlib.suppress(BudgetError):
+        program = PROGRAMS[name]()
+        for index in range(2):
+            program.run(index, memory.step)
+    assert memory.observed is not None
+    assert timeless(memory.observed) == timeless(plain)
+
+
+@pytest.mark.parametrize(("machine", "expected"), [(FAST_DISK, Offload), (SLOW_DISK, Recompute)])
+@pytest.mark.parametrize("name", ["TwoLosses", "TaskGradients"])
+def test_values_leave_again(name: str, machine: Machine, expected: type[Decision], tmp_path: Path) -> None:
+    kind: type[Program] = PROGRAMS[name]
+    trial = run_within(kind, run_plain(kind), "70%", machine, tmp_path)
+    step = observed(kind())
+    assert len(step.absences) == len(trial.decisions)
+    assert any(isinstance(decision, expected) for decision in between_passes(step, trial.decisions))
+
+
+def test_one_value_moves_and_is_recomputed(tmp_path: Path) -> None:
+    """In one step of one plan a value goes different ways, and comes back the same."""
+    kind = PROGRAMS["TaskGradients"]
+    step = observed(kind())
+    found = set()
+    for percent in range(45, 75, 5):
+        trial = run_within(kind, run_plain(kind), f"{percent}%", FAST_DISK, tmp_path)
+        ways: dict[int, list[type[Decision]]] = {}
+        for absence, decision in zip(step.absences, trial.decisions, strict=True):
+            ways.setdefault(absence.value, []).append(type(decision))
+        found |= {pair for kinds in ways.values() for pair in itertools.pairwise(kinds)}
+    assert {(Recompute, Offload), (Offload, Recompute), (Offload, Offload), (Keep, Recompute)} <= found
+
+
+def test_observed_steps_stay_near_the_budget(tmp_path: Path) -> None:
+    program = PROGRAMS["TaskGradients"]()
+    with PeakMeter() as plain:
+        program.compute(0, contextlib.nullcontext)
+    limit = int(0.7 * plain.peak_bytes)
+    with ebbtide.Budget(limit, spill=tmp_path, machine=FAST_DISK) as memory, PeakMeter() as meter:
+        program.compute(0, memory.step)
+    assert meter.peak_bytes < limit + 0.1 * plain.peak_bytes
