@@ -74,6 +74,6 @@ def _draw_sweeps(ax: Axes, sweeps: Sequence[Sweep]) -> None:
     ax.axvline(1, color="black", lw=0.8, ls=":")
     ax.axhline(0, color="black", lw=0.8)
     ax.set(xscale="log", xlabel="interval / (transfer / step)", ylabel="slowdown of the forward sweep, %")
-    ax.set_title(f"Forward sweep while states go to the disk, {COUNT} states; x: chosen, of 10 to 100")
+    ax.set_title(f"Forward sweep that stores states, {COUNT} in memory\nx: chosen interval, 10 to 100 in memory")
     ax.grid(alpha=0.3)
     ax.legend(fontsize=7)
