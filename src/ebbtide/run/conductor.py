@@ -230,12 +230,12 @@ class Conductor:
         if fresh or saving.first:  # the node that saved it first may be gone already, and the holding with it
             holding.fill(tensor)
             holding.recipes = self._recipes(saving)
-            if saving.tier:
-                self._tier(saving.tier).expect(tensor.device)
+            for tier in saving.tiers:
+                self._tier(tier).expect(tensor.device)
             if saving.treatment == Treatment.REMAKE:
                 self._drop(holding)
             elif saving.treatment == Treatment.MOVE and not saving.first:
-                holding.send(self._tier(saving.tier))  # its planned copy out went with the former holding
+                holding.send(self._tier(saving.tiers[0]))  # its planned copy out went with the former holding
         elif holding.tensor is None and holding.recipe is None:
             return keep(tensor, number)
         return View(holding, tensor, number)

@@ -52,7 +52,7 @@ class Saving:
 
     Attributes:
         first: whether it is the first saved tensor that shows its value.
-        tier: name of the tier that it moves to, if it ever does.
+        tiers: names of the tiers that it moves to, in order.
         remakes: for each of the value's absences to come at whose end it is computed again.
     """
 
@@ -61,7 +61,7 @@ class Saving:
     first: bool
     dtype: torch.dtype
     shape: torch.Size
-    tier: str = ""
+    tiers: tuple[str, ...] = ()
     remakes: tuple[Remake, ...] = ()
 
 
@@ -233,7 +233,7 @@ def _savings(step: Step, decisions: Sequence[Decision]) -> tuple[Saving, ...]:
                 first=first,
                 dtype=getattr(torch, saved.dtype),
                 shape=torch.Size(saved.shape),
-                tier=tiers[0] if tiers else "",
+                tiers=tuple(dict.fromkeys(tiers)),
                 remakes=tuple(remakes[absence] for absence, _ in coming if absence in remakes),
             )
         )
