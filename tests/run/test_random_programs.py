@@ -175,14 +175,19 @@ def _after(line: str, there: dict[str, Tensor], fixed: dict[str, Any]) -> dict[s
     names = {**fixed, **there, "index": 1}
     try:
         exec(line, names)
+        kept = {name: tensor for name, tensor in names.items() if name == "x" or _is_made(name)}
+        kept = {name: tensor for name, tensor in kept.items() if isinstance(tensor, Tensor)}
+        if "h" in names:
+            kept = {"h": names["h"], **kept}
+        # Some views must not be read any more once another one was written.
+        sane = all(t.numel() <= MAX_ELEMENTS and t.dim() <= 4 and bool(t.isfinite().all()) for t in kept.values())
     except (RuntimeError, IndexError, ValueError, TypeError, UserWarning):
         return None
-    kept = {name: tensor for name, tensor in names.items() if name == "x" or (name[0] in "th" and name[1:].isdigit())}
-    kept = {name: tensor for name, tensor in kept.items() if isinstance(tensor, Tensor)}
-    if "h" in names:
-        kept = {"h": names["h"], **kept}
-    sane = all(t.numel() <= MAX_ELEMENTS and t.dim() <= 4 and bool(t.isfinite().all()) for t in kept.values())
     return kept if sane and any(tensor.requires_grad for tensor in kept.values()) else None
+
+
+def _is_made(name: str) -> bool:
+    return name[0] in "th" and name[1:].isdigit()
 
 
 def check(source: str, limit: int | str, bandwidth: float, latency: float, passes: int, spill: Path) -> None:
