@@ -111,7 +111,8 @@ def test_late_copies_make_those_behind_them_late() -> None:
 def test_plans_for_disks_leave_more_free() -> None:
     disk, host = disk_machine(), load_machine("a100-80gb")
     assert Caution.of(disk).late[:, 0].tolist() == [DISK_SHARE, DISK_SHARE]
-    assert Caution.of(host) == Caution()
+    assert Caution().out_share < Caution.of(disk, timed=True).out_share < Caution.of(disk).out_share
+    assert Caution.of(host) == Caution.of(host, timed=True) == Caution()
     step = network_step(24)
     limit_bytes = limit_at(step, 0.5)
     assert solve(step, disk, limit_bytes, seconds=0.05) == solve(

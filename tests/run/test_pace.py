@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from ebbtide import Budget, Plan
 from ebbtide.decisions import Keep
 from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
-from ebbtide.plan import plain_peak_bytes, simulate
+from ebbtide.plan import Caution, plain_peak_bytes, simulate
 from ebbtide.plan import solve as solver
 from ebbtide.plan.published.registry import POLICIES
 from ebbtide.run import kinds
@@ -132,9 +133,11 @@ def test_a_plan_is_kept_where_none_is_found_again(monkeypatch: pytest.MonkeyPatc
 def test_the_numbers_stay_when_steps_are_planned_for_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """First everything moves; anew, everything is computed again, which is said to take no time."""
     made: list[Plan] = []
+    cautions: list[Caution | None] = []
 
-    def solve(step: Step, machine: Machine, limit_bytes: int, *, banned: frozenset[int]) -> Plan:
-        plan = solver(step, SLOW_DISK if made else machine, limit_bytes, banned=banned)
+    def solve(step: Step, machine: Machine, limit_bytes: int, *, caution: Caution | None = None, **given: Any) -> Plan:
+        cautions.append(caution)
+        plan = solver(step, SLOW_DISK if made else machine, limit_bytes, caution=caution, **given)
         made.append(plan if not made else dataclasses.replace(plan, seconds=0.0))
         return made[-1]
 
@@ -151,4 +154,5 @@ def test_the_numbers_stay_when_steps_are_planned_for_anew(tmp_path: Path, monkey
         assert memory.settled
         assert memory.plan is not None
         assert memory.plan.decisions == made[1].decisions != made[0].decisions
+        assert cautions == [None, Caution.of(FAST_DISK, timed=True)]
     assert states[states.index("planned") :].count("verify") == 1

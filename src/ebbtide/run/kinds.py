@@ -9,7 +9,7 @@ from typing import Literal
 from ebbtide.decisions import Plan
 from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
-from ebbtide.plan import lower_bound, simulate, solve
+from ebbtide.plan import Caution, lower_bound, simulate, solve
 from ebbtide.run.pace import Pace, without_slowdown
 from ebbtide.run.rehearsed import Rehearsed
 from ebbtide.run.script import Script, signature, write_script
@@ -81,8 +81,9 @@ class Kind:
         enough_seconds = seconds - max(WORTH * self.plan.plain_seconds, WORTH_SECONDS)
         if enough_seconds < self.plan.plain_seconds:
             return
+        caution = Caution.of(machine, timed=True)
         try:
-            plan = solve(self.step, machine, self.plan.limit_bytes, banned=self.banned)
+            plan = solve(self.step, machine, self.plan.limit_bytes, banned=self.banned, caution=caution)
         except BudgetError:  # the search is no proof: there is a plan, the one that is followed
             return
         if plan.seconds < enough_seconds:
