@@ -202,6 +202,7 @@ class _FakeRecorder(Recorder):
             raise RuntimeError("a variable needed for gradient computation was modified by an inplace operation")
         with self._aside():
             self.unpack(watched.number)
+            # A tensor of its own, so that it shows for how long autograd has it; what cannot be away needs none.
             stays = watched.number < 0 or self.is_external(watched.number)
             return watched.tensor if stays else watched.tensor.detach()
 
