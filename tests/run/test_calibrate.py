@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from ebbtide.errors import SpillError
 from ebbtide.machine import Link, Machine, Tier, check_machine
 from ebbtide.run import calibrate as module
 from ebbtide.run.calibrate import FREE_BYTES, calibrate, machine_for
+from ebbtide.run.native import arena_library
 from ebbtide.run.tiers.disk import DiskTier
 
 MADE_UP = Machine(
@@ -58,6 +61,35 @@ def test_measures_this_machine(tmp_path: Path) -> None:
     assert steps[-1] == (1.0, "done")
     assert torch.equal(torch.get_rng_state(), generator)
     assert machine_for(tmp_path) == machine
+
+
+MEASURES_NOTHING = """
+import sys
+from ebbtide.run import calibrate as module
+from ebbtide.run.native import arena_library
+from ebbtide.run.tiers.memory import take_memory
+
+def measure(tier, report):
+    arena = arena_library()
+    arena.ebbtide_arena_mark()
+    memory = take_memory(1 << 20)
+    memory.fill_(1)
+    print(arena.ebbtide_arena_most())
+    return MADE_UP.links
+
+MADE_UP = module.Machine.load(sys.argv[1])
+module._measure = measure
+module.calibrate(sys.argv[2])
+"""
+
+
+@pytest.mark.skipif(arena_library() is None, reason="needs a compiler")
+def test_measures_in_the_arena_even_before_any_step(tmp_path: Path) -> None:
+    """Disks are slower to and from other memory, and who calibrates first decides for all."""
+    MADE_UP.save(tmp_path / "machine.json")
+    command = [sys.executable, "-c", MEASURES_NOTHING, str(tmp_path / "machine.json"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) >= 1 << 20
 
 
 def test_a_slow_disk_takes_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

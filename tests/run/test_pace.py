@@ -40,6 +40,18 @@ def test_medians_are_shared_out_over_the_ops_between_two_events() -> None:
     assert refined.plain_seconds == pytest.approx(2 * step.plain_seconds, rel=1e-6)
 
 
+def test_ops_that_are_held_up_now_and_then_count() -> None:
+    """Each step is held up somewhere else: no median shows it, and every step takes that much longer."""
+    step = network_step(6)
+    ticks = [0, *(event.tick for event in step.events), len(step.ops)]
+    spans = [sum(op.duration_seconds for op in step.ops[a:b]) for a, b in itertools.pairwise(ticks)]
+    held_up = sum(spans) / 10
+    pace = Pace()
+    for run in range(WARM_UP + LOOKS[0]):
+        pace.add([seconds + (held_up if place == run else 0.0) for place, seconds in enumerate(spans)])
+    assert pace.refine(step).plain_seconds == pytest.approx(1.1 * sum(spans), rel=1e-6)
+
+
 def test_what_transfers_cost_compute_counts_once() -> None:
     """A step is measured beside the transfers of its plan; predicted from that, it takes as long as it took."""
     step = network_step(8)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ebbtide.errors import SequenceError
 from ebbtide.sequence import aio, run
-from ebbtide.sequence.blocks import RUN_BYTES, Block, Blocks, storage_of
+from ebbtide.sequence.blocks import HUGE_STATE_BYTES, RUN_BYTES, Block, Blocks, storage_of
 from ebbtide.sequence.disk import Copy, StateDisk, StatePlace, joined
 from ebbtide.sequence.schedules import DISK, MEMORY, Multistage
 from ebbtide.sequence.store import StateStore
@@ -24,6 +24,30 @@ from tests.sequence.test_run import START, forward, forward_in_place, plain, rev
 pytestmark = pytest.mark.usefixtures("nothing_left")
 STATE_BYTES = 5000
 needs_aio = pytest.mark.skipif(not aio.is_there(), reason="needs the GNU C library")
+
+
+def advised_huge(address: int) -> bool:
+    """Whether the system was asked for huge pages at an address."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split(None, 1)[0]
+        if "-" in first and not first.endswith(":"):
+            start, end = (int(part, 16) for part in first.split("-"))
+            inside = start <= address < end
+        elif inside and first == "VmFlags:":
+            return "hg" in line.split()
+    raise AssertionError(f"nothing is mapped at {address:#x}")
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="needs a kernel that has huge pages"
+)
+def test_large_states_lie_in_huge_pages_and_small_ones_in_few() -> None:
+    """Ten small states must not take whole huge pages; disks move large ones faster from these."""
+    for size_bytes, huge in ((HUGE_STATE_BYTES, True), (HUGE_STATE_BYTES // 2, False)):
+        blocks = Blocks(size_bytes, 20, for_disk=True)
+        run_of_them = blocks.take_run(10)
+        assert [advised_huge(block.address) for block in run_of_them] == [huge] * len(run_of_them)
 
 
 class Noting(StateDisk):

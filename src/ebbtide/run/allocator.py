@@ -48,6 +48,13 @@ def _use_arena(on: bool) -> None:
         library.ebbtide_arena_use(int(on))
 
 
+def reserve_arena() -> None:
+    """Let there be an arena for transfers, as while planned steps run, whatever CPU tensors are taken from."""
+    library = arena_library()
+    if library is not None:
+        library.ebbtide_arena_reserve()
+
+
 def set_tuned() -> None:
     """Take large tensors from the arena, all else from glibc's heap, and keep the pages of both."""
     _use_arena(True)

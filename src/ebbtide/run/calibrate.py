@@ -1,13 +1,15 @@
 """Measure what a plan must know of this machine: the links between RAM and the spill directory.
 
 NOTE [What is measured]
-Everything goes through the tier that runs will use, so threads, alignment and the faulting in of memory all count.
+Everything goes through the tier that runs will use, and between it and the arena where planned steps have their
+tensors: threads, alignment and the size of pages all count. (From and to pages of 4 KiB the same disk did 3.0 GiB/s out
+and 1.5 back, from huge ones 5.7 and 2.5.)
 1. Latency is the median of single transfers of 4 KiB. Bandwidth is the slope, by least squares of relative errors, of
    the medians of single transfers of 1 to 64 MiB above that latency. A slow disk has no time for the larger sizes.
 2. Duplex bandwidth: both directions are kept busy, and each one's bytes are counted.
 3. Compute slowdown: a loop of products and element-wise ops, while one direction is kept busy and, right before and
-   after that, alone. The median over all turns counts, one for both directions. (Compared with the loop before alone,
-   ten calibrations in a row said 0.02 to 0.33; so, 0 to 0.19.)
+   after that, alone. What counts is the time lost for each byte, since streams beside compute are slower than transfers
+   alone: the median over all turns, one for both directions. (Six calibrations in a row said 18 to 53 ms a GiB.)
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import torch
 
 from ebbtide.errors import RecordError, SpillError
 from ebbtide.machine import Link, Machine, Tier
+from ebbtide.run import allocator
 from ebbtide.run.tiers.disk import DiskTier, free_bytes
 from ebbtide.run.tiers.memory import take_memory
 from ebbtide.run.tiers.queued import QueuedTier
@@ -41,7 +44,7 @@ Progress = Callable[[float, str], None]
 """Called with the fraction that is done, 0 to 1, and what is being measured."""
 Direction = Literal["out", "back"]
 
-METHOD = 3
+METHOD = 4
 """Part of the cache's key: higher when the measurement, or the disk tier's way of transfer, changes."""
 LATENCY_BYTES = 4096
 LATENCY_REPEATS = 25
@@ -90,7 +93,9 @@ def calibrate(spill: str | Path, *, progress: Progress | None = None) -> Machine
                 f"spill directory {tier.directory} has {format_bytes(free)} free, and calibrating needs "
                 f"{format_bytes(FREE_BYTES)}; free some space there, or choose another with spill=..."
             )
+        allocator.reserve_arena()
         links = _measure(tier, report)
+    allocator.trim()  # what was measured with is in nobody's budget
     machine = Machine(
         name=f"{platform.machine()}, {os.cpu_count()} CPUs",
         fast="ram",
@@ -124,9 +129,10 @@ def _measure(tier: DiskTier, report: Progress) -> tuple[Link, Link]:
     report(0.5, "both directions at once")
     duplex = _duplex(tier, streamed)
     report(0.7, "compute beside transfers")
-    slowdown = _slowdown(tier, streamed)
+    lost = _lost_seconds(tier, streamed)
 
     def link(way: Direction, origin: str, target: str) -> Link:
+        slowdown = min(lost * bandwidth[way], 1.0)
         return Link(origin, target, latency[way], bandwidth[way], min(duplex[way], bandwidth[way]), slowdown)
 
     return link("out", "ram", tier.name), link("back", tier.name, "ram")
@@ -235,8 +241,8 @@ def _duplex(tier: DiskTier, source: torch.UntypedStorage) -> dict[Direction, flo
     return {"out": out.bytes_per_second, "back": back.bytes_per_second}
 
 
-def _slowdown(tier: DiskTier, source: torch.UntypedStorage) -> float:
-    """Share of compute speed lost while a direction is busy: the median over turns of both, which cost alike.
+def _lost_seconds(tier: DiskTier, source: torch.UntypedStorage) -> float:
+    """Seconds that each byte moved takes from compute: the median over turns of both directions, which cost alike.
 
     Each turn is compared with the speeds right before and after it, because a shared machine changes its own.
     """
@@ -245,10 +251,10 @@ def _slowdown(tier: DiskTier, source: torch.UntypedStorage) -> float:
     lost = []
     before = compute.rate()
     for way in ways * COMPUTE_TURNS:
-        with _Stream(tier, source, way):
+        with _Stream(tier, source, way) as stream:
             beside = compute.rate()
         after = compute.rate()
-        lost.append(1 - 2 * beside / (before + after))
+        lost.append((1 - 2 * beside / (before + after)) / stream.bytes_per_second)
         before = after
     return max(statistics.median(lost), 0.0)
 
@@ -257,9 +263,9 @@ class _Compute:
     """A loop like a step's: a product that fills the cores, and an element-wise op that fills the memory bus."""
 
     def __init__(self) -> None:
-        self._matrix = torch.ones(384, 384)
-        self._product = torch.empty(384, 384)
-        self._vector = torch.ones(1 << 20)
+        self._matrix = torch.ones(768, 768)
+        self._product = torch.empty(768, 768)
+        self._vector = torch.ones(8 << 20)
         self._run()
 
     def _run(self) -> None:

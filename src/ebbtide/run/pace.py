@@ -2,8 +2,9 @@
 
 The observed durations contain the observer. Planned steps give the time between one event and the next, without the
 time that the conductor itself took there; the median over a few steps, shared out over the ops in between in
-proportion to their observed durations, is the better estimate. It contains what transfers beside compute cost it, which
-the simulator adds by itself; so that much is taken off again.
+proportion to their observed durations, is the better estimate. In each step some ops are held up, not the same ones, so
+that the medians add up to less than a step: they are scaled to the median of the steps. What is left contains what
+transfers beside compute cost it, which the simulator adds by itself; so that much is taken off again.
 """
 
 from __future__ import annotations
@@ -60,15 +61,22 @@ class Pace:
         if len(self._runs[0]) == 1:
             ticks = [0, len(step.ops)]
         ops = list(step.ops)
+        between, held_up = self._medians()
         for index in range(len(ticks) - 1):
             span = range(ticks[index], ticks[index + 1])
             observed = math.fsum(ops[tick].duration_seconds for tick in span)
             if observed > 0:
-                scale = statistics.median(run[index] for run in self._runs[WARM_UP:]) / observed
+                scale = held_up * between[index] / observed
                 for tick in span:
                     seconds = ops[tick].duration_seconds * scale
                     ops[tick] = dataclasses.replace(ops[tick], duration_seconds=round(seconds, 9))
         return dataclasses.replace(step, ops=tuple(ops))
+
+    def _medians(self) -> tuple[list[float], float]:
+        """Between events, and how many times their sum steps took."""
+        runs = self._runs[WARM_UP:]
+        between = [statistics.median(seconds) for seconds in zip(*runs, strict=True)]
+        return between, statistics.median(map(math.fsum, runs)) / max(math.fsum(between), 1e-9)
 
 
 def without_slowdown(step: Step, machine: Machine, decisions: Sequence[Decision]) -> Step:

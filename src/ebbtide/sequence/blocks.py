@@ -6,6 +6,10 @@ not fit: what is resident would then be a matter of chance, up to twice what is 
 whose pages are there once they are written to, which all go back together. What a chain is tried with before it is run
 lies in the same blocks.
 
+NOTE [Huge pages]
+Direct I/O pins every page that it moves. From and to pages of 2 MiB a disk was twice as quick as with those of 4 KiB,
+for a sixth of the processor's time. They make what is resident a multiple of their size, so only large states get them.
+
 NOTE [Runs]
 To ask a disk for a transfer takes compute about as long as to copy a state, and what the disk's side does of the other
 core for each request slows compute down, too. So small states go several at a time: from blocks that lie one after
@@ -14,6 +18,7 @@ another, a run, to places that do.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import mmap
@@ -29,6 +34,9 @@ from ebbtide.units import format_bytes
 
 MAPPING_BYTES = 16 << 20
 """A mapping has at most so many bytes, or one block."""
+HUGE_STATE_BYTES = 2 << 20
+"""States of so many bytes lie in huge pages. Waves with states of 4 and 16 MiB took 0.91 and 0.96 times as long so; one
+with 256 KiB, where asking and copying cost more, as long as before."""
 CACHE_LINE_BYTES = 64
 """Blocks begin at multiples of this at least."""
 RUN_BYTES = 1 << 20
@@ -141,10 +149,14 @@ class Blocks:
     def _map(self, count: int) -> mmap.mmap:
         """A mapping for so many blocks. It goes when the last of them does."""
         try:
-            return mmap.mmap(-1, count * self.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            mapping = mmap.mmap(-1, count * self.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as fault:
             size = format_bytes(self.block_bytes)
             raise SequenceError(f"no RAM for a state of {size} ({fault.strerror}); give less memory=...") from fault
+        if self.block_bytes >= HUGE_STATE_BYTES:
+            with contextlib.suppress(OSError, AttributeError):  # a system may have none
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+        return mapping
 
     def _block(self, mapping: mmap.mmap, start: int) -> Block:
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapping, start))

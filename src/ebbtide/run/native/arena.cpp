@@ -410,10 +410,15 @@ ArenaAllocator allocator;
 
 extern "C" {
 
+// Be there for those who ask for memory themselves. Returns whether it could be done.
+int ebbtide_arena_reserve() {
+  static bool ready = arena().reserve();
+  return ready;
+}
+
 // Make new CPU tensors come from the arena (1) or from PyTorch's own allocator again (0). Returns whether it could be done.
 int ebbtide_arena_use(int on) {
-  static bool ready = arena().reserve();
-  if (!ready) return 0;
+  if (!ebbtide_arena_reserve()) return 0;
   if (fallback == nullptr) fallback = c10::GetCPUAllocator();
   c10::SetCPUAllocator(on ? static_cast<c10::Allocator*>(&allocator) : fallback, 255);
   return 1;
