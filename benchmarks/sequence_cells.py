@@ -168,42 +168,79 @@ class CharLSTM(nn.Module):
         h, c = self.inner(self.embed(given), (h, c))
         return (h, c, loss + nn.functional.cross_entropy(self.head(h), wanted)), None
 
-    def step(self, state: Pair, step: int) -> Pair:
-        """A step without its graph."""
-        with torch.no_grad():
-            h, c = self.inner(self.embed(self.sample(step)[0]), _tensors(state))
-        return h.numpy(), c.numpy()
-
-    def reverse(self, state: Pair, adjoint: Pair, step: int) -> Pair:
-        """A step again with its graph, and back through it."""
-        h, c = (part.requires_grad_() for part in _tensors(state))
-        given, wanted = self.sample(step)
-        following = self.inner(self.embed(given), (h, c))
-        loss = nn.functional.cross_entropy(self.head(following[0]), wanted)
-        torch.autograd.backward([loss, *following], [None, *_tensors(adjoint)])
-        assert h.grad is not None
-        assert c.grad is not None
-        return h.grad.numpy(), c.grad.numpy()
-
 
 class LSTMOperators(Cell):
-    """A `CharLSTM` as a `Cell`: a module's own ``forward`` is something else."""
+    """The steps of a `CharLSTM` and their adjoints, written by hand, as adjoint codes have them.
+
+    Attributes:
+        module: the weights; the adjoints add up in their ``grad``.
+    """
 
     def __init__(self) -> None:
         self.module = CharLSTM()
         self.start = self.module.start
+        inner = self.module.inner
+        self._given, self._held = inner.weight_ih.detach(), inner.weight_hh.detach()
+        self._bias = (inner.bias_ih + inner.bias_hh).detach()
+        self._embedded = self.module.embed.weight.detach()
+        self._head, self._head_bias = self.module.head.weight.detach(), self.module.head.bias.detach()
+        self._rows = torch.arange(BATCH)
+        for parameter in self.module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
 
     def forward(self, state: Pair, step: int, /) -> Pair:
         """See `Cell`."""
-        return self.module.step(state, step)
+        h, c = _tensors(state)
+        i, f, g, o = self._gates(self._embedded[self.module.sample(step)[0]], h)
+        c = (f * c).addcmul_(i, g)
+        return (o * c.tanh()).numpy(), c.numpy()
 
     def reverse(self, state: Pair, adjoint: Pair, step: int, /) -> Pair:
         """See `Cell`."""
-        return self.module.reverse(state, adjoint, step)
+        (h, c), (of_h, of_c), (given, wanted) = _tensors(state), _tensors(adjoint), self.module.sample(step)
+        x = self._embedded[given]
+        i, f, g, o = self._gates(x, h)
+        squashed = (f * c).addcmul_(i, g).tanh_()
+        of_h = self._through_head(o * squashed, wanted, of_h)
+        of_c = of_c + of_h * o * (1 - squashed * squashed)
+        of_gates = torch.cat(
+            (
+                of_c * g * i * (1 - i),
+                of_c * c * f * (1 - f),
+                of_c * i * (1 - g * g),
+                of_h * squashed * o * (1 - o),
+            ),
+            1,
+        )
+        inner, bias = self.module.inner, of_gates.sum(0)
+        _grad(inner.weight_ih).addmm_(of_gates.T, x)
+        _grad(inner.weight_hh).addmm_(of_gates.T, h)
+        _grad(inner.bias_ih).add_(bias)
+        _grad(inner.bias_hh).add_(bias)
+        _grad(self.module.embed.weight).index_add_(0, given, of_gates @ self._given)
+        return (of_gates @ self._held).numpy(), (of_c * f).numpy()
 
     def turn(self, state: Pair, /) -> Pair:
         """See `Cell`."""
         return np.zeros_like(state[0]), np.zeros_like(state[1])
+
+    def _gates(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        i, f, g, o = torch.addmm(self._bias, x, self._given.T).addmm_(h, self._held.T).chunk(4, 1)
+        return i.sigmoid_(), f.sigmoid_(), g.tanh_(), o.sigmoid_()
+
+    def _through_head(self, h: Tensor, wanted: Tensor, of_h: Tensor) -> Tensor:
+        """The adjoint of the next ``h``, that of the loss included."""
+        of_logits = torch.addmm(self._head_bias, h, self._head.T).softmax(1)
+        of_logits[self._rows, wanted] -= 1
+        of_logits /= BATCH
+        _grad(self.module.head.weight).addmm_(of_logits.T, h)
+        _grad(self.module.head.bias).add_(of_logits.sum(0))
+        return torch.addmm(of_h, of_logits, self._head)
+
+
+def _grad(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 def _tensors(state: Pair) -> tuple[Tensor, Tensor]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.sequence import Case, Sweep, cases, run_case, tables
-from benchmarks.sequence_cells import Array, Pair, Wave, make_cell
+from benchmarks.sequence_cells import Array, LSTMOperators, Pair, Wave, make_cell
 from benchmarks.sequence_methods import METHODS
 from benchmarks.sequence_plot import draw
 
@@ -36,6 +38,31 @@ def test_every_method_gives_the_same(tmp_path: Path) -> None:
 def pair(parts: Iterable[Array]) -> Pair:
     now, before = parts
     return now, before
+
+
+def test_adjoints_of_the_lstm_are_autograds() -> None:
+    """Of the state and of all weights, after some steps."""
+    cell = LSTMOperators()
+    rng = np.random.default_rng(0)
+    state, (of_h, of_c) = (pair(0.5 * rng.standard_normal(part.shape, np.float32) for part in cell.start) for _ in "12")
+    h, c = (torch.from_numpy(part).clone().requires_grad_() for part in state)
+    module, steps = copy.deepcopy(cell.module), 3
+    module.zero_grad()
+    final = (h, c, torch.zeros(()))
+    for step in range(steps):
+        final, _ = module.cell(final, step)
+    torch.autograd.backward([final[2], *final[:2]], [None, torch.from_numpy(of_h), torch.from_numpy(of_c)])
+    states = [state]
+    for step in range(steps):
+        states.append(cell.forward(states[-1], step))
+    adjoint: Pair = (of_h, of_c)
+    for step in reversed(range(steps)):
+        adjoint = cell.reverse(states[step], adjoint, step)
+    np.testing.assert_allclose(states[-1][0], final[0].detach(), rtol=1e-5, atol=1e-6)
+    own = [torch.from_numpy(part) for part in adjoint] + [p.grad for p in cell.module.parameters()]
+    for found, true in zip(own, [h.grad, c.grad, *(p.grad for p in module.parameters())], strict=True):
+        assert found is not None
+        torch.testing.assert_close(found, true, rtol=1e-4, atol=1e-6)
 
 
 def test_gradient_of_the_wave() -> None:
