@@ -129,10 +129,10 @@ def _measure(tier: DiskTier, report: Progress) -> tuple[Link, Link]:
     report(0.5, "both directions at once")
     duplex = _duplex(tier, streamed)
     report(0.7, "compute beside transfers")
-    lost = _lost_seconds(tier, streamed)
+    lost_per_byte = _lost_per_byte(tier, streamed)
 
     def link(way: Direction, origin: str, target: str) -> Link:
-        slowdown = min(lost * bandwidth[way], 1.0)
+        slowdown = min(lost_per_byte * bandwidth[way], 1.0)
         return Link(origin, target, latency[way], bandwidth[way], min(duplex[way], bandwidth[way]), slowdown)
 
     return link("out", "ram", tier.name), link("back", tier.name, "ram")
@@ -241,8 +241,8 @@ def _duplex(tier: DiskTier, source: torch.UntypedStorage) -> dict[Direction, flo
     return {"out": out.bytes_per_second, "back": back.bytes_per_second}
 
 
-def _lost_seconds(tier: DiskTier, source: torch.UntypedStorage) -> float:
-    """Seconds that each byte moved takes from compute: the median over turns of both directions, which cost alike.
+def _lost_per_byte(tier: DiskTier, source: torch.UntypedStorage) -> float:
+    """Seconds of compute lost for each byte moved: the median over turns of both directions, which cost alike.
 
     Each turn is compared with the speeds right before and after it, because a shared machine changes its own.
     """

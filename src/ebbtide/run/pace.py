@@ -73,7 +73,7 @@ class Pace:
         return dataclasses.replace(step, ops=tuple(ops))
 
     def _medians(self) -> tuple[list[float], float]:
-        """Between events, and how many times their sum steps took."""
+        """Seconds from each event to the next, medians over the steps; and how many times their sum a step takes."""
         runs = self._runs[WARM_UP:]
         between = [statistics.median(seconds) for seconds in zip(*runs, strict=True)]
         return between, statistics.median(map(math.fsum, runs)) / max(math.fsum(between), 1e-9)
