@@ -98,7 +98,9 @@ def solve_program(program: Assembled, seconds: float) -> Solution:
 
     The interior point method is used, with a crossover to a vertex. On lower bounds with 500 blocks it took a third of
     the dual simplex's time; on those of smaller steps both are quick. Without the crossover it saved a tenth, but where
-    presolve had solved most of a program, the multipliers that came back proved half of its value.
+    presolve had solved most of a program, the multipliers that came back proved half of its value. Of HiGHS's two such
+    methods it is the older one: where the newer is installed (`highspy-extras`), "ipm" takes that, which took twice as
+    long for these programs, in places three times.
     """
     import highspy
 
@@ -113,7 +115,8 @@ def solve_program(program: Assembled, seconds: float) -> Solution:
     model.a_matrix_.value_ = program.values
     solver = highspy.Highs()
     solver.silent()
-    solver.setOptionValue("solver", "ipm")
+    if solver.setOptionValue("solver", "ipx") != highspy.HighsStatus.kOk:  # older ones know no other, and not its name
+        solver.setOptionValue("solver", "ipm")
     solver.setOptionValue("time_limit", seconds)
     solver.passModel(model)
     solver.run()
