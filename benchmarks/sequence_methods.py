@@ -31,7 +31,8 @@ from ebbtide.sequence.planning import quickest
 from ebbtide.sequence.schedules import DISK, Advance, Multistage, Record, Store
 from ebbtide.sequence.spill import open_spill
 from ebbtide.sequence.store import StateStore
-from ebbtide.sequence.trial import FEW_BLOCKS, Samples, Trial, time_steps, time_transfers
+from ebbtide.sequence.transfers import time_transfers
+from ebbtide.sequence.trial import FEW_BLOCKS, Samples, Trial, time_steps
 
 PILOT_STEPS = 300
 STORE_ALL_BYTES = 4 << 30

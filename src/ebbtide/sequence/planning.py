@@ -19,6 +19,7 @@ from ebbtide.sequence.pace import Pace
 from ebbtide.sequence.schedules import DISK, MEMORY, Multistage, Online, OnlineInMemory, Record
 from ebbtide.sequence.spill import SpillFiles
 from ebbtide.sequence.store import unnoted
+from ebbtide.sequence.transfers import time_transfers
 from ebbtide.sequence.trial import (
     FEW_BLOCKS,
     MANY_BLOCKS_BYTES,
@@ -29,7 +30,6 @@ from ebbtide.sequence.trial import (
     time_copy,
     time_first_steps,
     time_steps,
-    time_transfers,
 )
 
 DISK_SHARE = 0.9

@@ -1,28 +1,20 @@
-"""What steps, copies and transfers take, measured before a chain is run.
+"""What steps and copies of states take, measured before a chain is run.
 
 NOTE [Typical times]
 A core that shares its execution units or caches with another's work is up to twice as slow while that lasts, for some
 milliseconds or seconds: a chain meets both. So what it will take is told by a mean over as long as measuring may last,
 not by a median, which is either one or the other; only the slowest few calls, which met another process, are left out.
-What compute loses beside transfers is a difference: it is measured in turns with steps alone.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import itertools
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from ebbtide.machine import Link
-from ebbtide.sequence.blocks import Block, Blocks, storage_of
-from ebbtide.sequence.choose import SlowMemory
-from ebbtide.sequence.disk import Copy, StateDisk, StatePlace
+from ebbtide.sequence.blocks import Block, Blocks
 
 TRIALS = 5
 TRIAL_SECONDS = 0.5
@@ -38,18 +30,6 @@ FEW_BLOCKS = 16
 """States in so many blocks are likely to be in the processor's caches still when they are read ..."""
 MANY_BLOCKS_BYTES = 64 << 20
 """... and no more are timed, where there are more, than take so much."""
-STORE_SECONDS = 10e-6
-"""Compute spends about so long for each transfer in one direction on what the store must know of it."""
-TRANSFERS = 3
-TURNS = 8
-TURN_STEPS = 10
-"""Steps beside transfers and steps alone take up to so many turns, of at least so many steps."""
-BESIDE_SECONDS = 0.3
-"""Transfers in one direction are timed beside steps for so long at most."""
-UNDER_WAY = 8
-"""So many transfers at most are under way then: enough to keep a link busy beside a step."""
-TRIAL_PLACES = 256
-"""So many places in the file are written at most, but then one after another, as in a run: it grows meanwhile."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -208,154 +188,3 @@ def _seconds(call: Callable[..., object], *arguments: Any) -> float:
     start = time.perf_counter()
     call(*arguments)
     return time.perf_counter() - start
-
-
-def time_transfers(
-    disk: StateDisk,
-    trial: Trial,
-    step_seconds: float,
-    copy_seconds: float,
-    capacity_bytes: int | None,
-    *,
-    seconds: float,
-) -> SlowMemory:
-    """Measure how long a state takes to ``disk`` and back, and what compute loses beside it, but for the copy.
-
-    Args:
-        disk: where to.
-        trial: the chain's steps.
-        step_seconds, copy_seconds: what a step takes alone, and a copy of a state.
-        capacity_bytes: how much the disk can take.
-        seconds: that measuring may take; if it is less than a few steps, each way is timed alone.
-
-    Raises:
-        SpillError: if states cannot be moved.
-    """
-    runs = [trial.samples(trial.blocks.run_length if disk.takes_runs(trial.blocks.block_bytes) else 1)]
-    length = len(runs[0])
-    storages = [storage_of(runs[0])]
-    state = trial.prepare()
-    places: collections.deque[StatePlace] = collections.deque()
-    ways = [_time_trip(disk, storages[0], places) for _ in range(TRANSFERS)]
-    out, back = (statistics.median(way) for way in zip(*ways, strict=True))
-    out_loss = back_loss = 0.0
-    seconds = min(seconds / 2, BESIDE_SECONDS)
-    if step_seconds < seconds / 4 and trial.slots >= 2:
-        room = max(TRIAL_PLACES // length, 1)
-        if capacity_bytes is not None:
-            room = min(room, capacity_bytes // storages[0].nbytes())
-        count = min(UNDER_WAY, trial.slots // length, 2 + int(step_seconds / max(min(out, back), 1e-9)))
-        others = [trial.samples(length) for _ in range(count - 1)]
-        runs += [run for run in others if len(run) == length]
-        for run in others:  # of what is free, some may not lie together
-            if len(run) < length:
-                trial.blocks.give_back(*run)
-        count = len(runs)
-        storages = [storage_of(run) for run in runs]
-
-        def write(number: int) -> Copy:
-            if len(places) >= max(room, count + 1):
-                disk.forget(places.popleft())
-            for block in runs[number]:
-                trial.pack(state, block)
-            copy = disk.store(storages[number])
-            places.append(copy.place)
-            return copy
-
-        out, out_loss = _beside(trial, write, count, seconds, out)
-        following = itertools.cycle(places)
-        back, back_loss = _beside(
-            trial, lambda number: disk.bring(next(following), storages[number]), count, seconds, back
-        )
-        out_loss = STORE_SECONDS + max(out_loss / length - copy_seconds, 0.0)
-        back_loss = STORE_SECONDS + back_loss / length
-    for place in reversed(places):
-        disk.forget(place)
-    for run in runs:
-        trial.blocks.give_back(*run)
-    return SlowMemory(
-        disk.name,
-        _link("memory", disk.name, trial.state_bytes, out / length, out_loss),
-        _link(disk.name, "memory", trial.state_bytes, back / length, back_loss),
-        capacity_bytes,
-    )
-
-
-def _time_trip(
-    disk: StateDisk, storage: torch.UntypedStorage, places: collections.deque[StatePlace]
-) -> tuple[float, float]:
-    """Seconds of some states to the disk and of the way back; notes its place, which is not given back."""
-    start = time.perf_counter()
-    copy = disk.store(storage)
-    copy.wait()
-    written = time.perf_counter()
-    disk.bring(copy.place, storage).wait()
-    end = time.perf_counter()
-    places.append(copy.place)
-    return written - start, end - written
-
-
-def _beside(
-    trial: Trial, begin: Callable[[int], Copy], count: int, seconds: float, alone_seconds: float
-) -> tuple[float, float]:
-    """Seconds of a transfer while steps run beside, and seconds of compute that each costs.
-
-    Args:
-        trial: the steps.
-        begin: begins a transfer with some buffer.
-        count: buffers, and so transfers under way.
-        seconds: how long to try.
-        alone_seconds: a transfer alone.
-    """
-    alone = Samples()
-    stepping, whole, beginning = Samples(), Samples(), Samples()
-    start = time.perf_counter()
-    turn_seconds = max(seconds / 2 / TURNS, TURN_STEPS * trial.time())
-    while alone.calls < TURN_STEPS or time.perf_counter() - start < seconds:
-        end = time.perf_counter() + turn_seconds
-        alone.add(trial.time())
-        while time.perf_counter() < end:
-            alone.add(trial.time())
-        _turn_beside(trial, begin, count, turn_seconds, (stepping, whole, beginning))
-    steps_each = whole.calls / beginning.calls
-    begin_seconds, whole_seconds = beginning.typical(), whole.typical()
-    lost_share = max(1 - alone.typical() / stepping.typical(), 0.0)
-    loss = begin_seconds + steps_each * whole_seconds * lost_share
-    was_idle = alone_seconds * count < whole_seconds  # as steps take too long for so few buffers
-    return alone_seconds if was_idle else begin_seconds + steps_each * whole_seconds, loss
-
-
-def _turn_beside(
-    trial: Trial,
-    begin: Callable[[int], Copy],
-    count: int,
-    seconds: float,
-    samples: tuple[Samples, Samples, Samples],
-) -> None:
-    """Run steps for so long beside as many transfers as can be.
-
-    Notes what each step took, also with what came before it, and what it took to begin each transfer.
-    """
-    stepping, whole, beginning = samples
-    done = 0
-    start = time.perf_counter()
-    under_way = collections.deque(begin(number) for number in range(count))
-    while (began := time.perf_counter()) - start < seconds or done < count:
-        stepping.add(trial.time())
-        whole.add(time.perf_counter() - began)
-        for _ in range(count):
-            if not under_way[0].ready:
-                break
-            began = time.perf_counter()
-            under_way.popleft().wait()
-            under_way.append(begin(done % count))
-            beginning.add(time.perf_counter() - began)
-            done += 1
-    for transfer in under_way:
-        transfer.wait()
-
-
-def _link(source: str, target: str, state_bytes: int, seconds: float, loss_seconds: float) -> Link:
-    seconds = max(seconds, 1e-9)
-    rate = max(state_bytes, 1) / seconds
-    return Link(source, target, 0.0, rate, rate, loss_seconds / seconds)
