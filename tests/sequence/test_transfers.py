@@ -16,7 +16,7 @@ from ebbtide.sequence.blocks import Block, Blocks
 from ebbtide.sequence.choose import SlowMemory
 from ebbtide.sequence.disk import Copy, StateDisk, StatePlace
 from ebbtide.sequence.layout import Layout
-from ebbtide.sequence.transfers import TRIAL_PLACES, TRIPS, time_transfers
+from ebbtide.sequence.transfers import TRIAL_PLACES, TRIPS, UNTRIED_SECONDS, time_transfers
 from ebbtide.sequence.trial import Trial
 
 STATE_BYTES = 1 << 16
@@ -150,7 +150,7 @@ def test_short_of_time_each_way_is_timed_alone(tmp_path: Path, clock: Clock) -> 
         found = time_transfers(disk, tried, STEP, PACK, None, seconds=STEP)
     out, back, *losses = costs(found)
     assert (out, back) == pytest.approx(2 * ((ASK + QUICK) / tried.blocks.run_length,))
-    assert losses == [0.0, 0.0]
+    assert losses == pytest.approx([UNTRIED_SECONDS, UNTRIED_SECONDS])
 
 
 @pytest.mark.parametrize("room", [None, 40, 4])

@@ -28,12 +28,12 @@ from ebbtide.sequence.trial import Trial
 
 TRIPS = 3
 """Transfers alone that are timed in each direction."""
-TURNS = 2
-"""Steps alone and steps beside transfers take so many turns at least, ..."""
-TURN_RUNS, TURN_STATES = 4, 8
-"""... in each of which so many runs go, and so many states."""
+TURN_RUNS, TURN_STATES = 2, 8
+"""Steps alone and steps beside transfers take turns, in each of which so many runs go at least, and so many states."""
 LATE_SHARE = 0.1
 """A disk does not keep up with compute that waits for it for this part of a turn."""
+UNTRIED_SECONDS = 30e-6
+"""What a state costs compute each way where there is no time to try it: measured were 10 to 60 microseconds."""
 BESIDE_SECONDS = 0.6
 """Turns are not taken for longer than this."""
 TRIAL_PLACES = 256
@@ -71,7 +71,8 @@ def time_transfers(
         trial: the chain's steps.
         step_seconds, copy_seconds: what a step takes alone, and a copy of a state.
         capacity_bytes: how much the disk can take.
-        seconds: that measuring may take; if it is less than a few steps, each way is timed alone.
+        seconds: that measuring may take; if it is less than a few steps, each way is timed alone, and compute is
+            taken to lose what it usually does.
 
     Raises:
         SpillError: if states cannot be moved.
@@ -81,12 +82,12 @@ def time_transfers(
     trips = [_time_trip(disk, storage_of(run)) for _ in range(TRIPS)]
     trial.blocks.give_back(*run)
     alone = [statistics.median(way) for way in zip(*trips, strict=True)]
-    losses = [0.0, 0.0]
+    losses = [UNTRIED_SECONDS, UNTRIED_SECONDS]
     takes = [way / len(run) for way in alone]
     steps = max(TURN_RUNS * length, TURN_STATES)
     room = TRIAL_PLACES if capacity_bytes is None else min(capacity_bytes // trial.blocks.block_bytes, TRIAL_PLACES)
     seconds = min(seconds, BESIDE_SECONDS)
-    if TURNS * 3 * steps * step_seconds < seconds and trial.slots >= 2 and steps <= room:
+    if 3 * steps * step_seconds < seconds and trial.slots >= 2 and steps <= room:
         alone_turns, *ways = _in_turns(disk, trial, steps, room, seconds)
         for way, turns in enumerate(ways):
             whole, late, busy = (
@@ -131,21 +132,25 @@ def _in_turns(
     alone: list[_Turn] = []
     out: list[_Turn] = []
     back: list[_Turn] = []
-    stored: collections.deque[int] = collections.deque()
+    stored: list[int] = []
     start = time.perf_counter()
     with StateStore(trial.blocks, {disk.name: disk}) as store:
-        while len(alone) < TURNS or time.perf_counter() - start < seconds:
-            while len(stored) + steps > room:
-                store.drop(stored.popleft(), disk.name)
+        while not alone or time.perf_counter() - start < seconds:
+            if len(stored) + steps > room:  # all at once, so that no holes are left between runs
+                _drop(store, disk.name, stored)
             numbers = range(len(alone) * steps, (len(alone) + 1) * steps)
             stored.extend(numbers)
             busy = sum(trial.time() for _ in numbers)
             alone.append(_Turn(busy, 0.0, busy))
             out.append(_storing(disk, trial, store, numbers))
             back.append(_bringing(disk, trial, store, numbers))
-        for number in stored:
-            store.drop(number, disk.name)
+        _drop(store, disk.name, stored)
     return alone, out, back
+
+
+def _drop(store: StateStore, tier: str, numbers: list[int]) -> None:
+    while numbers:
+        store.drop(numbers.pop(), tier)
 
 
 def _storing(disk: StateDisk, trial: Trial, store: StateStore, numbers: Sequence[int]) -> _Turn:
