@@ -87,7 +87,8 @@ def time_transfers(
     steps = max(TURN_RUNS * length, TURN_STATES)
     room = TRIAL_PLACES if capacity_bytes is None else min(capacity_bytes // trial.blocks.block_bytes, TRIAL_PLACES)
     seconds = min(seconds, BESIDE_SECONDS)
-    if 3 * steps * step_seconds < seconds and trial.slots >= 2 and steps <= room:
+    most_seconds = steps * (3 * step_seconds + sum(takes))  # of a turn; transfers run beside steps, so less
+    if most_seconds < 2 * seconds and trial.slots >= 2 and steps <= room:
         alone_turns, *ways = _in_turns(disk, trial, steps, room, seconds)
         for way, turns in enumerate(ways):
             whole, late, busy = (
