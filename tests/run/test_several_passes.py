@@ -5,23 +5,27 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import ebbtide
 import tests.run.programs_rare  # noqa: F401  (registers its programs)
-from ebbtide.decisions import Decision, Keep, Offload, Recompute
+from ebbtide.decisions import Decision, Keep, Offload, Plan, Recompute
 from ebbtide.errors import BudgetError
-from ebbtide.machine import Machine
+from ebbtide.machine import Machine, Tier
 from ebbtide.observe.recorder import Recorder
 from ebbtide.run.meter import PeakMeter
 from ebbtide.run.safe import SafePolicy
 from ebbtide.step import Step
-from tests.run.harness import FAST_DISK, SLOW_DISK, Program, run_plain, run_within
+from tests.run.harness import FAST_DISK, SLOW_DISK, Program, paper_machine, run_plain, run_within
 from tests.run.programs import PROGRAMS
+
+FAIR_DISK = paper_machine("ram", Tier("disk", "disk"), bandwidth_bytes_per_second=1e8, latency_seconds=1e-6)
+"""A value takes longer to it than most ops take: plans offload some values and recompute others."""
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
 
@@ -67,6 +71,18 @@ def test_a_step_is_observed_as_it_is_without_a_budget(name: str, limit: str, tmp
     assert timeless(memory.observed) == timeless(plain)
 
 
+@pytest.fixture
+def steady_plans(monkeypatch: pytest.MonkeyPatch, quick_plans: Callable[..., Plan]) -> None:
+    """Plans for steps whose ops take the same time each: a clock does not decide what happens to which value."""
+
+    def steady(step: Step, *arguments: Any, **options: Any) -> Plan:
+        ops = tuple(dataclasses.replace(op, duration_seconds=1e-4, workspace_bytes=0) for op in step.ops)
+        return quick_plans(dataclasses.replace(step, ops=ops), *arguments, **options)
+
+    monkeypatch.setattr("ebbtide.run.kinds.solve", steady)
+
+
+@pytest.mark.usefixtures("steady_plans")
 @pytest.mark.parametrize(("machine", "expected"), [(FAST_DISK, Offload), (SLOW_DISK, Recompute)])
 @pytest.mark.parametrize("name", ["TwoLosses", "TaskGradients"])
 def test_values_leave_again(name: str, machine: Machine, expected: type[Decision], tmp_path: Path) -> None:
@@ -77,13 +93,14 @@ def test_values_leave_again(name: str, machine: Machine, expected: type[Decision
     assert any(isinstance(decision, expected) for decision in between_passes(step, trial.decisions))
 
 
+@pytest.mark.usefixtures("steady_plans")
 def test_one_value_moves_and_is_recomputed(tmp_path: Path) -> None:
     """In one step of one plan a value goes different ways, and comes back the same."""
     kind = PROGRAMS["TaskGradients"]
     step = observed(kind())
     found = set()
-    for percent in range(45, 75, 5):
-        trial = run_within(kind, run_plain(kind), f"{percent}%", FAST_DISK, tmp_path)
+    for limit, machine in itertools.product(["70%", "80%", "85%"], [FAST_DISK, FAIR_DISK]):
+        trial = run_within(kind, run_plain(kind), limit, machine, tmp_path)
         ways: dict[int, list[type[Decision]]] = {}
         for absence, decision in zip(step.absences, trial.decisions, strict=True):
             ways.setdefault(absence.value, []).append(type(decision))
