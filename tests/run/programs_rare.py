@@ -262,6 +262,24 @@ class Normalised(Program):
 
 
 @program
+class OddArguments(Chain):
+    """Sparse tensors and inference tensors, of the user's and made on the way, are read by ops that save nothing."""
+
+    def forward(self, index: int) -> Tensor:
+        h: Tensor = self.data(index, 256, 64)
+        sparse = self.data(index + 1, 256, 128).relu().to_sparse()
+        with torch.inference_mode():
+            mask = self.data(index + 2, 256, 128) * 0.1
+        for layer in self.model:
+            h = layer(h)
+            with torch.inference_mode():
+                made = h.detach() * 0.1
+            h = (h + mask + made + sparse) if h.shape == mask.shape else h
+            h = torch.tanh(h) * h
+        return h
+
+
+@program
 class Picking(Chain):
     """Ops with indices and several outputs: sort, topk, gather, scatter, cumsum, where, masks."""
 

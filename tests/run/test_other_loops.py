@@ -107,6 +107,7 @@ def test_lightning_errors_end_the_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_hugging_face_trainer(micro_batches: int, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
     transformers = pytest.importorskip("transformers")
 
     class Model(nn.Module):

@@ -23,6 +23,11 @@ def has_storage(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def is_traceable(tensor: torch.Tensor) -> bool:
+    """Whether it can be told which version of which storage it shows: nobody counts those of inference tensors."""
+    return has_storage(tensor) and not tensor.is_inference()
+
+
 class StorageRecord:
     """One storage, from when it was first seen until it died.
 

@@ -30,7 +30,7 @@ from ebbtide.observe.clock import Clock, HostClock, Span, total_seconds
 from ebbtide.observe.compiled_calls import compiled_calls
 from ebbtide.observe.drafts import OpDraft, SeenStorage, ValueDraft, absences_of
 from ebbtide.observe.inductor import unwatch_compiling, watch_compiling
-from ebbtide.observe.ledger import Ledger, StorageRecord, has_storage, tensors_in
+from ebbtide.observe.ledger import Ledger, StorageRecord, has_storage, is_traceable, tensors_in
 from ebbtide.observe.mode import DispatchMode
 from ebbtide.observe.modules import ModuleTrail
 from ebbtide.observe.schema import COMPILED_GRAPH, operator_info
@@ -125,6 +125,8 @@ class Recorder(DispatchMode):
         draft = OpDraft(info, self._inputs(read, kwargs, tick), *self._place())
         if info.replay == "batch_norm" and not trains:
             draft.replay = "pure"
+        if not all(map(is_traceable, tensors_in((*read, *kwargs.values())))):
+            draft.replay = "opaque"
         self._begin(draft)
         result, draft.spans, grown = self._execute(func, args, kwargs)
         positions = () if trains else info.written

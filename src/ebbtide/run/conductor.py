@@ -4,8 +4,10 @@ Autograd's saves and requests are the clock: at each of them the conductor does 
 between them. A dispatch mode runs only over the stretches of the forward pass in which recipes capture their calls.
 
 NOTE [Leaving the plan]
-If a tensor is saved that the script does not expect there, the conductor first looks for another script that agrees
-with all that was saved so far and goes on with that; a tensor that is only smaller than expected is no reason to leave.
+If a tensor is saved, or asked for, that the script does not expect there, the conductor first looks for another script
+that agrees with all that happened so far, and goes on with that: see NOTE [Going over] in `ebbtide.run.forks`. A tensor
+that is only smaller than expected is no reason to leave; nor are ops that are not the recorded ones, since the step may
+turn out to be of another kind: no more calls are captured then, and what they should make again moves out instead.
 Otherwise the plan is left: what is held stays valid (a holding never needs the script), new saves go to the safe
 policy, and what is asked for comes back on demand.
 
@@ -17,6 +19,7 @@ one, the plan is left.
 
 from __future__ import annotations
 
+import bisect
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -27,7 +30,8 @@ import torch
 from ebbtide.observe.clock import Clock, Span
 from ebbtide.observe.compiled_calls import compiled_calls
 from ebbtide.run.allocator import Trimmer
-from ebbtide.run.holdings import Holding, Kept, View, is_plain, keep
+from ebbtide.run.forks import Alternative, alike, also_held, catch_up, remade_alike, renumbered
+from ebbtide.run.holdings import Holding, Kept, View, is_plain, keep, version_of
 from ebbtide.run.recipes import CaptureMode, Recipe
 from ebbtide.run.safe import SafePolicy
 from ebbtide.run.script import NOBODY, Actions, Saving, Script, Treatment
@@ -46,38 +50,44 @@ class Conductor:
         tier: the tier of a name, and of an empty one that of values which no plan moves; called when values move.
         safe: takes over when the plan is left.
         truth: if given, every value that the plan computes again is also kept and compared.
+        witness: makes such a truth for a script that nothing has verified yet, if the step goes over to it.
         trimmer: keeps the resident size near the live bytes; None to leave it alone.
         clock: takes the stamps; None to take none.
 
     Attributes:
         script: the script that is followed, which may have changed since.
         left: why the plan was left, or an empty string.
+        differs: why nothing more was captured, though the plan was not left, or an empty string.
+        truth: what is compared now.
         stamps: with a clock: for each event its marks before and after what the conductor did there.
     """
 
     def __init__(
         self,
         script: Script,
-        others: Sequence[Script],
+        others: Sequence[Alternative],
         tier: Callable[[str], SlowTier],
         safe: SafePolicy,
         truth: Truth | None = None,
+        witness: Callable[[], Truth] = Truth,
         trimmer: Trimmer | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.script = script
         self.left = ""
+        self.differs = ""
         self.stamps: list[Span] = []
         self._others = others
         self._tier = tier
         self._safe = safe
-        self._truth = truth
+        self.truth = truth
+        self._witness = witness
         self._trimmer = trimmer
         self._outdated: list[CaptureMode] = []
         self._event = 0
-        self._exact = True
+        self._exact = self._whole = True
         self._held: dict[int, weakref.ref[Holding]] = {}
-        self._capture = CaptureMode(script.known, self.leave) if script.remakes else None
+        self._capture = CaptureMode(script.known, self._differs) if script.remakes else None
         self._calls = compiled_calls()
         self._lock = threading.RLock()  # a value that dies in a hook may call another
         self._mark = clock.mark if clock is not None else None
@@ -98,14 +108,22 @@ class Conductor:
 
     @property
     def finished(self) -> bool:
-        """Whether everything that the script expects has happened, as it expects it."""
-        return not self.left and self._exact and self._event == len(self.script.expected)
+        """Whether everything that the script expects has happened, as it expects it, from the beginning on."""
+        as_expected = self._exact and self._whole and not self.differs and not self.left
+        return as_expected and self._event == len(self.script.expected)
 
     def _shorten(self) -> None:
         """Choose the events at which the hooks may be short."""
-        self._kept, self._shown, self._numbers = self.script.kept, self.script.shown, self.script.numbers
+        script = self.script
+        self._kept, self._shown, self._numbers = script.kept, script.shown, script.numbers
+        self._also_held = frozenset(also_held(script, self._others))
         if not self._is_short:
             self._kept, self._shown = (None,) * len(self._kept), (NOBODY,) * len(self._shown)
+        elif self._also_held:
+            kept = list(script.kept)
+            for number in self._also_held:
+                kept[bisect.bisect_right(script.numbers, number) - 1] = None
+            self._kept = tuple(kept)
 
     # --- hooks ---------------------------------------------------------------------------------------------------
 
@@ -130,8 +148,10 @@ class Conductor:
         if capture is not None:
             capture.hidden = True
         number = self._numbers[self._event]
-        if not self.left and not self._fits(tensor, number):
-            self._go_over(tensor, number)
+        if not self.left and not self._fits(tensor, number) and not self._goes_over(number, tensor):
+            self.leave(
+                f"saved tensor {number} is {tensor.dtype} {list(tensor.shape)}, which no known kind of step expects"
+            )
         if self.left:
             handle = self._safe.pack(tensor)
         else:
@@ -159,7 +179,9 @@ class Conductor:
         if self.left:
             return self._safe.unpack(handle)
         began = self._mark() if self._mark is not None else None
-        if self._event >= len(self.script.expected) or self.script.expected[self._event] != ~handle.number:
+        if self.script.expected[self._event : self._event + 1] != (~handle.number,) and not self._goes_over(
+            handle.number
+        ):
             self.leave(f"saved tensor {handle.number} was asked for out of turn")
             return handle.show()
         capture = self._capture
@@ -220,7 +242,8 @@ class Conductor:
         return reference() if reference is not None else None
 
     def _hold(self, tensor: torch.Tensor, number: int, saving: Saving) -> Kept | View:
-        if saving.treatment == Treatment.KEEP or not is_plain(tensor):
+        kept = saving.treatment == Treatment.KEEP and number not in self._also_held
+        if kept or not is_plain(tensor):
             return keep(tensor, number)
         holding = self._holding(saving.value)
         fresh = holding is None
@@ -229,38 +252,49 @@ class Conductor:
             self._held[saving.value] = weakref.ref(holding)
         if fresh or saving.first:  # the node that saved it first may be gone already, and the holding with it
             holding.fill(tensor)
-            holding.recipes = self._recipes(saving)
+            holding.recipes = self._recipes(saving, holding)
             for tier in saving.tiers:
                 self._tier(tier).expect(tensor.device)
             if saving.treatment == Treatment.REMAKE:
                 self._drop(holding)
             elif saving.treatment == Treatment.MOVE and not saving.first:
                 holding.send(self._tier(saving.tiers[0]))  # its planned copy out went with the former holding
-        elif holding.tensor is None and holding.recipe is None:
+        elif (holding.tensor is None and holding.recipe is None) or not holding.knows(version_of(tensor)):
             return keep(tensor, number)
         return View(holding, tensor, number)
 
-    def _recipes(self, saving: Saving) -> list[Recipe]:
-        """How the value is made again, each time that it is."""
+    def _recipes(self, saving: Saving, holding: Holding) -> list[Recipe]:
+        """How the value is made again, each time that it is; empty if that was not captured, or not this value."""
         recipes = []
         for remake in saving.remakes:
             assert self._capture is not None
-            calls = [self._capture.calls.get(op) for op in remake.ops]
-            leaves = {value: self._holding(value) for value in remake.leaves}
-            if any(call is None for call in calls) or any(leaf is None for leaf in leaves.values()):
-                return []  # The plan was left and taken up again in between: the value just stays.
-            present = {value: leaf for value, leaf in leaves.items() if leaf is not None}
-            recipes.append(Recipe(saving.value, [call for call in calls if call is not None], present, remake.leaves))
+            calls = self._capture.calls_of(remake.ops)
+            leaves = {v: leaf for v in remake.leaves if (leaf := self._holding(v)) is not None}
+            if calls is None or len(leaves) < len(remake.leaves):
+                return []
+            recipe = Recipe(saving.value, calls, leaves, remake.leaves)
+            if not recipe.makes(holding, self._holding):
+                return []
+            recipes.append(recipe)
         return recipes
 
     def _drop(self, holding: Holding) -> None:
-        """Let go of what the next recipe makes again."""
+        """Let go of what the next recipe makes again; what has none moves out."""
         if holding.recipes and holding.intact:
             recipe = holding.recipes.pop(0)
-            if self._truth is not None:
-                self._truth.watch(holding, recipe, self._tier(""))
+            if self.truth is not None:
+                self.truth.watch(holding, recipe, self._tier(""))
             else:
                 holding.drop(recipe)
+        elif holding.intact:
+            self._send(holding, "")
+            holding.release()
+
+    def _send(self, holding: Holding, tier: str) -> None:
+        """Queue the copy out of what the script does not move."""
+        if holding.tensor is not None:
+            self._tier(tier).expect(holding.tensor.device)
+            holding.send(self._tier(tier))
 
     # --- deviation -----------------------------------------------------------------------------------------------
 
@@ -277,7 +311,7 @@ class Conductor:
         if (
             tensor.dim() == len(saving.shape)
             and tensor.numel() <= saving.shape.numel()
-            and not self._known(tensor, number)
+            and not (self._exact and self._match(number, tensor))
         ):
             self._exact = False
             return self._same_value(tensor, saving)
@@ -285,44 +319,55 @@ class Conductor:
 
     def _same_value(self, tensor: torch.Tensor, saving: Saving) -> bool:
         """Whether a value that was saved before is saved again, if that is what the script expects."""
-        if saving.treatment == Treatment.KEEP or saving.first:
+        if saving.treatment == Treatment.KEEP or saving.first or not is_plain(tensor):
             return True
         holding = self._holding(saving.value)
-        return holding is None or holding.tensor is None or holding.identity == tensor.untyped_storage()._cdata
+        return holding is None or holding.knows(version_of(tensor))
 
-    def _known(self, tensor: torch.Tensor, number: int) -> bool:
-        """Whether another script expects exactly this tensor here."""
-        return self._match(tensor, number) is not None
-
-    def _match(self, tensor: torch.Tensor, number: int) -> Script | None:
-        prefix = self.script.prefixes[number] if number < len(self.script.prefixes) else None
-        for script in self._others:
+    def _match(self, number: int, tensor: torch.Tensor | None) -> Alternative | None:
+        """Another script that agrees with all that happened so far, and in which ``tensor`` is saved next; or in which
+        saved tensor ``number`` is asked for next."""
+        event, script = self._event, self.script
+        expected = ((number if tensor is not None else ~number),)
+        for other in self._others:
+            theirs = other.script
             if (
-                number < len(script.savings)
-                and script.prefixes[number] == prefix
-                and script.expected[self._event : self._event + 1] == (number,)
-                and script.savings[number].shape == tensor.shape
-                and script.savings[number].dtype is tensor.dtype
+                theirs.expected[event : event + 1] == expected
+                and (tensor is None or _is_like(tensor, theirs.savings[number]))
+                and alike(script, theirs) >= script.numbers[event]
+                and theirs.expected[:event] == script.expected[:event]
             ):
-                return script
+                return other
         return None
 
-    def _go_over(self, tensor: torch.Tensor, number: int) -> None:
-        """Take up the script that this step agrees with, if there is one; else leave the plan."""
-        script = self._match(tensor, number) if self._exact else None
-        if script is None:
-            self.leave(
-                f"saved tensor {number} is {tensor.dtype} {list(tensor.shape)}, which no known kind of step expects"
-            )
-            return
-        if number > 0:
-            self._exact = False  # what was done so far followed another plan
-        self.script = script
+    def _goes_over(self, number: int, tensor: torch.Tensor | None = None) -> bool:
+        """Take up the script that this step agrees with, if there is one."""
+        former, count = self.script, self._numbers[self._event]
+        other = self._match(number, tensor) if self._exact and number >= 0 else None
+        names = renumbered(former, other.script, count) if other is not None else None
+        if other is None or names is None:
+            return False
+        script = self.script = other.script
+        self._whole = self._whole and not self._event
+        self._held = {names[value]: holding for value, holding in self._held.items()}
+        self.truth = None if other.verified else self._witness()
+        self.differs = ""
         self._shorten()
+        outdated, self._capture = self._capture, CaptureMode(script.known, self._differs) if script.remakes else None
+        if outdated is not None:
+            outdated.forget()
+            self._outdated.append(outdated)
+            if self._capture is not None:
+                self._capture.take_over(outdated, former.known)
+        held = {value: holding for value in self._held if (holding := self._holding(value)) is not None}
+        catch_up(script, self._event, held, remade_alike(former, script, count), self._send)
+        return True
+
+    def _differs(self, reason: str) -> None:
+        """An op is not the recorded one. See NOTE [Leaving the plan]."""
+        self.differs = self.differs or reason
         if self._capture is not None:
             self._capture.forget()
-            self._outdated.append(self._capture)
-        self._capture = CaptureMode(script.known, self.leave) if script.remakes else None
 
     def leave(self, reason: str) -> None:
         """Leave the plan. See NOTE [Leaving the plan]."""
@@ -330,8 +375,13 @@ class Conductor:
             self.left = reason
             self._is_short = False
             self._shorten()
+            self._safe.assume(self.script.alive_at(self._event))
             if self._capture is not None:
                 self._capture.forget()
+
+
+def _is_like(tensor: torch.Tensor, saving: Saving) -> bool:
+    return tensor.dtype is saving.dtype and tensor.shape == saving.shape
 
 
 def _is_result(tensor: torch.Tensor) -> bool:

@@ -11,7 +11,8 @@ NOTE [Holdings]
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -31,6 +32,28 @@ def changed_error(tensor: torch.Tensor, version: int) -> RuntimeError:
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{tensor.dtype} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} instead."
     )
+
+
+class Version(NamedTuple):
+    """One version of one storage, however long it lives: as long as this does, nothing else is equal to it."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    number: int
+
+    def written(self) -> Version:
+        """The next version."""
+        return Version(self.storage, self.number + 1)
+
+
+def version_of(tensor: torch.Tensor) -> Version:
+    """What ``tensor`` shows."""
+    # All references to one object are one object, dead or alive, as long as one of them is kept: none is a stranger's.
+    return Version(weakref.ref(tensor.untyped_storage()), tensor._version)
+
+
+def is_same(one: Version, other: Version) -> bool:
+    """Whether they are the same version of the same storage, which may be gone."""
+    return one.storage is other.storage and one.number == other.number
 
 
 class Kept:
@@ -67,6 +90,7 @@ class Holding:
 
     Attributes:
         tensor: shows the storage while it is here, else None.
+        versions: what it was filled with, and whatever has had the same bytes since: what came back, or was made again.
         size_bytes: bytes of the storage.
         recipe: what makes it again while it is dropped.
         recipes: for each time that it will be dropped.
@@ -83,12 +107,14 @@ class Holding:
         "tensor",
         "tier",
         "version",
+        "versions",
     )
 
     def __init__(self) -> None:
         self.tensor: torch.Tensor | None = None
         self.version = 0
         self.identity = 0
+        self.versions: list[Version] = []
         self.size_bytes = 0
         self.tier: SlowTier | None = None
         self.slot: Slot | None = None
@@ -100,6 +126,7 @@ class Holding:
         """Hold the storage of ``tensor``."""
         self.tensor = tensor.detach()
         self.version = tensor._version
+        self.versions = [version_of(tensor)]
         storage = tensor.untyped_storage()
         self.identity = storage._cdata
         self.size_bytes = storage.nbytes()
@@ -108,6 +135,10 @@ class Holding:
     def intact(self) -> bool:
         """Whether what is here has not been written in place since it was saved."""
         return self.tensor is not None and self.tensor._version == self.version
+
+    def knows(self, version: Version) -> bool:
+        """Whether this very version has been here."""
+        return any(is_same(known, version) for known in self.versions)
 
     def shows(self, identity: int, version: int) -> bool:
         """Whether this very version of the living storage ``identity`` is here."""
@@ -160,6 +191,7 @@ class Holding:
         self.tensor = tensor
         self.version = tensor._version
         self.identity = tensor.untyped_storage()._cdata
+        self.versions.append(version_of(tensor))
         return tensor
 
     def _free_slot(self) -> None:
@@ -204,7 +236,13 @@ class View:
             and tensor.storage_offset() == self.offset
         ):
             return tensor
-        return self.over(tensor.untyped_storage())
+        if tensor.dtype is self.dtype:
+            # A view of it counts its versions with it; a new tensor over its storage would count its own.
+            return tensor.as_strided(self.shape, self.stride, self.offset)
+        shown = self.over(tensor.untyped_storage())
+        if not holding.knows(version_of(shown)):
+            holding.versions.append(version_of(shown))
+        return shown
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

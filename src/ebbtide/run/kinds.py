@@ -10,6 +10,7 @@ from ebbtide.decisions import Plan
 from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
 from ebbtide.plan import Caution, lower_bound, simulate, solve
+from ebbtide.run.forks import Alternative, alike
 from ebbtide.run.pace import Pace, without_slowdown
 from ebbtide.run.rehearsed import Rehearsed
 from ebbtide.run.script import Script, signature, write_script
@@ -22,6 +23,9 @@ WORTH, WORTH_SECONDS = 0.01, 1e-3
 about a second, and three longer steps."""
 CHANGED_LOOKS = 2
 """How many steps in a row have to run other ops than the planned one for it to be planned for anew."""
+CLOSE_LOOKS = 16
+"""Steps of a kind in which nothing binds that are watched as if something did: some may save other tensors, of which
+the first one tells nothing."""
 State = Literal["observe", "verify", "audit", "rehearse", "planned", "idle"]
 
 
@@ -35,6 +39,7 @@ class Kind:
         banned: absences that must not be computed again: their recomputation was seen to differ.
         audited_peak_bytes: the peak counted in a planned step, None until then.
         calls_compiled: whether it calls what `torch.compile` returned.
+        follower: the kind that steps are likely to be of that come after one of this kind.
     """
 
     def __init__(self, step: Step) -> None:
@@ -48,6 +53,9 @@ class Kind:
         self.audited_peak_bytes: int | None = None
         self.pace = Pace()
         self.places = Rehearsed()
+        self.follower = self
+        self._idle_steps = 0
+        self._was_followed_by_another = False
         self._others = 0
         self._arenas: dict[str, PlannedPlaces] = {}
 
@@ -58,6 +66,15 @@ class Kind:
         if _names(step) == _names(self.step):
             step = dataclasses.replace(step, ops=tuple(map(_settled, step.ops, self.step.ops)))
         self.step, self.calls_compiled = step, calls_compiled
+
+    def followed_by(self, kind: Kind) -> None:
+        """A step of this kind was followed by one of ``kind``: twice in a row, and it is what is expected."""
+        if kind is self.follower:
+            self._was_followed_by_another = False
+        elif self._was_followed_by_another:
+            self.follower, self._was_followed_by_another = kind, False
+        else:
+            self._was_followed_by_another = True
 
     def look(self, step: Step) -> None:
         """A step of this kind was observed though it is planned: see whether it still runs the same ops."""
@@ -99,6 +116,12 @@ class Kind:
             self.state = "idle"
         else:
             self.state = "verify" if verify and self.script.remakes else "audit"
+
+    def looks_closely(self, others: Sequence[Alternative]) -> bool:
+        """Whether a step in which nothing binds is watched from beginning to end: it may turn out to be another one."""
+        assert self.script is not None
+        self._idle_steps += 1
+        return self._idle_steps <= CLOSE_LOOKS or any(alike(self.script, other.script) > 0 for other in others)
 
     def places_in(self, tier: str) -> PlannedPlaces | None:
         """Where values lie in the arena of ``tier``; None while there is no plan."""

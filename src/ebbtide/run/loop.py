@@ -15,6 +15,7 @@ from ebbtide.run import allocator
 from ebbtide.run.calibrate import machine_for
 from ebbtide.run.device import TrainingDevice
 from ebbtide.run.drift import Drift
+from ebbtide.run.forks import Alternative
 from ebbtide.run.gauges import likely_device
 from ebbtide.run.kinds import Kind
 from ebbtide.run.tiers import SlowTier
@@ -100,12 +101,28 @@ class Loop:
     def state(self) -> str:
         """What the next step is for: ``observe``, ``verify``, ``audit``, ``rehearse``, and from then on ``planned``, or
         ``idle`` if nothing binds."""
-        return "observe" if self.observations_left > 0 or self.current is None else self.current.state
+        return "observe" if self.observations_left > 0 or self.expected is None else self.expected.state
 
     @property
     def settled(self) -> bool:
         """Whether the next step runs as all later ones will."""
-        return self.state != "observe" and self.current is not None and self.current.settled
+        return self.state != "observe" and self.expected is not None and self.expected.settled
+
+    @property
+    def expected(self) -> Kind | None:
+        """The kind that the next step is likely to be of."""
+        return self.current.follower if self.current is not None else None
+
+    def met(self, kind: Kind) -> None:
+        """A step was of this kind."""
+        if self.current is not None:
+            self.current.followed_by(kind)
+        self.current = kind
+
+    def alternatives(self, kind: Kind) -> list[Alternative]:
+        """What a step that begins like one of ``kind`` may turn out to be."""
+        others = (other for other in self.kinds.values() if other is not kind)
+        return [Alternative(other.script, other.state != "verify") for other in others if other.script is not None]
 
     def close(self) -> None:
         """Give back files, threads and the allocator's settings."""
@@ -180,7 +197,7 @@ class Loop:
         self.observations_left -= 1
         seen = Kind(step)
         kind = self.kinds.setdefault(seen.key, seen)
-        self.current = kind
+        self.met(kind)
         if kind.plan is not None:
             kind.look(step)
             # In calls of what was compiled a plan's capture mode must not go on and off.

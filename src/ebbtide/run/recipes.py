@@ -13,17 +13,18 @@ from typing import Any
 import torch
 
 from ebbtide.errors import RecipeError
-from ebbtide.observe.ledger import has_storage, tensors_in
+from ebbtide.observe.ledger import is_traceable, tensors_in
 from ebbtide.observe.mode import DispatchMode
 from ebbtide.observe.schema import operator_info
-from ebbtide.run.holdings import Holding, View, changed_error
+from ebbtide.run.holdings import Holding, Version, View, changed_error, is_same, version_of
 
 _NO_STATISTICS = {torch.ops.aten._native_batch_norm_legit.default: torch.ops.aten._native_batch_norm_legit.no_stats}
 
 
 @dataclasses.dataclass(slots=True)
 class _Argument:
-    """A tensor among the captured arguments: a view of value ``value``, or an external tensor and its version.
+    """A tensor among the captured arguments: a view of value ``value``, which was ``shown``, or an external tensor and
+    its version.
 
     A view may be lazily conjugated or negated: marks of the tensor, of which its storage shows nothing.
     """
@@ -32,6 +33,7 @@ class _Argument:
     view: View
     conjugated: bool
     negated: bool
+    shown: Version | None = None
     external: torch.Tensor | None = None
     version: int = 0
 
@@ -49,6 +51,7 @@ class Call:
     Attributes:
         outputs: values it makes, in the order of the step's record: those written in place, then new storages.
         written: values that it writes in place, old and new.
+        made: the same, as they were there.
         grad: whether gradients were enabled: some kernels return more when they are.
     """
 
@@ -58,10 +61,23 @@ class Call:
     outputs: tuple[int, ...]
     written: dict[int, int]
     grad: bool
+    made: dict[int, Version] = dataclasses.field(default_factory=dict)
+
+    def note(self, given: set[int], result: Any) -> None:
+        """Note what the call has made: its ``result``, but for what lies in storages that it was ``given``."""
+        if self.written:
+            shown = {argument.value: argument.shown for argument in _arguments(self)}
+            read = {new: shown.get(old) for old, new in self.written.items()}
+            self.made.update((new, version.written()) for new, version in read.items() if version is not None)
+        self.made.update((value, version_of(tensor)) for value, tensor in _fresh(self, given, result))
 
 
 def capture(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: KnownOp) -> Call:
-    """Remember a call, its tensors as values in the order in which the step's record names them."""
+    """Remember a call, its tensors as values in the order in which the step's record names them.
+
+    Raises:
+        RecipeError: if a tensor among its arguments is of a kind that no recipe can read.
+    """
     if known.batch_norm:
         args = (*args[:3], *args[5:]) if func in _NO_STATISTICS else (*args[:3], None, None, *args[5:])
         func = _NO_STATISTICS.get(func, func)
@@ -70,7 +86,7 @@ def capture(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: Kno
 
     def remember(item: Any) -> Any:
         if isinstance(item, torch.Tensor):
-            if not has_storage(item):
+            if not is_traceable(item):
                 raise RecipeError(f"{func} was recorded with plain tensors and is now called with another kind")
             identity = item.untyped_storage()._cdata
             value = numbers.get(identity)
@@ -79,8 +95,8 @@ def capture(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: Kno
             view, marks = View(_NOWHERE, item, -1), (item.is_conj(), item.is_neg())
             if value in known.external or value < 0:
                 kept = item.detach()
-                return _Argument(value, view, *marks, kept, kept._version)
-            return _Argument(value, view, *marks)
+                return _Argument(value, view, *marks, None, kept, kept._version)
+            return _Argument(value, view, *marks, version_of(item))
         if isinstance(item, (list, tuple)):
             return type(item)(remember(part) for part in item) if type(item) in (list, tuple) else item
         return item
@@ -88,6 +104,16 @@ def capture(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: Kno
     args = tuple(remember(item) for item in args)
     kwargs = {name: remember(item) for name, item in kwargs.items()}
     return Call(func, args, kwargs, known.outputs, dict(known.mutated), torch.is_grad_enabled())
+
+
+def _fresh(call: Call, given: set[int], result: Any) -> Iterator[tuple[int, torch.Tensor]]:
+    """The values that a call made in other storages than it was ``given``, by its ``result``."""
+    fresh = [value for value in call.outputs if value not in call.written.values()]
+    found: dict[int, torch.Tensor] = {}
+    for tensor in tensors_in(result if isinstance(result, (list, tuple)) else (result,)):
+        if is_traceable(tensor) and (identity := tensor.untyped_storage()._cdata) not in given:
+            found.setdefault(identity, tensor)
+    yield from zip(fresh, found.values(), strict=False)
 
 
 _NOWHERE = Holding()
@@ -121,6 +147,25 @@ class Recipe:
             for argument in _arguments(call):
                 self.last_use[argument.value] = index
 
+    def makes(self, holding: Holding, held: Callable[[int], Holding | None]) -> bool:
+        """Whether the calls, as they were captured, made what ``holding`` holds from what the leaves hold.
+
+        They were told by their place among the ops of the step, which a branch or one op more may have shifted. By
+        value, ``held`` are what else has the same bytes: what has come back may have been read instead.
+        """
+        made = {value: leaf.versions[0] for value, leaf in self.leaves.items() if leaf.versions}
+        for call in self.calls:
+            for argument in _arguments(call):
+                if argument.shown is not None:
+                    version, other = made.get(argument.value), held(argument.value)
+                    if version is None:
+                        return False
+                    same = other is not None and other.knows(version) and other.knows(argument.shown)
+                    if not same and not is_same(version, argument.shown):
+                        return False
+            made.update(call.made)
+        return self.target in made and holding.knows(made[self.target])
+
     def replay(self) -> torch.Tensor:
         """Run the calls again; returns a tensor that shows the storage of the value.
 
@@ -145,17 +190,12 @@ class Recipe:
             made[old] = made[new]
         args = tuple(_filled(item, made, self.leaves) for item in call.args)
         kwargs = {name: _filled(item, made, self.leaves) for name, item in call.kwargs.items()}
-        known = {t.untyped_storage()._cdata for t in tensors_in((*args, *kwargs.values()))}
+        given = {t.untyped_storage()._cdata for t in tensors_in((*args, *kwargs.values()))}
         with torch.set_grad_enabled(call.grad):
             result = call.func(*args, **kwargs)
         for old in call.written:
             del made[old]
-        fresh = iter([value for value in call.outputs if value not in call.written.values()])
-        for tensor in tensors_in(result if isinstance(result, (list, tuple)) else (result,)):
-            identity = tensor.untyped_storage()._cdata
-            if identity not in known:
-                known.add(identity)
-                made[next(fresh)] = tensor
+        made.update(_fresh(call, given, result))
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -235,6 +275,10 @@ class CaptureMode(DispatchMode):
             self.enter()
         self.tick = tick if tick > self._begun_at else _UNKNOWN
 
+    def take_over(self, other: CaptureMode, known: dict[int, KnownOp]) -> None:
+        """Take the calls of another mode's, which looked for the ops in ``known``, that are the same here."""
+        self.calls |= {tick: call for tick, call in other.calls.items() if self._known.get(tick) == known[tick]}
+
     def forget(self) -> None:
         """Capture nothing more; the mode itself stays until `end`."""
         self._known = {}
@@ -250,12 +294,30 @@ class CaptureMode(DispatchMode):
             return func(*args, **(kwargs or {}))
         known = self._known.get(self.tick)
         self.tick += 1
-        if known is not None:
-            if operator_info(func).name != known.name:
-                self._on_mismatch(f"op {self.tick - 1} is {func}, expected {known.name}")
-            else:
-                self.calls[self.tick - 1] = capture(func, args, kwargs or {}, known)
-        return func(*args, **(kwargs or {}))
+        if known is None:
+            return func(*args, **(kwargs or {}))
+        return self._run_known(func, args, kwargs or {}, known)
+
+    def _run_known(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: KnownOp) -> Any:
+        tick = self.tick - 1
+        if operator_info(func).name != known.name:
+            self._on_mismatch(f"op {tick} is {func}, expected {known.name}")
+            return func(*args, **kwargs)
+        try:
+            call = capture(func, args, kwargs, known)
+        except RecipeError as fault:
+            self._on_mismatch(f"op {tick}: {fault}")
+            return func(*args, **kwargs)
+        given = {tensor.untyped_storage()._cdata for tensor in tensors_in((*args, *kwargs.values()))}
+        result = func(*args, **kwargs)
+        call.note(given, result)
+        self.calls[tick] = call
+        return result
+
+    def calls_of(self, ops: Sequence[int]) -> list[Call] | None:
+        """The calls of these ops, or None if any was not captured."""
+        calls = [call for op in ops if (call := self.calls.get(op)) is not None]
+        return calls if len(calls) == len(ops) else None
 
     def run_graph(self, run: Callable[[], Any], inputs: Sequence[Any], written: Collection[int]) -> Any:
         """Count a compiled graph as the op that it is in the step's record."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
@@ -17,6 +18,7 @@ from ebbtide.observe.uncompiled import uncompiled
 from ebbtide.run import allocator
 from ebbtide.run.conductor import Conductor
 from ebbtide.run.device import TrainingDevice
+from ebbtide.run.forks import Alternative
 from ebbtide.run.hooks import LightWatch, forget_failed_backward, pop_hooks, push_hooks
 from ebbtide.run.kinds import Kind
 from ebbtide.run.loop import FINAL_STATES, Loop
@@ -24,6 +26,7 @@ from ebbtide.run.meter import AllocatedMeter, PeakMeter
 from ebbtide.run.native import arena_library
 from ebbtide.run.rehearsed import Rehearsed
 from ebbtide.run.safe import SafePolicy
+from ebbtide.run.script import Script
 from ebbtide.run.shortage import is_out_of_memory
 from ebbtide.run.tiers.choose import settle
 from ebbtide.run.verify import Truth
@@ -44,7 +47,6 @@ class Running:
         self._conductor: Conductor | None = None
         self._ground: TrainingDevice
         self._meter: PeakMeter | AllocatedMeter | None = None
-        self._truth: Truth | None = None
         self._light: LightWatch | None = None
         self._places: Rehearsed | None = None
         self._kind: Kind | None = None
@@ -66,7 +68,7 @@ class Running:
         try:
             self._ground = loop.ground = loop.ground or TrainingDevice()
             self._state = loop.state
-            self._kind = None if self._state == "observe" else loop.current
+            self._kind = None if self._state == "observe" else loop.expected
             self._compiled = compiled_as_ops() if loop.compiles else uncompiled(warns=False)
             self._compiled.__enter__()
             self._begin()
@@ -86,28 +88,41 @@ class Running:
         settle(loop.tiers, kind.places_in if kind is not None else _unplanned, self._ground.device)
         if kind is None or kind.script is None or kind.plan is None:
             self._observe()
-        elif self._state == "idle":
-            self._light = LightWatch(next(iter(kind.step.saved), None))
-            push_hooks(self._light.pack, self._light.unpack)
         else:
-            self._truth = Truth() if self._state == "verify" else None
-            self._conductor = Conductor(
-                kind.script,
-                [k.script for k in loop.kinds.values() if k.script is not None and k is not kind],
-                loop.tier,
-                SafePolicy(kind.plan.limit_bytes, loop.tier, other_bytes=_assumed_bytes(kind.plan), memory=memory),
-                self._truth,
-                None if kind.places.serves else self._trimmer(kind.plan.peak_bytes - kind.plan.resting_bytes),
-                self._ground.clock if self._state == "planned" and not kind.pace.done else None,
-            )
-            if self._state == "audit":
-                self._meter = PeakMeter() if memory is None else AllocatedMeter(memory)
-                self._meter.enter()
-            push_hooks(self._conductor.pack, self._conductor.unpack)
-            self._conductor.start()
+            others = loop.alternatives(kind)
+            if self._state == "idle" and not kind.looks_closely(others):
+                self._light = LightWatch(next(iter(kind.step.saved), None))
+                push_hooks(self._light.pack, self._light.unpack)
+            else:
+                self._conduct(kind, kind.script, kind.plan, others)
         if kind is not None and self._state in ("rehearse", *FINAL_STATES) and loop.tunes:
             self._places = kind.places
             self._places.begin()
+
+    def _conduct(self, kind: Kind, script: Script, plan: Plan, others: Sequence[Alternative]) -> None:
+        loop, memory = self._loop, self._ground.memory
+        trims = plan.binds and not kind.places.serves
+        self._conductor = Conductor(
+            script,
+            others,
+            loop.tier,
+            SafePolicy(plan.limit_bytes, loop.tier, other_bytes=_assumed_bytes(plan), memory=memory),
+            truth=Truth() if self._state == "verify" else None,
+            witness=self._witness,
+            trimmer=self._trimmer(plan.peak_bytes - plan.resting_bytes) if trims else None,
+            clock=self._ground.clock if self._state == "planned" and not kind.pace.done else None,
+        )
+        if self._state == "audit":
+            self._meter = PeakMeter() if memory is None else AllocatedMeter(memory)
+            self._meter.enter()
+        push_hooks(self._conductor.pack, self._conductor.unpack)
+        self._conductor.start()
+
+    def _witness(self) -> Truth:
+        """What compares in a step that turned out to be of a kind which is still to be verified."""
+        if self._loop.hard:
+            self._ground.cap(None)
+        return Truth()
 
     def _observe(self) -> None:
         loop = self._loop
@@ -172,7 +187,9 @@ class Running:
 
     def _note(self, ended: Any) -> None:
         loop, kind, conductor = self._loop, self._kind, self._conductor
-        left = conductor.left if conductor is not None else self._light.left if self._light is not None else ""
+        left = self._light.left if self._light is not None else ""
+        if conductor is not None:
+            left = conductor.left or conductor.differs
         peak = self._meter.peak_bytes if self._meter is not None else None
         self._time(ended, Measured(self._state, None, peak, left=left))
         if self._recorder is not None and self._policy is not None:
@@ -213,16 +230,19 @@ class Running:
     def _advance(self, kind: Kind, conductor: Conductor, peak: int | None) -> None:
         """Move the kind of step along, if the step ran as planned from beginning to end."""
         loop = self._loop
-        for other in loop.kinds.values():
-            if other.script is conductor.script:
-                loop.current = other
-        if not conductor.finished or conductor.script is not kind.script:
+        ran = next((other for other in loop.kinds.values() if other.script is conductor.script), None)
+        if ran is None:
+            return  # it was planned for anew meanwhile
+        loop.met(ran)
+        if not conductor.finished:
             return
-        if self._truth is not None:
-            kind.state = "audit"
-            if self._truth.differing:
-                kind.ban(self._truth.differing)
-                kind.make_plan(loop.machine, kind.plan.limit_bytes if kind.plan else 0, loop.verify)
+        if conductor.truth is not None:
+            ran.state = "audit"
+            if conductor.truth.differing:
+                ran.ban(conductor.truth.differing)
+                ran.make_plan(loop.machine, ran.plan.limit_bytes if ran.plan else 0, loop.verify)
+        elif ran is not kind:
+            return  # what else there is to find out begins with the step
         elif self._state == "audit":
             kind.audited_peak_bytes = peak
             if kind.plan is not None and peak is not None and peak > kind.plan.limit_bytes:

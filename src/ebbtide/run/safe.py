@@ -98,6 +98,10 @@ class SafePolicy:
         self._last_live_bytes = 0
         self._growth_bytes = 0
 
+    def assume(self, other_bytes: int) -> None:
+        """At least so many bytes are alive besides what is held here."""
+        self._other_bytes = max(self._other_bytes, other_bytes)
+
     def pack(self, tensor: torch.Tensor) -> Any:
         """The pack hook."""
         recorder = self.recorder

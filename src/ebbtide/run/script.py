@@ -95,9 +95,11 @@ class Script:
             The last entry is for the start of the step.
         stays_on: whether there is but one stretch, from the start of the step to its end.
         known: by tick, the ops that recipes replay.
+        resting_bytes: alive at rest.
         alive: by event, bytes alive above those at rest.
         headroom: by event, bytes that the ops up to the next event take at most above what is alive at it.
         prefixes: by number of the saved tensor, a hash of those saved before it.
+        held: numbers of the saved tensors that do not just stay, ascending.
         kept: by event: the form of the saved tensor that is expected, if all that happens there is that it is kept.
         shown: by event: number of the saved tensor, if all that happens there is that it is asked for; else `NOBODY`.
         numbers: by event: how many tensors were saved before, so the number of the one that is saved there, if any.
@@ -110,9 +112,11 @@ class Script:
     stretches: tuple[int, ...]
     stays_on: bool
     known: dict[int, KnownOp]
+    resting_bytes: int
     alive: tuple[int, ...]
     headroom: tuple[int, ...]
     prefixes: tuple[int, ...]
+    held: tuple[int, ...]
     kept: tuple[Form | None, ...]
     shown: tuple[int, ...]
     numbers: tuple[int, ...]
@@ -121,6 +125,10 @@ class Script:
     def remakes(self) -> bool:
         """Whether any value is computed again."""
         return bool(self.known)
+
+    def alive_at(self, event: int) -> int:
+        """All bytes alive at an event, or after the last one."""
+        return self.resting_bytes + (self.alive[min(event, len(self.alive) - 1)] if self.alive else 0)
 
 
 def write_script(step: Step, plan: Plan, memory: Sequence[int], *, captures_all: bool = False) -> Script:
@@ -147,9 +155,11 @@ def write_script(step: Step, plan: Plan, memory: Sequence[int], *, captures_all:
         stretches=stretches,
         stays_on=captures_all,
         known=known,
+        resting_bytes=plan.resting_bytes,
         alive=tuple(memory[moment] - plan.resting_bytes for moment in step.event_moments()),
         headroom=_headroom(step, memory),
         prefixes=_prefixes(step.saved),
+        held=tuple(n for n, saving in enumerate(savings) if saving.treatment != Treatment.KEEP),
         kept=_kept(step.events, actions, stretches, savings),
         shown=(
             *(

@@ -1,0 +1,134 @@
+"""Steps of several kinds that begin alike: at the first difference the conductor goes over to another script.
+
+NOTE [Going over]
+Until then the step was run by a plan that is not its own, and what its own plan has away by now may be here.
+
+1. A tensor that one plan keeps and another one moves, drops or reads for a recipe is given a holding by both, as far as
+   their kinds are alike.
+2. Values are numbered by kind: what is held gets the numbers of the new one. Where one kind shows a single value twice
+   and the other two values, neither can take up the other's plan.
+3. What the new plan has away is moved out and waited for, as is what it drops: what made it was not captured. What the
+   former plan has dropped is made again at once, unless the new one drops it, too: its recipe would keep what it reads
+   for longer than the new plan knows.
+4. So the bytes held are at most those of the new plan from then on.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from ebbtide.run.holdings import Holding
+from ebbtide.run.script import Script, Treatment
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Alternative:
+    """A script that a step may turn out to follow.
+
+    Attributes:
+        verified: whether all that it computes again has been compared with the truth.
+    """
+
+    script: Script
+    verified: bool
+
+
+def alike(one: Script, other: Script) -> int:
+    """How many tensors both save first, one after the other and of the same types and shapes."""
+    most = min(len(one.savings), len(other.savings))
+    # A prefix is a hash of all that was saved before it: once they differ, they differ.
+    same = bisect.bisect_left(range(most), True, key=lambda number: one.prefixes[number] != other.prefixes[number])
+    if same < most or not most:
+        return max(same - 1, 0)
+    last, last_other = one.savings[most - 1], other.savings[most - 1]
+    return most - (last.dtype is not last_other.dtype or last.shape != last_other.shape)
+
+
+def also_held(script: Script, others: Sequence[Alternative]) -> list[int]:
+    """Numbers of saved tensors that ``script`` keeps and that others, as far as they are alike, do something with."""
+    found: set[int] = set()
+    for other in others:
+        if other.script.held:
+            found.update(other.script.held[: bisect.bisect_left(other.script.held, alike(script, other.script))])
+    return [number for number in found if script.savings[number].treatment == Treatment.KEEP]
+
+
+def renumbered(script: Script, other: Script, count: int) -> dict[int, int] | None:
+    """The values of the first ``count`` saved tensors as ``other`` numbers them, by their numbers in ``script``; None
+    where one of them shows a single value twice, and the other one two."""
+    numbers: dict[int, int] = {}
+    for one, two in zip(script.savings[:count], other.savings[:count], strict=True):
+        if numbers.setdefault(one.value, two.value) != two.value:
+            return None
+    return numbers if len(set(numbers.values())) == len(numbers) else None
+
+
+def remade_alike(script: Script, other: Script, count: int) -> set[int]:
+    """Values of the first ``count`` saved tensors that both drop as they are saved, and make again in the same way."""
+    return {
+        one.value
+        for one, two in zip(script.savings[:count], other.savings[:count], strict=True)
+        if one == two
+        and one.treatment == Treatment.REMAKE
+        and all(script.known[op] == other.known[op] for remake in one.remakes for op in remake.ops)
+    }
+
+
+def standing(script: Script, event: int) -> tuple[dict[int, str], set[int]]:
+    """Where values are just before an event of ``script``.
+
+    Returns:
+        The tiers of those whose copies out have been queued, and which are away: those, and others that were dropped.
+    """
+    sent: dict[int, str] = {}
+    away: set[int] = set()
+    for number, actions in zip(script.expected[:event], script.actions[:event], strict=True):
+        saving = script.savings[number if number >= 0 else ~number]
+        if number < 0:
+            sent.pop(saving.value, None)
+            away.discard(saving.value)
+        elif saving.first and saving.treatment == Treatment.REMAKE:
+            away.add(saving.value)
+        if actions is not None:
+            away.update(actions.drops)
+            away.update(actions.releases)
+            sent.update(actions.outs)
+            away.difference_update(actions.loads)
+    return sent, away
+
+
+def catch_up(
+    script: Script,
+    event: int,
+    held: Mapping[int, Holding],
+    dropped: Collection[int],
+    send: Callable[[Holding, str], None],
+) -> None:
+    """Bring what is held to where ``script`` has it just before an event: rule 3.
+
+    Args:
+        held: holdings by value, as ``script`` numbers them.
+        dropped: values that may have been dropped as ``script`` drops them.
+        send: queues a copy out to the tier of a name; to any, if that is empty.
+    """
+    sent, away = standing(script, event)
+
+    def let_go() -> None:
+        here = [held[value] for value in away if value in held]
+        for holding in here:
+            send(holding, "")
+        for holding in here:
+            holding.release()
+
+    for value, tier in sent.items():
+        if value in held:
+            send(held[value], tier)
+    let_go()
+    for value, holding in held.items():
+        if value not in dropped:
+            holding.recipes.clear()
+            if holding.recipe is not None:
+                holding.arrive()
+                let_go()  # with what its recipe has read

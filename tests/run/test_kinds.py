@@ -1,0 +1,135 @@
+"""Steps of several kinds: the budget holds in each, whichever was expected, and so do the bits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ebbtide
+from ebbtide.machine import Machine
+from ebbtide.run.meter import PeakMeter
+from tests.run.harness import FAST_DISK, SLOW_DISK
+
+pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
+
+BLOCKS, WIDTH, BATCH = 8, 64, 256
+EVERY = tuple(range(BLOCKS))
+
+
+class Blocks(nn.Module):
+    """Residual blocks, of which each step leaves some out, as stochastic depth does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(BLOCKS)
+        )
+        self.ends = nn.ModuleList(nn.Linear(WIDTH, WIDTH - each) for each in range(BLOCKS + 1))
+
+    def forward(self, x: Tensor, blocks: Sequence[int], looks: int) -> Tensor:
+        h = self.blocks[0](x)
+        for _ in range(looks):  # saves nothing, but numbers what comes after it
+            h.detach().abs().sum()
+        for block in blocks:
+            h = h + self.blocks[block](h)
+        ended: Tensor = self.ends[len(blocks)](h)
+        return ended.square().mean()
+
+
+Steps = Sequence[tuple[Sequence[int], int]]
+
+
+class Seen(NamedTuple):
+    """Of one step: what it was expected to be for, its peak, why it left its plan, and whether it only was to be held
+    to the budget: the safe policy observes near it, and the step that verifies has true values besides."""
+
+    state: str
+    peak_bytes: int
+    left: str
+    counts: bool
+
+
+def gradients(model: nn.Module) -> list[Tensor | None]:
+    found = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+def run(steps: Steps, limit_bytes: int, machine: Machine, directory: Path) -> list[Seen]:
+    """Steps under a budget, whose gradients are those without one."""
+    plain, model, found = Blocks(), Blocks(), []
+    data = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(1))
+    with ebbtide.Budget(limit_bytes, spill=directory, machine=machine) as memory:
+        for blocks, looks in steps:
+            plain(data, blocks, looks).backward()
+            expected, state = gradients(plain), memory.state
+            verified = all(kind.state != "verify" for kind in memory._loop.kinds.values())
+            with PeakMeter() as meter, memory.step():
+                model(data, blocks, looks).backward()
+            for one, other in zip(expected, gradients(model), strict=True):
+                assert (one is None) == (other is None)
+                assert one is None or other is None or torch.equal(one, other)
+            left = memory.measured[-1].left
+            found.append(Seen(state, meter.peak_bytes, left, verified and state != "observe" and not left))
+    return found
+
+
+def plain_peak(blocks: Sequence[int]) -> int:
+    model = Blocks()
+    data = torch.randn(BATCH, WIDTH)
+    with PeakMeter() as meter:
+        model(data, blocks, 0).backward()
+    return meter.peak_bytes
+
+
+def assert_within(found: Sequence[Seen], limit_bytes: int, steps: int) -> None:
+    """At least so many steps were to stay within the budget, and did."""
+    assert sum(seen.counts for seen in found) >= steps
+    assert [(index, seen) for index, seen in enumerate(found) if seen.counts and seen.peak_bytes > limit_bytes] == []
+
+
+def mixed(kinds: Steps, count: int = 30) -> list[tuple[Sequence[int], int]]:
+    """Steps of each kind one after the other, until all are planned; then ``count`` in no order."""
+    dice = random.Random(0)
+    settled = [kind for kind in kinds for _ in range(5)] * 2
+    return [*settled, *(dice.choice(kinds) for _ in range(count))]
+
+
+@pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["moves", "recomputes"])
+@pytest.mark.parametrize("share", [0.7, 0.8, 0.95])
+def test_kinds_that_begin_alike(machine: Machine, share: float, tmp_path: Path) -> None:
+    """Which kind a step is of shows when some of it has been saved as if it were of another."""
+    limit_bytes = int(share * plain_peak(EVERY))
+    found = run(mixed([(EVERY, 0), (EVERY[:-1], 0), (EVERY[:-3], 0)]), limit_bytes, machine, tmp_path)
+    assert_within(found, limit_bytes, steps=30)
+    assert not any(seen.left for seen in found[-30:])
+
+
+@pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["moves", "recomputes"])
+def test_kinds_that_number_values_differently(machine: Machine, tmp_path: Path) -> None:
+    """Ops that save nothing shift the numbers of all later values, and the places of all later ops."""
+    limit_bytes = int(0.7 * plain_peak(EVERY))
+    found = run(mixed([(EVERY, 0), (EVERY[:-1], 1), (EVERY[:-3], 2)]), limit_bytes, machine, tmp_path)
+    assert_within(found, limit_bytes, steps=30)
+
+
+@pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["moves", "recomputes"])
+def test_a_larger_kind_comes_where_nothing_binds(machine: Machine, tmp_path: Path) -> None:
+    limit_bytes = int(1.02 * plain_peak(EVERY[:4]))
+    assert limit_bytes < 0.95 * plain_peak(EVERY)
+    found = run(mixed([(EVERY[:4], 0), (EVERY, 0)]), limit_bytes, machine, tmp_path)
+    assert_within(found, limit_bytes, steps=30)
+    assert {"idle", "planned"} <= {seen.state for seen in found[-30:]}
+
+
+def test_kinds_in_turns_are_expected(tmp_path: Path) -> None:
+    kinds = [(EVERY, 0), (EVERY[:-1], 0), (EVERY[:4], 0)]
+    found = run(kinds * 12, int(1.02 * plain_peak(EVERY[:4])), FAST_DISK, tmp_path)
+    assert [seen.state for seen in found[-6:]] == ["planned", "planned", "idle"] * 2
