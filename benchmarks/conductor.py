@@ -31,6 +31,7 @@ from ebbtide.machine import Link, Machine, Tier
 from ebbtide.observe.mode import DispatchMode
 from ebbtide.plan import plain_peak_bytes, solve
 from ebbtide.run.conductor import Conductor
+from ebbtide.run.forks import Library
 from ebbtide.run.observing import observe_step
 from ebbtide.run.recipes import CaptureMode
 from ebbtide.run.safe import SafePolicy
@@ -136,7 +137,7 @@ def under_script(script: Script, start: Tensor) -> Callable[[], None]:
         raise AssertionError("nothing moves in this chain")
 
     def act() -> None:
-        conductor = Conductor(script, [], tier, SafePolicy(None, tier))
+        conductor = Conductor(script, Library([]), tier, SafePolicy(None, tier))
         with torch.autograd.graph.saved_tensors_hooks(conductor.pack, conductor.unpack):
             conductor.start()
             train(start)

@@ -14,7 +14,7 @@ class Measured:
         seconds: time of the step's context, by the clock of its device; None until the device is known to be done.
         peak_bytes: the most bytes of live tensors, where they were counted.
         rss_bytes: the most resident bytes above rest, where they were read.
-        left: why the step left its plan, or an empty string.
+        left: why the step left its plan, or how it differs from the recorded one; or an empty string.
     """
 
     state: str = ""

@@ -129,6 +129,14 @@ def test_a_larger_kind_comes_where_nothing_binds(machine: Machine, tmp_path: Pat
     assert {"idle", "planned"} <= {seen.state for seen in found[-30:]}
 
 
+def test_the_kind_that_came_longest_ago_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbtide.run.loop.MOST_KINDS", 2)
+    limit_bytes = int(0.8 * plain_peak(EVERY))
+    found = run(mixed([(EVERY, 0), (EVERY[:-1], 0), (EVERY[:-3], 0)]), limit_bytes, FAST_DISK, tmp_path)
+    assert_within(found, limit_bytes, steps=10)
+    assert any(seen.left for seen in found[-30:])
+
+
 def test_kinds_in_turns_are_expected(tmp_path: Path) -> None:
     kinds = [(EVERY, 0), (EVERY[:-1], 0), (EVERY[:4], 0)]
     found = run(kinds * 12, int(1.02 * plain_peak(EVERY[:4])), FAST_DISK, tmp_path)

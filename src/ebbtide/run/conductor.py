@@ -22,7 +22,7 @@ from __future__ import annotations
 import bisect
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ import torch
 from ebbtide.observe.clock import Clock, Span
 from ebbtide.observe.compiled_calls import compiled_calls
 from ebbtide.run.allocator import Trimmer
-from ebbtide.run.forks import Alternative, alike, also_held, catch_up, remade_alike, renumbered
+from ebbtide.run.forks import Known, Library, alike, catch_up, remade_alike, renumbered
 from ebbtide.run.holdings import Holding, Kept, View, is_plain, keep, version_of
 from ebbtide.run.recipes import CaptureMode, Recipe
 from ebbtide.run.safe import SafePolicy
@@ -46,7 +46,7 @@ class Conductor:
 
     Args:
         script: what to do.
-        others: scripts of other kinds of step, to go over to if the step turns out to be one of them.
+        library: scripts of all kinds of step, to go over to if the step turns out to be one of them.
         tier: the tier of a name, and of an empty one that of values which no plan moves; called when values move.
         safe: takes over when the plan is left.
         truth: if given, every value that the plan computes again is also kept and compared.
@@ -65,7 +65,7 @@ class Conductor:
     def __init__(
         self,
         script: Script,
-        others: Sequence[Alternative],
+        library: Library,
         tier: Callable[[str], SlowTier],
         safe: SafePolicy,
         truth: Truth | None = None,
@@ -77,7 +77,7 @@ class Conductor:
         self.left = ""
         self.differs = ""
         self.stamps: list[Span] = []
-        self._others = others
+        self._library = library
         self._tier = tier
         self._safe = safe
         self.truth = truth
@@ -116,7 +116,7 @@ class Conductor:
         """Choose the events at which the hooks may be short."""
         script = self.script
         self._kept, self._shown, self._numbers = script.kept, script.shown, script.numbers
-        self._also_held = frozenset(also_held(script, self._others))
+        self._also_held = self._library.also_held(script)
         if not self._is_short:
             self._kept, self._shown = (None,) * len(self._kept), (NOBODY,) * len(self._shown)
         elif self._also_held:
@@ -324,12 +324,12 @@ class Conductor:
         holding = self._holding(saving.value)
         return holding is None or holding.knows(version_of(tensor))
 
-    def _match(self, number: int, tensor: torch.Tensor | None) -> Alternative | None:
+    def _match(self, number: int, tensor: torch.Tensor | None) -> Known | None:
         """Another script that agrees with all that happened so far, and in which ``tensor`` is saved next; or in which
         saved tensor ``number`` is asked for next."""
         event, script = self._event, self.script
         expected = ((number if tensor is not None else ~number),)
-        for other in self._others:
+        for other in self._library.others(script):
             theirs = other.script
             if (
                 theirs.expected[event : event + 1] == expected

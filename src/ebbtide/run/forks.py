@@ -17,15 +17,15 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from ebbtide.run.holdings import Holding
 from ebbtide.run.script import Script, Treatment
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Alternative:
-    """A script that a step may turn out to follow.
+class Known:
+    """A script that steps are known to follow.
 
     Attributes:
         verified: whether all that it computes again has been compared with the truth.
@@ -33,6 +33,37 @@ class Alternative:
 
     script: Script
     verified: bool
+
+
+class Library:
+    """All that is known, as long as it stays the same: what follows from it is worked out once.
+
+    Args:
+        known: a script for each kind of step.
+    """
+
+    def __init__(self, known: Sequence[Known]) -> None:
+        self.known = known
+        self._also_held: dict[int, frozenset[int]] = {}
+
+    def others(self, script: Script) -> Iterator[Known]:
+        """All but ``script``."""
+        return (other for other in self.known if other.script is not script)
+
+    def has_like(self, script: Script) -> bool:
+        """Whether another one begins like ``script``."""
+        return any(alike(script, other.script) > 0 for other in self.others(script))
+
+    def also_held(self, script: Script) -> frozenset[int]:
+        """Numbers of saved tensors that ``script`` keeps and others, as far as they are alike, do something with."""
+        key = id(script)  # of those that are known, or of the one that a step has begun with: they live as long
+        if key not in self._also_held:
+            found: set[int] = set()
+            for other in self.others(script):
+                held = other.script.held
+                found.update(held[: bisect.bisect_left(held, alike(script, other.script))] if held else ())
+            self._also_held[key] = frozenset(n for n in found if script.savings[n].treatment == Treatment.KEEP)
+        return self._also_held[key]
 
 
 def alike(one: Script, other: Script) -> int:
@@ -44,15 +75,6 @@ def alike(one: Script, other: Script) -> int:
         return max(same - 1, 0)
     last, last_other = one.savings[most - 1], other.savings[most - 1]
     return most - (last.dtype is not last_other.dtype or last.shape != last_other.shape)
-
-
-def also_held(script: Script, others: Sequence[Alternative]) -> list[int]:
-    """Numbers of saved tensors that ``script`` keeps and that others, as far as they are alike, do something with."""
-    found: set[int] = set()
-    for other in others:
-        if other.script.held:
-            found.update(other.script.held[: bisect.bisect_left(other.script.held, alike(script, other.script))])
-    return [number for number in found if script.savings[number].treatment == Treatment.KEEP]
 
 
 def renumbered(script: Script, other: Script, count: int) -> dict[int, int] | None:

@@ -10,7 +10,7 @@ from ebbtide.decisions import Plan
 from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
 from ebbtide.plan import Caution, lower_bound, simulate, solve
-from ebbtide.run.forks import Alternative, alike
+from ebbtide.run.forks import Library
 from ebbtide.run.pace import Pace, without_slowdown
 from ebbtide.run.rehearsed import Rehearsed
 from ebbtide.run.script import Script, signature, write_script
@@ -40,6 +40,7 @@ class Kind:
         audited_peak_bytes: the peak counted in a planned step, None until then.
         calls_compiled: whether it calls what `torch.compile` returned.
         follower: the kind that steps are likely to be of that come after one of this kind.
+        last_met: larger than that of kinds whose last step was earlier.
     """
 
     def __init__(self, step: Step) -> None:
@@ -53,7 +54,7 @@ class Kind:
         self.audited_peak_bytes: int | None = None
         self.pace = Pace()
         self.places = Rehearsed()
-        self.follower = self
+        self.follower, self.last_met = self, 0
         self._idle_steps = 0
         self._was_followed_by_another = False
         self._others = 0
@@ -75,6 +76,11 @@ class Kind:
             self.follower, self._was_followed_by_another = kind, False
         else:
             self._was_followed_by_another = True
+
+    def no_longer_followed_by(self, kind: Kind) -> None:
+        """Nobody knows ``kind`` any more."""
+        if self.follower is kind:
+            self.follower, self.last_met = self, 0
 
     def look(self, step: Step) -> None:
         """A step of this kind was observed though it is planned: see whether it still runs the same ops."""
@@ -117,11 +123,11 @@ class Kind:
         else:
             self.state = "verify" if verify and self.script.remakes else "audit"
 
-    def looks_closely(self, others: Sequence[Alternative]) -> bool:
+    def looks_closely(self, library: Library) -> bool:
         """Whether a step in which nothing binds is watched from beginning to end: it may turn out to be another one."""
         assert self.script is not None
         self._idle_steps += 1
-        return self._idle_steps <= CLOSE_LOOKS or any(alike(self.script, other.script) > 0 for other in others)
+        return self._idle_steps <= CLOSE_LOOKS or library.has_like(self.script)
 
     def places_in(self, tier: str) -> PlannedPlaces | None:
         """Where values lie in the arena of ``tier``; None while there is no plan."""

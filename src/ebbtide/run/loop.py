@@ -15,7 +15,7 @@ from ebbtide.run import allocator
 from ebbtide.run.calibrate import machine_for
 from ebbtide.run.device import TrainingDevice
 from ebbtide.run.drift import Drift
-from ebbtide.run.forks import Alternative
+from ebbtide.run.forks import Known, Library
 from ebbtide.run.gauges import likely_device
 from ebbtide.run.kinds import Kind
 from ebbtide.run.tiers import SlowTier
@@ -26,6 +26,8 @@ _FIRST_LOOKS = 2
 """Steps to observe first: time and workspace of each op are read in the second, with no page faults in them."""
 FINAL_STATES = ("planned", "idle")
 """States in which nothing is left to find out."""
+MOST_KINDS = 256
+"""Kinds of steps to know at once: each takes some megabytes. The one that came longest ago is forgotten."""
 _SETTLING_STEPS = 5
 _STEPS_BETWEEN_RESTS = 64
 """How often the resident size at rest is measured anew, in steps."""
@@ -80,6 +82,8 @@ class Loop:
         self.measured: list[Measured] = []
         self.kinds: dict[int, Kind] = {}
         self.current: Kind | None = None
+        self._library = Library([])
+        self._met = 0
         self.observations_left = _FIRST_LOOKS
         self._rest_rss_bytes = 0
         self.running: object | None = None
@@ -118,11 +122,26 @@ class Loop:
         if self.current is not None:
             self.current.followed_by(kind)
         self.current = kind
+        self._met += 1
+        kind.last_met = self._met
+        if len(self.kinds) > MOST_KINDS:
+            forgotten = min(self.kinds.values(), key=lambda known: known.last_met)
+            del self.kinds[forgotten.key]
+            for known in self.kinds.values():
+                known.no_longer_followed_by(forgotten)
 
-    def alternatives(self, kind: Kind) -> list[Alternative]:
-        """What a step that begins like one of ``kind`` may turn out to be."""
-        others = (other for other in self.kinds.values() if other is not kind)
-        return [Alternative(other.script, other.state != "verify") for other in others if other.script is not None]
+    @property
+    def library(self) -> Library:
+        """The scripts of all kinds."""
+        kinds = [(kind.script, kind.state != "verify") for kind in self.kinds.values() if kind.script is not None]
+        known = [Known(script, verified) for script, verified in kinds]
+        same = len(known) == len(self._library.known) and all(
+            one.script is two.script and one.verified == two.verified
+            for one, two in zip(known, self._library.known, strict=True)
+        )
+        if not same:
+            self._library = Library(known)
+        return self._library
 
     def close(self) -> None:
         """Give back files, threads and the allocator's settings."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
@@ -18,7 +17,7 @@ from ebbtide.observe.uncompiled import uncompiled
 from ebbtide.run import allocator
 from ebbtide.run.conductor import Conductor
 from ebbtide.run.device import TrainingDevice
-from ebbtide.run.forks import Alternative
+from ebbtide.run.forks import Library
 from ebbtide.run.hooks import LightWatch, forget_failed_backward, pop_hooks, push_hooks
 from ebbtide.run.kinds import Kind
 from ebbtide.run.loop import FINAL_STATES, Loop
@@ -89,22 +88,22 @@ class Running:
         if kind is None or kind.script is None or kind.plan is None:
             self._observe()
         else:
-            others = loop.alternatives(kind)
-            if self._state == "idle" and not kind.looks_closely(others):
+            library = loop.library
+            if self._state == "idle" and not kind.looks_closely(library):
                 self._light = LightWatch(next(iter(kind.step.saved), None))
                 push_hooks(self._light.pack, self._light.unpack)
             else:
-                self._conduct(kind, kind.script, kind.plan, others)
+                self._conduct(kind, kind.script, kind.plan, library)
         if kind is not None and self._state in ("rehearse", *FINAL_STATES) and loop.tunes:
             self._places = kind.places
             self._places.begin()
 
-    def _conduct(self, kind: Kind, script: Script, plan: Plan, others: Sequence[Alternative]) -> None:
+    def _conduct(self, kind: Kind, script: Script, plan: Plan, library: Library) -> None:
         loop, memory = self._loop, self._ground.memory
         trims = plan.binds and not kind.places.serves
         self._conductor = Conductor(
             script,
-            others,
+            library,
             loop.tier,
             SafePolicy(plan.limit_bytes, loop.tier, other_bytes=_assumed_bytes(plan), memory=memory),
             truth=Truth() if self._state == "verify" else None,
