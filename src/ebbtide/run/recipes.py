@@ -7,6 +7,7 @@ among them are remembered as values and views of them, never kept alive for thei
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -51,8 +52,9 @@ class Call:
     Attributes:
         outputs: values it makes, in the order of the step's record: those written in place, then new storages.
         written: values that it writes in place, old and new.
-        made: the same, as they were there.
         grad: whether gradients were enabled: some kernels return more when they are.
+        given: the storages of its arguments.
+        made: the values of ``outputs`` as they were there.
     """
 
     func: Any
@@ -61,15 +63,20 @@ class Call:
     outputs: tuple[int, ...]
     written: dict[int, int]
     grad: bool
+    given: frozenset[int]
     made: dict[int, Version] = dataclasses.field(default_factory=dict)
 
-    def note(self, given: set[int], result: Any) -> None:
-        """Note what the call has made: its ``result``, but for what lies in storages that it was ``given``."""
+    def note(self, result: Any) -> None:
+        """Note what the call has made, by its ``result``."""
+        if isinstance(result, torch.Tensor) and len(self.outputs) == 1 and not self.written:  # as most do
+            if is_traceable(result) and result.untyped_storage()._cdata not in self.given:
+                self.made[self.outputs[0]] = version_of(result)
+            return
         if self.written:
             shown = {argument.value: argument.shown for argument in _arguments(self)}
             read = {new: shown.get(old) for old, new in self.written.items()}
             self.made.update((new, version.written()) for new, version in read.items() if version is not None)
-        self.made.update((value, version_of(tensor)) for value, tensor in _fresh(self, given, result))
+        self.made.update((value, version_of(tensor)) for value, tensor in _fresh(self, self.given, result))
 
 
 def capture(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: KnownOp) -> Call:
@@ -88,25 +95,25 @@ def capture(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: Kno
         if isinstance(item, torch.Tensor):
             if not is_traceable(item):
                 raise RecipeError(f"{func} was recorded with plain tensors and is now called with another kind")
-            identity = item.untyped_storage()._cdata
-            value = numbers.get(identity)
+            storage = item.untyped_storage()
+            value = numbers.get(storage._cdata)
             if value is None:
-                value = numbers[identity] = next(remaining, -1)
+                value = numbers[storage._cdata] = next(remaining, -1)
             view, marks = View(_NOWHERE, item, -1), (item.is_conj(), item.is_neg())
             if value in known.external or value < 0:
                 kept = item.detach()
                 return _Argument(value, view, *marks, None, kept, kept._version)
-            return _Argument(value, view, *marks, version_of(item))
+            return _Argument(value, view, *marks, Version(weakref.ref(storage), item._version))
         if isinstance(item, (list, tuple)):
             return type(item)(remember(part) for part in item) if type(item) in (list, tuple) else item
         return item
 
     args = tuple(remember(item) for item in args)
     kwargs = {name: remember(item) for name, item in kwargs.items()}
-    return Call(func, args, kwargs, known.outputs, dict(known.mutated), torch.is_grad_enabled())
+    return Call(func, args, kwargs, known.outputs, dict(known.mutated), torch.is_grad_enabled(), frozenset(numbers))
 
 
-def _fresh(call: Call, given: set[int], result: Any) -> Iterator[tuple[int, torch.Tensor]]:
+def _fresh(call: Call, given: Collection[int], result: Any) -> Iterator[tuple[int, torch.Tensor]]:
     """The values that a call made in other storages than it was ``given``, by its ``result``."""
     fresh = [value for value in call.outputs if value not in call.written.values()]
     found: dict[int, torch.Tensor] = {}
@@ -308,9 +315,8 @@ class CaptureMode(DispatchMode):
         except RecipeError as fault:
             self._on_mismatch(f"op {tick}: {fault}")
             return func(*args, **kwargs)
-        given = {tensor.untyped_storage()._cdata for tensor in tensors_in((*args, *kwargs.values()))}
         result = func(*args, **kwargs)
-        call.note(given, result)
+        call.note(result)
         self.calls[tick] = call
         return result
 
