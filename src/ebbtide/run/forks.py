@@ -9,7 +9,8 @@ Until then the step was run by a plan that is not its own, and what its own plan
    and the other two values, neither can take up the other's plan.
 3. What the new plan has away is moved out and waited for, as is what it drops: what made it was not captured. What the
    former plan has dropped is made again at once, unless the new one drops it, too: its recipe would keep what it reads
-   for longer than the new plan knows.
+   for longer than the new plan knows. To make it takes memory that no plan counts on, so all that is held moves out
+   first, and comes back when it is asked for.
 4. So the bytes held are at most those of the new plan from then on.
 """
 
@@ -135,22 +136,24 @@ def catch_up(
         dropped: values that may have been dropped as ``script`` drops them.
         send: queues a copy out to the tier of a name; to any, if that is empty.
     """
-    sent, away = standing(script, event)
 
-    def let_go() -> None:
-        here = [held[value] for value in away if value in held]
-        for holding in here:
+    def let_go(leaving: Sequence[Holding]) -> None:
+        for holding in leaving:
             send(holding, "")
-        for holding in here:
+        for holding in leaving:
             holding.release()
 
+    sent, away = standing(script, event)
     for value, tier in sent.items():
         if value in held:
             send(held[value], tier)
-    let_go()
-    for value, holding in held.items():
-        if value not in dropped:
-            holding.recipes.clear()
-            if holding.recipe is not None:
-                holding.arrive()
-                let_go()  # with what its recipe has read
+    let_go([held[value] for value in away if value in held])
+    others = [holding for value, holding in held.items() if value not in dropped]
+    missing = [holding for holding in others if holding.recipe is not None]
+    for holding in others:
+        holding.recipes.clear()
+    if missing:
+        let_go(list(held.values()))
+    for holding in missing:
+        holding.arrive()
+        let_go(list(held.values()))  # with what its recipe has read
