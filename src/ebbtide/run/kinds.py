@@ -80,7 +80,7 @@ class Kind:
     def no_longer_followed_by(self, kind: Kind) -> None:
         """Nobody knows ``kind`` any more."""
         if self.follower is kind:
-            self.follower, self.last_met = self, 0
+            self.follower = self
 
     def look(self, step: Step) -> None:
         """A step of this kind was observed though it is planned: see whether it still runs the same ops."""
