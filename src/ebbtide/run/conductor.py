@@ -50,7 +50,7 @@ class Conductor:
         tier: the tier of a name, and of an empty one that of values which no plan moves; called when values move.
         safe: takes over when the plan is left.
         truth: if given, every value that the plan computes again is also kept and compared.
-        witness: makes such a truth for a script that nothing has verified yet, if the step goes over to it.
+        new_truth: makes one for a script that nothing has verified yet, if the step goes over to it.
         trimmer: keeps the resident size near the live bytes; None to leave it alone.
         clock: takes the stamps; None to take none.
 
@@ -69,7 +69,7 @@ class Conductor:
         tier: Callable[[str], SlowTier],
         safe: SafePolicy,
         truth: Truth | None = None,
-        witness: Callable[[], Truth] = Truth,
+        new_truth: Callable[[], Truth] = Truth,
         trimmer: Trimmer | None = None,
         clock: Clock | None = None,
     ) -> None:
@@ -81,7 +81,7 @@ class Conductor:
         self._tier = tier
         self._safe = safe
         self.truth = truth
-        self._witness = witness
+        self._new_truth = new_truth
         self._trimmer = trimmer
         self._outdated: list[CaptureMode] = []
         self._event = 0
@@ -179,9 +179,8 @@ class Conductor:
         if self.left:
             return self._safe.unpack(handle)
         began = self._mark() if self._mark is not None else None
-        if self.script.expected[self._event : self._event + 1] != (~handle.number,) and not self._goes_over(
-            handle.number
-        ):
+        is_expected = self.script.expected[self._event : self._event + 1] == (~handle.number,)
+        if not is_expected and not self._goes_over(handle.number):
             self.leave(f"saved tensor {handle.number} was asked for out of turn")
             return handle.show()
         capture = self._capture
@@ -242,8 +241,8 @@ class Conductor:
         return reference() if reference is not None else None
 
     def _hold(self, tensor: torch.Tensor, number: int, saving: Saving) -> Kept | View:
-        kept = saving.treatment == Treatment.KEEP and number not in self._also_held
-        if kept or not is_plain(tensor):
+        stays = saving.treatment == Treatment.KEEP and number not in self._also_held
+        if stays or not is_plain(tensor):
             return keep(tensor, number)
         holding = self._holding(saving.value)
         fresh = holding is None
@@ -350,7 +349,7 @@ class Conductor:
         script = self.script = other.script
         self._whole = self._whole and not self._event
         self._held = {names[value]: holding for value, holding in self._held.items()}
-        self.truth = None if other.verified else self._witness()
+        self.truth = None if other.verified else self._new_truth()
         self.differs = ""
         self._shorten()
         outdated, self._capture = self._capture, CaptureMode(script.known, self._differs) if script.remakes else None

@@ -133,8 +133,9 @@ class Loop:
     @property
     def library(self) -> Library:
         """The scripts of all kinds."""
-        kinds = [(kind.script, kind.state != "verify") for kind in self.kinds.values() if kind.script is not None]
-        known = [Known(script, verified) for script, verified in kinds]
+        known = [
+            Known(script, kind.state != "verify") for kind in self.kinds.values() if (script := kind.script) is not None
+        ]
         same = len(known) == len(self._library.known) and all(
             one.script is two.script and one.verified == two.verified
             for one, two in zip(known, self._library.known, strict=True)

@@ -107,7 +107,7 @@ class Running:
             loop.tier,
             SafePolicy(plan.limit_bytes, loop.tier, other_bytes=_assumed_bytes(plan), memory=memory),
             truth=Truth() if self._state == "verify" else None,
-            witness=self._witness,
+            new_truth=self._new_truth,
             trimmer=self._trimmer(plan.peak_bytes - plan.resting_bytes) if trims else None,
             clock=self._ground.clock if self._state == "planned" and not kind.pace.done else None,
         )
@@ -117,7 +117,7 @@ class Running:
         push_hooks(self._conductor.pack, self._conductor.unpack)
         self._conductor.start()
 
-    def _witness(self) -> Truth:
+    def _new_truth(self) -> Truth:
         """What compares in a step that turned out to be of a kind which is still to be verified."""
         if self._loop.hard:
             self._ground.cap(None)
