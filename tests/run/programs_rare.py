@@ -280,6 +280,50 @@ class OddArguments(Chain):
 
 
 @program
+class Graph(Chain):
+    """Sparse matrices are saved, those of the user's and one made on the way, between tensors that can move."""
+
+    def forward(self, index: int) -> Tensor:
+        h: Tensor = self.data(index, 256, 64)
+        edges = self.integers(index, 256, 2, 2048)
+        neighbours = torch.sparse_coo_tensor(edges, torch.rand(2048), (256, 256)).coalesce()
+        rows = neighbours.to_sparse_csr()
+        for number, layer in enumerate(self.model):
+            h = torch.sparse.mm(neighbours if number % 3 else rows, torch.tanh(layer(h)))
+        return h
+
+
+@program
+class Ragged(Chain):
+    """Nested tensors of both layouts are saved; those of one step are of no shape that another step's are of."""
+
+    def forward(self, index: int) -> Tensor:
+        h = self.model[:4](self.data(index, 256, 64))
+        lengths = (50, 70, 120)
+        for layout in (torch.jagged, torch.strided):
+            nested = torch.nested.as_nested_tensor([*h[: sum(lengths)].split(lengths)], layout=layout)
+            h = h + torch.nested.to_padded_tensor(F.relu(nested) * 2.0, 0.0).sum((0, 1))
+        return self.model[4:](h)
+
+
+@program
+class Transformed(Chain):
+    """Transforms of `torch.func`, which allow no hooks on saved tensors, run within the step."""
+
+    def forward(self, index: int) -> Tensor:
+        h = self.model[:4](self.data(index, 256, 64))
+        last = {name: parameter.detach() for name, parameter in self.model[4].named_parameters()}
+
+        def loss(parameters: dict[str, Tensor], row: Tensor) -> Tensor:
+            return torch.func.functional_call(self.model[4], parameters, (row,)).square().mean()
+
+        each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(last, h.detach()[:64])
+        curved = torch.func.hessian(lambda row: row.tanh().prod())(h.detach()[0, :16])
+        self.kept = {f"gradients of {name}": gradients for name, gradients in each.items()} | {"curved": curved}
+        return self.model[4:](h * (1 + torch.func.jacrev(torch.sin)(h[:1, 0]).mean()))
+
+
+@program
 class Picking(Chain):
     """Ops with indices and several outputs: sort, topk, gather, scatter, cumsum, where, masks."""
 

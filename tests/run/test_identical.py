@@ -31,7 +31,13 @@ from tests.run.harness import (
 )
 from tests.run.programs import PROGRAMS, Chain
 
-pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
+pytestmark = [
+    pytest.mark.usefixtures("nothing_left", "quick_plans"),
+    # What PyTorch says of tensors and transforms that programs use.
+    pytest.mark.filterwarnings("ignore:Sparse (CSR tensor support|invariant checks):UserWarning"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
+]
 
 CASES = {
     "fast-90": ("90%", FAST_DISK),

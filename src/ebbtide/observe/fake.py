@@ -156,7 +156,7 @@ class _Watched:
         self.number = number
         self.recorder = recorder
         self.storage: Any = None
-        if number >= 0 and _is_plain(tensor) and not recorder.is_external(number):
+        if _is_plain(tensor) and not recorder.is_external(number):
             self.storage = recorder.storage_of(number)
             recorder.shown(self.storage, 1)
             recorder.held(self.storage, 1)
@@ -203,8 +203,7 @@ class _FakeRecorder(Recorder):
         with self._aside():
             self.unpack(watched.number)
             # A tensor of its own, so that it shows for how long autograd has it; what cannot be away needs none.
-            stays = watched.number < 0 or self.is_external(watched.number)
-            return watched.tensor if stays else watched.tensor.detach()
+            return watched.tensor if self.is_external(watched.number) else watched.tensor.detach()
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:

@@ -19,8 +19,21 @@ def tensors_in(items: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` has one storage of its own that can be followed (sparse and wrapped ones do not)."""
-    return tensor.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    """Whether ``tensor`` has one storage of its own that can be followed (sparse, nested, wrapped ones do not)."""
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
+
+
+def sizes(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape of ``tensor``; -1 stands for what is known of no two nested tensors to be the same."""
+    if not tensor.is_nested:
+        return tensor.shape
+    if tensor.layout is torch.strided:  # it has no shape
+        return (-1,) * tensor.dim()
+    return tuple(size if type(size) is int else -1 for size in tensor.shape)
 
 
 def is_traceable(tensor: torch.Tensor) -> bool:

@@ -30,7 +30,7 @@ from ebbtide.observe.clock import Clock, HostClock, Span, total_seconds
 from ebbtide.observe.compiled_calls import compiled_calls
 from ebbtide.observe.drafts import OpDraft, SeenStorage, ValueDraft, absences_of
 from ebbtide.observe.inductor import unwatch_compiling, watch_compiling
-from ebbtide.observe.ledger import Ledger, StorageRecord, has_storage, is_traceable, tensors_in
+from ebbtide.observe.ledger import Ledger, StorageRecord, has_storage, is_traceable, sizes, tensors_in
 from ebbtide.observe.mode import DispatchMode
 from ebbtide.observe.modules import ModuleTrail
 from ebbtide.observe.schema import COMPILED_GRAPH, operator_info
@@ -79,6 +79,7 @@ class Recorder(DispatchMode):
         self._wrapper = storage_wrapper_count()
         self._records: dict[StorageRecord, SeenStorage] = {}
         self._storages: list[SeenStorage] = []
+        self._no_storage: SeenStorage | None = None
         self._watched: dict[int, SeenStorage] = {}
         self._ops: list[OpDraft] = []
         self._values: list[ValueDraft] = []
@@ -247,6 +248,14 @@ class Recorder(DispatchMode):
         self._add_value(storage, maker)
         return storage
 
+    def _nowhere(self) -> SeenStorage:
+        """What stands for the storage of saved tensors that have none: nothing can be done with them."""
+        if self._no_storage is None:
+            self._no_storage = SeenStorage(len(self._storages), 0, 0, 0)
+            self._storages.append(self._no_storage)
+            self._add_value(self._no_storage, EXTERNAL)
+        return self._no_storage
+
     def _add_value(self, storage: SeenStorage, maker: int) -> int:
         self._values.append(ValueDraft(storage, maker))
         storage.versions.append(len(self._values) - 1)
@@ -261,26 +270,25 @@ class Recorder(DispatchMode):
     # --- saved tensors -------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> int:
-        """Record a save; returns the number of the saved tensor, or -1 if it cannot be followed."""
+        """Record a save; returns the number of the saved tensor."""
         self._tick_over()
-        number = -1
-        if has_storage(tensor):
-            storage = self._touch(tensor)
-            number = len(self._saved)
-            self._unpacked.append([])
-            self._saved_modules.append(self._trail.path)
-            self._saved.append(
-                Saved(
-                    value=storage.versions[-1],
-                    dtype=str(tensor.dtype).removeprefix("torch."),
-                    shape=tuple(tensor.shape),
-                    stride=tuple(tensor.stride()),
-                    offset=int(tensor.storage_offset()),
-                    unpacked=(),
-                )
+        followed = has_storage(tensor)
+        storage = self._touch(tensor) if followed else self._nowhere()
+        number = len(self._saved)
+        self._unpacked.append([])
+        self._saved_modules.append(self._trail.path)
+        self._saved.append(
+            Saved(
+                value=storage.versions[-1],
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=tuple(sizes(tensor)),
+                stride=tuple(tensor.stride()) if followed else (),
+                offset=int(tensor.storage_offset()) if followed else 0,
+                unpacked=(),
             )
-            self._events.append(Event("pack", len(self._ops), number))
-            self._clock += 1
+        )
+        self._events.append(Event("pack", len(self._ops), number))
+        self._clock += 1
         self._left = self._mark()
         return number
 

@@ -29,6 +29,7 @@ import torch
 
 from ebbtide.observe.clock import Clock, Span
 from ebbtide.observe.compiled_calls import compiled_calls
+from ebbtide.observe.ledger import has_storage, sizes
 from ebbtide.run.allocator import Trimmer
 from ebbtide.run.forks import Known, Library, alike, catch_up, remade_alike, renumbered
 from ebbtide.run.holdings import Holding, Kept, View, is_plain, keep, version_of
@@ -134,6 +135,7 @@ class Conductor:
         if (
             form is not None
             and tensor.dtype is form.dtype
+            and not tensor.is_nested  # some of those have no shape
             and tensor.shape == form.shape
             and (self._capture is None or not self._capture.entered)
         ):
@@ -150,7 +152,7 @@ class Conductor:
         number = self._numbers[self._event]
         if not self.left and not self._fits(tensor, number) and not self._goes_over(number, tensor):
             self.leave(
-                f"saved tensor {number} is {tensor.dtype} {list(tensor.shape)}, which no known kind of step expects"
+                f"saved tensor {number} is {tensor.dtype} {list(sizes(tensor))}, which no known kind of step expects"
             )
         if self.left:
             handle = self._safe.pack(tensor)
@@ -303,12 +305,12 @@ class Conductor:
         if self._event >= len(script.expected) or script.expected[self._event] != number:
             return False
         saving = script.savings[number]
-        if tensor.dtype is not saving.dtype:
-            return False
-        if tensor.shape == saving.shape:
+        if _is_like(tensor, saving):
             return self._same_value(tensor, saving)
         if (
-            tensor.dim() == len(saving.shape)
+            tensor.dtype is saving.dtype
+            and has_storage(tensor)
+            and tensor.dim() == len(saving.shape)
             and tensor.numel() <= saving.shape.numel()
             and not (self._exact and self._match(number, tensor))
         ):
@@ -380,7 +382,7 @@ class Conductor:
 
 
 def _is_like(tensor: torch.Tensor, saving: Saving) -> bool:
-    return tensor.dtype is saving.dtype and tensor.shape == saving.shape
+    return tensor.dtype is saving.dtype and sizes(tensor) == saving.shape
 
 
 def _is_result(tensor: torch.Tensor) -> bool:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ebbtide.errors import StepError
+from ebbtide.observe.ledger import has_storage, sizes
 from ebbtide.run.meter import note_memory
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def changed_error(tensor: torch.Tensor, version: int) -> RuntimeError:
     """The error that PyTorch itself raises when a saved tensor was written in place."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{tensor.dtype} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} instead."
+        f"[{tensor.dtype} {list(sizes(tensor))}] is at version {tensor._version}; expected version {version} instead."
     )
 
 
@@ -259,9 +260,8 @@ def is_plain(tensor: Any) -> bool:
     """Whether a saved tensor is one that can be moved: dense, unwrapped, not lazily conjugated, of no subclass."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.layout is torch.strided
+        and has_storage(tensor)
         and not tensor.is_conj()
         and not tensor.is_neg()
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and not tensor.is_quantized
     )

@@ -1,24 +1,79 @@
-"""Saved-tensor hooks on autograd's stack, and what is left of them where a budget does not bind."""
+"""Saved-tensor hooks on autograd's stack, and what is left of them where a budget does not bind.
+
+NOTE [Transforms]
+The transforms of `torch.func` refuse to run where saved-tensor hooks are on: what is saved within them must not go
+through any. They say so by disabling hooks, which fails if some are on the stack, and enable them in the end. Ours step
+aside for as long as that lasts, so that such code runs in a step as it does without one; what it saves stays where it
+is. Hooks that users have put on it has to refuse, as ever.
+"""
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ebbtide.observe.ledger import has_storage, sizes
 from ebbtide.run.holdings import Kept, keep
 from ebbtide.step import Saved
 
+_autograd: Any = torch._C._autograd
+_disable, _enable = _autograd._saved_tensors_hooks_disable, _autograd._saved_tensors_hooks_enable
+Pack = Callable[[torch.Tensor], Any]
+Show = Callable[[Any], torch.Tensor]
 
-def push_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+
+class _Ours(threading.local):
+    """This thread's hooks.
+
+    Attributes:
+        on: those on the stack, the latest one last.
+        aside: those that have stepped aside, in the order in which they did.
+    """
+
+    def __init__(self) -> None:
+        self.on: list[tuple[Pack, Show]] = []
+        self.aside: list[tuple[Pack, Show]] = []
+
+
+_ours = _Ours()
+
+
+def disabled() -> str | None:
+    """Why no hooks can be pushed now, if so."""
+    reason: str | None = _autograd._saved_tensors_hooks_get_disabled_error_message()
+    return reason
+
+
+def push_hooks(pack: Pack, unpack: Show) -> None:
     """From now on autograd saves through these hooks."""
-    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+    _autograd._push_saved_tensors_default_hooks(pack, unpack)
+    _ours.on.append((pack, unpack))
+    _autograd._saved_tensors_hooks_disable, _autograd._saved_tensors_hooks_enable = _step_aside, _come_back
 
 
 def pop_hooks() -> None:
     """Undo the latest `push_hooks`."""
-    torch._C._autograd._pop_saved_tensors_default_hooks()
+    _ours.on.pop()
+    _autograd._pop_saved_tensors_default_hooks()
+
+
+def _step_aside(message: str, fail_if_non_empty: bool = True) -> None:
+    """Disable hooks; those of ours at the top of the stack are taken off: see NOTE [Transforms]."""
+    while fail_if_non_empty and _ours.on and _autograd._top_saved_tensors_default_hooks(True) == _ours.on[-1]:
+        _ours.aside.append(_ours.on[-1])
+        pop_hooks()
+    _disable(message, fail_if_non_empty)
+
+
+def _come_back() -> None:
+    """Enable hooks, and put ours back on."""
+    _enable()
+    while _ours.aside:
+        push_hooks(*_ours.aside.pop())
 
 
 class LightWatch:
@@ -42,8 +97,9 @@ class LightWatch:
         self.watching = False
         pop_hooks()
         first = self._first
-        if first is None or tensor.dim() != len(first.shape) or tensor.numel() > torch.Size(first.shape).numel():
-            self.left = f"the first saved tensor is {list(tensor.shape)}, expected {first.shape if first else 'none'}"
+        shape, most = sizes(tensor), math.prod(first.shape) if first is not None else 0
+        if first is None or len(shape) != len(first.shape) or (has_storage(tensor) and tensor.numel() > most):
+            self.left = f"the first saved tensor is {list(shape)}, expected {first.shape if first else 'none'}"
         return keep(tensor, -1)
 
     def unpack(self, handle: Kept) -> torch.Tensor:

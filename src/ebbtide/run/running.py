@@ -18,7 +18,7 @@ from ebbtide.run import allocator
 from ebbtide.run.conductor import Conductor
 from ebbtide.run.device import TrainingDevice
 from ebbtide.run.forks import Library
-from ebbtide.run.hooks import LightWatch, forget_failed_backward, pop_hooks, push_hooks
+from ebbtide.run.hooks import LightWatch, disabled, forget_failed_backward, pop_hooks, push_hooks
 from ebbtide.run.kinds import Kind
 from ebbtide.run.loop import FINAL_STATES, Loop
 from ebbtide.run.meter import AllocatedMeter, PeakMeter
@@ -55,6 +55,8 @@ class Running:
 
     def __enter__(self) -> None:
         loop = self._loop
+        if (reason := disabled()) is not None:
+            raise StepError(f"a step cannot begin here ({reason}); put it around the transform, not into it")
         with loop.lock:
             if loop.closed:
                 raise StepError("this Budget was closed; make a new one")

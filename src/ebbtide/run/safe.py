@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from ebbtide.observe.allocated import Memory
-from ebbtide.observe.ledger import has_storage
 from ebbtide.observe.recorder import Recorder, storage_wrapper_count
 from ebbtide.run.allocator import Trimmer
 from ebbtide.run.holdings import Holding, Kept, View, is_plain, keep, only_held_once
@@ -131,7 +130,7 @@ class SafePolicy:
 
     def _take(self, tensor: torch.Tensor, number: int) -> Kept | View:
         recorder = self.recorder if number >= 0 else None
-        if not is_plain(tensor) or not has_storage(tensor) or (recorder is not None and recorder.is_external(number)):
+        if not is_plain(tensor) or (recorder is not None and recorder.is_external(number)):
             return keep(tensor, number)
         identity = tensor.untyped_storage()._cdata
         reference = self._held.get(identity)
