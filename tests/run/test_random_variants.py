@@ -1,0 +1,121 @@
+"""Random programs of which each step runs one of several variants, bit for bit as in plain PyTorch.
+
+Variants save tensors of the same shapes more often than real steps that differ: little tells one from another. See
+`test_random_programs` for the programs, and for how to try many more.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from pathlib import Path
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+import ebbtide
+from ebbtide.errors import BudgetError
+from ebbtide.machine import Tier
+from tests.run.harness import Guard, Record, compare, paper_machine, run_plain
+from tests.run.test_random_programs import PIECES, Choice, Written, write
+
+pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
+
+STEPS = 20
+ADDED = [
+    "{a} * 3.0",
+    "{a}.relu()",
+    "torch.rand(3)",
+    "{a} = {a} * 3.0",
+    "{a} = {a} + 0.5",
+    "{a} = {a}.clone()",
+    "{a}.add_(0.5)",
+    "{a}.mul_(1.01)",
+    "{a} = {b} if {a}.shape == {b}.shape else {a}",
+]
+"""What may come in between; as in `PIECES`, but nothing that was not there is there afterwards."""
+
+
+class Varied(Written):
+    """Runs, at step ``index``, the source text whose number ``turns`` has there."""
+
+    def __init__(self, sources: list[str], turns: list[int]) -> None:
+        self.codes = [compile(source, f"<variant {number}>", "exec") for number, source in enumerate(sources)]
+        self.turns = turns
+        super().__init__(sources[0], steady=False)
+
+    def compute(self, index: int, guard: Guard) -> Record:
+        self.code = self.codes[self.turns[index]]
+        return super().compute(index, guard)
+
+
+def variant(dice: random.Random, choices: list[Choice]) -> str:
+    """The program of ``choices`` with one statement more, one less, or one that reads something else."""
+    kind, place = dice.randrange(4), dice.randrange(len(choices))
+    one = dice.randrange(len(PIECES)), dice.randrange(9), dice.randrange(9)
+    if kind == 0:
+        return write([*choices[:place], *choices[place + 1 :]])
+    if kind == 1:
+        return write([*choices[:place], (choices[place][0], *one[1:]), *choices[place + 1 :]])
+    if kind == 2:
+        return write([*choices[:place], one, *choices[place:]])
+    lines = write(choices).split("\n")
+    place = dice.randrange(1, len(lines))
+    names = [line.partition(" = ")[0] for line in lines[:place] if line[0] in "ht" and " = " in line[:6]]
+    added = dice.choice(ADDED).format(a=dice.choice(names), b=dice.choice(names))
+    return "\n".join([*lines[:place], added, *lines[place:]])
+
+
+def runs(source: str) -> bool:
+    """Whether plain PyTorch gets through a program, refused as its backward pass may be."""
+    try:
+        (record,) = run_plain(lambda: Written(source), 1)
+    except (AssertionError, RuntimeError, NameError, ValueError, IndexError):
+        return False
+    return bool(record["loss"].isfinite().all())
+
+
+@hypothesis.settings(max_examples=15)
+@hypothesis.given(
+    choices=st.lists(
+        st.tuples(st.integers(0, len(PIECES) - 1), st.integers(0, 9), st.integers(0, 9)), min_size=8, max_size=20
+    ),
+    seed=st.integers(0, 2**32),
+    percent=st.integers(40, 95),
+    bandwidth=st.sampled_from([1e6, 1e6, 1e8, 1e9, 1e12]),
+)
+def test_variants_in_random_turns(choices: list[Choice], seed: int, percent: int, bandwidth: float) -> None:
+    dice = random.Random(seed)
+    sources = [write(choices), *(variant(dice, choices) for _ in range(dice.randrange(1, 4)))]
+    sources = [source for source in sources if runs(source)]
+    hypothesis.assume(len(sources) > 1)
+    turns = [0] * dice.randrange(7)
+    while len(turns) < STEPS:
+        turns += [dice.randrange(len(sources))] * dice.choice([1, 1, 2, 4])
+    hypothesis.note("\n--\n".join(sources) + f"\n{turns}")
+    expected = run_plain(lambda: Varied(sources, turns), STEPS)
+    machine = paper_machine("ram", Tier("disk", "disk"), bandwidth_bytes_per_second=bandwidth, latency_seconds=1e-4)
+    limit: int | str = f"{percent}%"
+    for _ in range(2 * len(sources)):  # the largest kind may come late
+        try:
+            with tempfile.TemporaryDirectory() as spill:
+                check(Varied(sources, turns), expected, ebbtide.Budget(limit, spill=Path(spill), machine=machine))
+            return
+        except BudgetError as refused:
+            limit = int(refused.reachable_bytes * 1.02)
+    pytest.fail(f"no plan for all kinds within {limit} bytes")
+
+
+def check(program: Varied, expected: list[Record], memory: ebbtide.Budget) -> None:
+    """Run under a budget and compare every step."""
+    with memory:
+        for index, record in enumerate(expected):
+            where = f"step {index} ({memory.state}), variant {program.turns[index]}, limit {memory.limit_bytes}"
+            compare(record, program.run(index, memory.step), where)
+
+
+def test_variants_differ_and_run() -> None:
+    dice, choices = random.Random(0), [(PIECES.index("{t} = {a}.tanh()"), 0, 0)] * 8
+    variants = {variant(dice, choices) for _ in range(40)} - {write(choices)}
+    assert sum(map(runs, variants)) > 20
