@@ -97,8 +97,8 @@ class Saved:
     Attributes:
         value: the value it shows.
         dtype: as in ``float32``.
-        shape: sizes, elements.
-        stride: strides, elements.
+        shape: sizes, elements; -1 for those of nested tensors that are not one number.
+        stride: strides, elements; none where it has no storage of its own, as if sparse: its value then has no bytes.
         offset: storage offset, elements.
         unpacked: moments at which autograd asked for it, ascending.
     """

@@ -76,7 +76,7 @@ def runs(source: str) -> bool:
     return bool(record["loss"].isfinite().all())
 
 
-@hypothesis.settings(max_examples=15)
+@hypothesis.settings(max_examples=hypothesis.settings().max_examples // 4)
 @hypothesis.given(
     choices=st.lists(
         st.tuples(st.integers(0, len(PIECES) - 1), st.integers(0, 9), st.integers(0, 9)), min_size=8, max_size=20

@@ -28,7 +28,7 @@ def has_storage(tensor: torch.Tensor) -> bool:
 
 
 def sizes(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The shape of ``tensor``; -1 stands for what is known of no two nested tensors to be the same."""
+    """The shape of ``tensor``; -1 stands for sizes of nested tensors that are not one number."""
     if not tensor.is_nested:
         return tensor.shape
     if tensor.layout is torch.strided:  # it has no shape

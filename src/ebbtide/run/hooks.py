@@ -57,7 +57,7 @@ def push_hooks(pack: Pack, unpack: Show) -> None:
 
 def pop_hooks() -> None:
     """Undo the latest `push_hooks`."""
-    _ours.on.pop()
+    del _ours.on[-1:]  # a thread of autograd has hooks that it has not pushed
     _autograd._pop_saved_tensors_default_hooks()
 
 
