@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import ebbtide
+from ebbtide.decisions import Plan
 from ebbtide.machine import Machine
 from ebbtide.run.meter import PeakMeter
+from ebbtide.step import Step
 from tests.run.harness import FAST_DISK, SLOW_DISK
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
@@ -141,3 +143,23 @@ def test_kinds_in_turns_are_expected(tmp_path: Path) -> None:
     kinds = [(EVERY, 0), (EVERY[:-1], 0), (EVERY[:4], 0)]
     found = run(kinds * 12, int(1.02 * plain_peak(EVERY[:4])), FAST_DISK, tmp_path)
     assert [seen.state for seen in found[-6:]] == ["planned", "planned", "idle"] * 2
+
+
+def test_strangers_are_planned_for_once_they_come_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_plans: Callable[..., Plan]
+) -> None:
+    """Where each step may be of another kind, a plan for each would cost more than it could save."""
+    planned: list[int] = []
+
+    def solve(step: Step, *arguments: Any, **options: Any) -> Plan:
+        planned.append(len(step.saved))
+        return quick_plans(step, *arguments, **options)
+
+    monkeypatch.setattr("ebbtide.run.kinds.solve", solve)
+    monkeypatch.setattr("ebbtide.run.loop.MOST_STRANGERS", 2)
+    limit_bytes = int(0.8 * plain_peak(EVERY))
+    strangers = [(EVERY[:count], 0) for count in range(BLOCKS)]
+    found = run([*strangers, *[(EVERY, 0)] * 8], limit_bytes, FAST_DISK, tmp_path)
+    assert len(planned) == 2, "one stranger, and the kind that comes again"
+    assert [seen.state for seen in found[-3:]] == ["planned"] * 3
+    assert_within(found, limit_bytes, 4)

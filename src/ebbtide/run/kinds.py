@@ -41,6 +41,7 @@ class Kind:
         calls_compiled: whether it calls what `torch.compile` returned.
         follower: the kind that steps are likely to be of that come after one of this kind.
         last_met: larger than that of kinds whose last step was earlier.
+        meetings: how many steps were of this kind.
     """
 
     def __init__(self, step: Step) -> None:
@@ -54,7 +55,7 @@ class Kind:
         self.audited_peak_bytes: int | None = None
         self.pace = Pace()
         self.places = Rehearsed()
-        self.follower, self.last_met = self, 0
+        self.follower, self.last_met, self.meetings = self, 0, 0
         self._idle_steps = 0
         self._was_followed_by_another = False
         self._others = 0

@@ -28,6 +28,9 @@ FINAL_STATES = ("planned", "idle")
 """States in which nothing is left to find out."""
 MOST_KINDS = 256
 """Kinds of steps to know at once: each takes some megabytes. The one that came longest ago is forgotten."""
+MOST_STRANGERS = 8
+"""Kinds that came but once. Where there are more of them, each step may be another one, and a plan of no use: kinds are
+planned for once they come again."""
 _SETTLING_STEPS = 5
 _STEPS_BETWEEN_RESTS = 64
 """How often the resident size at rest is measured anew, in steps."""
@@ -124,6 +127,7 @@ class Loop:
         self.current = kind
         self._met += 1
         kind.last_met = self._met
+        kind.meetings += 1
         if len(self.kinds) > MOST_KINDS:
             forgotten = min(self.kinds.values(), key=lambda known: known.last_met)
             del self.kinds[forgotten.key]
@@ -225,6 +229,9 @@ class Loop:
                 return
             kind.forget_plan()
         kind.observed_again(step, calls_compiled=calls_compiled)
+        if kind.meetings == 1 and sum(known.meetings == 1 for known in self.kinds.values()) > MOST_STRANGERS:
+            self.observations_left = 0
+            return
         if self.observations_left > 0 and len(self.kinds) == 1:
             return  # look once more, without the page faults of the first time
         if self.limit_bytes is None:
