@@ -64,17 +64,17 @@ def gradients(model: nn.Module) -> list[Tensor | None]:
     return found
 
 
-def run(steps: Steps, limit_bytes: int, machine: Machine, directory: Path) -> list[Seen]:
-    """Steps under a budget, whose gradients are those without one."""
+def run(steps: Steps, limit_bytes: int, machine: Machine, directory: Path, rows: Sequence[int] = ()) -> list[Seen]:
+    """Steps under a budget, each with its number of ``rows``, if any; their gradients are those without a budget."""
     plain, model, found = Blocks(), Blocks(), []
     data = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(1))
     with ebbtide.Budget(limit_bytes, spill=directory, machine=machine) as memory:
-        for blocks, looks in steps:
-            plain(data, blocks, looks).backward()
+        for (blocks, looks), count in zip(steps, rows or [BATCH] * len(steps), strict=True):
+            plain(data[:count], blocks, looks).backward()
             expected, state = gradients(plain), memory.state
             verified = all(kind.state != "verify" for kind in memory._loop.kinds.values())
             with PeakMeter() as meter, memory.step():
-                model(data, blocks, looks).backward()
+                model(data[:count], blocks, looks).backward()
             for one, other in zip(expected, gradients(model), strict=True):
                 assert (one is None) == (other is None)
                 assert one is None or other is None or torch.equal(one, other)
@@ -163,3 +163,26 @@ def test_strangers_are_planned_for_once_they_come_again(
     assert len(planned) == 2, "one stranger, and the kind that comes again"
     assert [seen.state for seen in found[-3:]] == ["planned"] * 3
     assert_within(found, limit_bytes, 4)
+
+
+@pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["moves", "recomputes"])
+def test_smaller_steps_are_evidence_enough(machine: Machine, tmp_path: Path) -> None:
+    """A plan is verified and audited though the sizes that it was made for do not come again."""
+    limit_bytes = int(0.8 * plain_peak(EVERY))
+    rows = [BATCH] * 2 + [BATCH - 16, BATCH - 40] * 4
+    found = run([(EVERY, 0)] * len(rows), limit_bytes, machine, tmp_path, rows)
+    assert [seen.left for seen in found if seen.left] == []
+    assert [seen.state for seen in found[-3:]] == ["rehearse"] * 3
+    assert_within(found, limit_bytes, 5)
+
+
+@pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["moves", "recomputes"])
+def test_a_larger_step_than_expected_goes_over_to_a_larger_plan(machine: Machine, tmp_path: Path) -> None:
+    limit_bytes = int(0.8 * plain_peak(EVERY))
+    known = [BATCH // 2] * 5 + [BATCH] * 8
+    others = [BATCH // 2, BATCH - 16, BATCH // 2, BATCH // 2, BATCH - 16, BATCH - 40, BATCH // 2, BATCH]
+    rows = [*known, *others * 2]
+    found = run([(EVERY, 0)] * len(rows), limit_bytes, machine, tmp_path, rows)
+    assert [seen.left for seen in found[len(known) :] if seen.left] == []
+    assert {seen.state for seen in found[len(known) :]} <= {"idle", "verify", "audit", "rehearse", "planned"}
+    assert_within(found[len(known) :], limit_bytes, len(others))

@@ -6,7 +6,8 @@ between them. A dispatch mode runs only over the stretches of the forward pass i
 NOTE [Leaving the plan]
 If a tensor is saved, or asked for, that the script does not expect there, the conductor first looks for another script
 that agrees with all that happened so far, and goes on with that: see NOTE [Going over] in `ebbtide.run.forks`. A tensor
-that is only smaller than expected is no reason to leave; nor are ops that are not the recorded ones, since the step may
+that is only smaller than expected is no reason to leave, here or in the other script, as long as what was saved before
+the first such tensor is the same in both; nor are ops that are not the recorded ones, since the step may
 turn out to be of another kind: no more calls are captured then, and what they should make again moves out instead.
 Otherwise the plan is left: what is held stays valid (a holding never needs the script), new saves go to the safe
 policy, and what is asked for comes back on demand.
@@ -110,7 +111,12 @@ class Conductor:
     @property
     def finished(self) -> bool:
         """Whether everything that the script expects has happened, as it expects it, from the beginning on."""
-        as_expected = self._exact and self._whole and not self.differs and not self.left
+        return self._exact and self.followed
+
+    @property
+    def followed(self) -> bool:
+        """The same, but that tensors may have been smaller."""
+        as_expected = self._whole and not self.differs and not self.left
         return as_expected and self._event == len(self.script.expected)
 
     def _shorten(self) -> None:
@@ -307,13 +313,7 @@ class Conductor:
         saving = script.savings[number]
         if _is_like(tensor, saving):
             return self._same_value(tensor, saving)
-        if (
-            tensor.dtype is saving.dtype
-            and has_storage(tensor)
-            and tensor.dim() == len(saving.shape)
-            and tensor.numel() <= saving.shape.numel()
-            and not (self._exact and self._match(number, tensor))
-        ):
+        if _is_smaller(tensor, saving) and not (self._exact and self._match(number, tensor)):
             self._exact = False
             return self._same_value(tensor, saving)
         return False
@@ -341,10 +341,25 @@ class Conductor:
                 return other
         return None
 
+    def _larger(self, number: int, tensor: torch.Tensor) -> Known | None:
+        """The same, but that ``tensor`` is smaller than expected there; the script in which it is least so."""
+        event, script = self._event, self.script
+        found = [
+            other
+            for other in self._library.others(script)
+            if other.script.expected[: event + 1] == (*script.expected[:event], number)
+            and alike(script, other.script) >= script.numbers[event]
+            and _is_smaller(tensor, other.script.savings[number])
+        ]
+        return min(found, key=lambda other: other.script.savings[number].shape.numel(), default=None)
+
     def _goes_over(self, number: int, tensor: torch.Tensor | None = None) -> bool:
         """Take up the script that this step agrees with, if there is one."""
         former, count = self.script, self._numbers[self._event]
         other = self._match(number, tensor) if self._exact and number >= 0 else None
+        if other is None and self._exact and tensor is not None:
+            other = self._larger(number, tensor)
+            self._exact = other is None
         names = renumbered(former, other.script, count) if other is not None else None
         if other is None or names is None:
             return False
@@ -383,6 +398,15 @@ class Conductor:
 
 def _is_like(tensor: torch.Tensor, saving: Saving) -> bool:
     return tensor.dtype is saving.dtype and sizes(tensor) == saving.shape
+
+
+def _is_smaller(tensor: torch.Tensor, saving: Saving) -> bool:
+    return (
+        tensor.dtype is saving.dtype
+        and has_storage(tensor)
+        and tensor.dim() == len(saving.shape)
+        and tensor.numel() <= saving.shape.numel()
+    )
 
 
 def _is_result(tensor: torch.Tensor) -> bool:

@@ -52,8 +52,10 @@ class Library:
         return (other for other in self.known if other.script is not script)
 
     def has_like(self, script: Script) -> bool:
-        """Whether another one begins like ``script``."""
-        return any(alike(script, other.script) > 0 for other in self.others(script))
+        """Whether another one begins like ``script``, or with a tensor of another size."""
+        return any(
+            alike(script, other.script) > 0 or _begin_alike(script, other.script) for other in self.others(script)
+        )
 
     def also_held(self, script: Script) -> frozenset[int]:
         """Numbers of saved tensors that ``script`` keeps and others, as far as they are alike, do something with."""
@@ -76,6 +78,14 @@ def alike(one: Script, other: Script) -> int:
         return max(same - 1, 0)
     last, last_other = one.savings[most - 1], other.savings[most - 1]
     return most - (last.dtype is not last_other.dtype or last.shape != last_other.shape)
+
+
+def _begin_alike(one: Script, other: Script) -> bool:
+    """Whether the first tensors that both save differ in size at most."""
+    return all(
+        a.dtype is b.dtype and len(a.shape) == len(b.shape)
+        for a, b in zip(one.savings[:1], other.savings[:1], strict=False)
+    )
 
 
 def renumbered(script: Script, other: Script, count: int) -> dict[int, int] | None:

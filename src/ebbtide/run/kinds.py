@@ -42,6 +42,7 @@ class Kind:
         follower: the kind that steps are likely to be of that come after one of this kind.
         last_met: larger than that of kinds whose last step was earlier.
         meetings: how many steps were of this kind.
+        audits: how many steps were audited under the plan.
     """
 
     def __init__(self, step: Step) -> None:
@@ -55,7 +56,7 @@ class Kind:
         self.audited_peak_bytes: int | None = None
         self.pace = Pace()
         self.places = Rehearsed()
-        self.follower, self.last_met, self.meetings = self, 0, 0
+        self.follower, self.last_met, self.meetings, self.audits = self, 0, 0, 0
         self._idle_steps = 0
         self._was_followed_by_another = False
         self._others = 0
@@ -117,6 +118,7 @@ class Kind:
     def _adopt(self, plan: Plan, machine: Machine, verify: bool) -> None:
         self._arenas.clear()
         self.plan = plan
+        self.audits = 0
         outcome = simulate(self.step, machine, plan.decisions)
         self.script = write_script(self.step, plan, outcome.memory, captures_all=self.calls_compiled)
         if not plan.binds:

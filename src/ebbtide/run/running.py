@@ -32,6 +32,8 @@ from ebbtide.run.verify import Truth
 
 _LOOKS_AFTER_LEAVING = 4
 """Steps to observe at most after one that left its plan, until an unknown kind has been seen."""
+_AUDITS_OF_SMALLER = 3
+"""Steps that are audited where tensors are smaller than planned for: one of the planned sizes may not come soon."""
 _RSS_SLACK = 0.06
 """Resident bytes above rest may exceed the planned ones by this share before the heap's holes are given back."""
 
@@ -235,7 +237,7 @@ class Running:
         if ran is None:
             return  # it was planned for anew meanwhile
         loop.met(ran)
-        if not conductor.finished:
+        if not conductor.followed:
             return
         if conductor.truth is not None:
             ran.state = "audit"
@@ -245,13 +247,15 @@ class Running:
         elif ran is not kind:
             return  # what else there is to find out begins with the step
         elif self._state == "audit":
-            kind.audited_peak_bytes = peak
+            kind.audited_peak_bytes = max(peak or 0, kind.audited_peak_bytes or 0)
             if kind.plan is not None and peak is not None and peak > kind.plan.limit_bytes:
                 kind.hold_more(peak - kind.plan.peak_bytes)
                 kind.make_plan(loop.machine, kind.plan.limit_bytes, loop.verify)
                 return
-            kind.state = "rehearse" if loop.tunes and arena_library() is not None else "planned"
-        elif self._state == "rehearse":
+            kind.audits += 1
+            if conductor.finished or kind.audits >= _AUDITS_OF_SMALLER:
+                kind.state = "rehearse" if loop.tunes and arena_library() is not None else "planned"
+        elif self._state == "rehearse" and conductor.finished:
             kind.state = "planned"
 
 
