@@ -30,9 +30,9 @@ import torch
 
 from ebbtide.observe.clock import Clock, Span
 from ebbtide.observe.compiled_calls import compiled_calls
-from ebbtide.observe.ledger import has_storage, sizes
+from ebbtide.observe.ledger import sizes
 from ebbtide.run.allocator import Trimmer
-from ebbtide.run.forks import Known, Library, alike, catch_up, remade_alike, renumbered
+from ebbtide.run.forks import Known, Library, catch_up, is_like, is_smaller, remade_alike, renumbered
 from ebbtide.run.holdings import Holding, Kept, View, is_plain, keep, version_of
 from ebbtide.run.recipes import CaptureMode, Recipe
 from ebbtide.run.safe import SafePolicy
@@ -311,9 +311,9 @@ class Conductor:
         if self._event >= len(script.expected) or script.expected[self._event] != number:
             return False
         saving = script.savings[number]
-        if _is_like(tensor, saving):
+        if is_like(tensor, saving):
             return self._same_value(tensor, saving)
-        if _is_smaller(tensor, saving) and not (self._exact and self._match(number, tensor)):
+        if is_smaller(tensor, saving) and not (self._exact and self._match(number, tensor)):
             self._exact = False
             return self._same_value(tensor, saving)
         return False
@@ -326,39 +326,15 @@ class Conductor:
         return holding is None or holding.knows(version_of(tensor))
 
     def _match(self, number: int, tensor: torch.Tensor | None) -> Known | None:
-        """Another script that agrees with all that happened so far, and in which ``tensor`` is saved next; or in which
-        saved tensor ``number`` is asked for next."""
-        event, script = self._event, self.script
-        expected = ((number if tensor is not None else ~number),)
-        for other in self._library.others(script):
-            theirs = other.script
-            if (
-                theirs.expected[event : event + 1] == expected
-                and (tensor is None or _is_like(tensor, theirs.savings[number]))
-                and alike(script, theirs) >= script.numbers[event]
-                and theirs.expected[:event] == script.expected[:event]
-            ):
-                return other
-        return None
-
-    def _larger(self, number: int, tensor: torch.Tensor) -> Known | None:
-        """The same, but that ``tensor`` is smaller than expected there; the script in which it is least so."""
-        event, script = self._event, self.script
-        found = [
-            other
-            for other in self._library.others(script)
-            if other.script.expected[: event + 1] == (*script.expected[:event], number)
-            and alike(script, other.script) >= script.numbers[event]
-            and _is_smaller(tensor, other.script.savings[number])
-        ]
-        return min(found, key=lambda other: other.script.savings[number].shape.numel(), default=None)
+        """Another script that agrees with all that happened so far, and with ``tensor`` or number that comes next."""
+        return self._library.agreeing(self.script, self._event, number, tensor)
 
     def _goes_over(self, number: int, tensor: torch.Tensor | None = None) -> bool:
         """Take up the script that this step agrees with, if there is one."""
         former, count = self.script, self._numbers[self._event]
         other = self._match(number, tensor) if self._exact and number >= 0 else None
         if other is None and self._exact and tensor is not None:
-            other = self._larger(number, tensor)
+            other = self._library.larger(former, self._event, tensor)
             self._exact = other is None
         names = renumbered(former, other.script, count) if other is not None else None
         if other is None or names is None:
@@ -394,19 +370,6 @@ class Conductor:
             self._safe.assume(self.script.alive_at(self._event))
             if self._capture is not None:
                 self._capture.forget()
-
-
-def _is_like(tensor: torch.Tensor, saving: Saving) -> bool:
-    return tensor.dtype is saving.dtype and sizes(tensor) == saving.shape
-
-
-def _is_smaller(tensor: torch.Tensor, saving: Saving) -> bool:
-    return (
-        tensor.dtype is saving.dtype
-        and has_storage(tensor)
-        and tensor.dim() == len(saving.shape)
-        and tensor.numel() <= saving.shape.numel()
-    )
 
 
 def _is_result(tensor: torch.Tensor) -> bool:

@@ -20,8 +20,11 @@ import bisect
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
+import torch
+
+from ebbtide.observe.ledger import has_storage, sizes
 from ebbtide.run.holdings import Holding
-from ebbtide.run.script import Script, Treatment
+from ebbtide.run.script import Saving, Script, Treatment
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,6 +60,33 @@ class Library:
             alike(script, other.script) > 0 or _begin_alike(script, other.script) for other in self.others(script)
         )
 
+    def agreeing(self, script: Script, event: int, number: int, tensor: torch.Tensor | None) -> Known | None:
+        """Another script that agrees with the events of ``script`` before ``event``, and in which ``tensor`` is saved
+        next; or, without one, in which saved tensor ``number`` is asked for next."""
+        expected = ((number if tensor is not None else ~number),)
+        for other in self.others(script):
+            theirs = other.script
+            if (
+                theirs.expected[event : event + 1] == expected
+                and (tensor is None or is_like(tensor, theirs.savings[number]))
+                and alike(script, theirs) >= script.numbers[event]
+                and theirs.expected[:event] == script.expected[:event]
+            ):
+                return other
+        return None
+
+    def larger(self, script: Script, event: int, tensor: torch.Tensor) -> Known | None:
+        """The same, but that ``tensor`` is smaller than expected there; the script in which it is least so."""
+        number = script.numbers[event]
+        found = [
+            other
+            for other in self.others(script)
+            if other.script.expected[: event + 1] == (*script.expected[:event], number)
+            and alike(script, other.script) >= number
+            and is_smaller(tensor, other.script.savings[number])
+        ]
+        return min(found, key=lambda other: other.script.savings[number].shape.numel(), default=None)
+
     def also_held(self, script: Script) -> frozenset[int]:
         """Numbers of saved tensors that ``script`` keeps and others, as far as they are alike, do something with."""
         key = id(script)  # of those that are known, or of the one that a step has begun with: they live as long
@@ -67,6 +97,21 @@ class Library:
                 found.update(held[: bisect.bisect_left(held, alike(script, other.script))] if held else ())
             self._also_held[key] = frozenset(n for n in found if script.savings[n].treatment == Treatment.KEEP)
         return self._also_held[key]
+
+
+def is_like(tensor: torch.Tensor, saving: Saving) -> bool:
+    """Whether ``tensor`` is of the type and the shape that is expected."""
+    return tensor.dtype is saving.dtype and sizes(tensor) == saving.shape
+
+
+def is_smaller(tensor: torch.Tensor, saving: Saving) -> bool:
+    """Whether ``tensor`` is at most as large as expected, of the same type and as many dimensions."""
+    return (
+        tensor.dtype is saving.dtype
+        and has_storage(tensor)
+        and tensor.dim() == len(saving.shape)
+        and tensor.numel() <= saving.shape.numel()
+    )
 
 
 def alike(one: Script, other: Script) -> int:
