@@ -4,7 +4,7 @@ NOTE [Transforms]
 The transforms of `torch.func` refuse to run where saved-tensor hooks are on: what is saved within them must not go
 through any. They say so by disabling hooks, which fails if some are on the stack, and enable them in the end. Ours step
 aside for as long as that lasts, so that such code runs in a step as it does without one; what it saves stays where it
-is. Hooks that users have put on it has to refuse, as ever.
+is. Where hooks of the user's are on, they refuse, as ever.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def disabled() -> str | None:
 
 
 def push_hooks(pack: Pack, unpack: Show) -> None:
-    """From now on autograd saves through these hooks."""
+    """From now on autograd saves through these hooks. Raises `RuntimeError` where hooks are `disabled`."""
     _autograd._push_saved_tensors_default_hooks(pack, unpack)
     _ours.on.append((pack, unpack))
     _autograd._saved_tensors_hooks_disable, _autograd._saved_tensors_hooks_enable = _step_aside, _come_back

@@ -247,7 +247,8 @@ class Running:
         elif ran is not kind:
             return  # what else there is to find out begins with the step
         elif self._state == "audit":
-            kind.audited_peak_bytes = max(peak or 0, kind.audited_peak_bytes or 0)
+            former = kind.audited_peak_bytes if kind.audits else None  # of a plan that is not followed any more
+            kind.audited_peak_bytes = max(peak or 0, former or 0)
             if kind.plan is not None and peak is not None and peak > kind.plan.limit_bytes:
                 kind.hold_more(peak - kind.plan.peak_bytes)
                 kind.make_plan(loop.machine, kind.plan.limit_bytes, loop.verify)
