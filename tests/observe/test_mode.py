@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from collections.abc import Callable
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.utils._python_dispatch as dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ebbtide.observe.mode import DispatchMode
+from ebbtide.observe.mode import DispatchMode, correct_notes
 from tests.conftest import modes_left
 
 
@@ -26,6 +28,24 @@ class Nothing(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen += 1
         return func(*args, **(kwargs or {}))
+
+
+class User(TorchDispatchMode):
+    """A mode of the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+    def enter(self) -> None:
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def leave(self) -> None:
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 def interrupted(call: Callable[[], None], moment: int) -> bool:
@@ -64,8 +84,8 @@ def notes() -> tuple[Any, ...]:
 @pytest.mark.parametrize("others", [0, 1])
 @pytest.mark.parametrize("way", ["enter", "leave"])
 def test_interrupt_at_any_bytecode(way: str, others: int) -> None:
+    outer = [Nothing() for _ in range(others)]
     try:
-        outer = [Nothing() for _ in range(others)]
         for mode in outer:
             mode.enter()
         before = notes()
@@ -83,4 +103,49 @@ def test_interrupt_at_any_bytecode(way: str, others: int) -> None:
         assert [mode.seen for mode in outer] == [1] * others
         assert mode.seen == 0
     finally:
+        for mode in reversed(outer):
+            mode.leave()
         modes_left()
+
+
+@pytest.mark.parametrize("user_leaves", ["first", "last"])
+@pytest.mark.parametrize("place", [0, None])
+def test_modes_that_do_not_nest(place: int | None, user_leaves: str) -> None:
+    """A mode that is put on within a ``with`` block of the user's stays on when that ends, and leaves it on."""
+    before, user, mode = notes(), User(), Nothing()
+    user.enter()
+    mode.enter(place)
+    assert dispatch._get_current_dispatch_mode_stack() == ([mode, user] if place == 0 else [user, mode])
+    torch.ones(1)
+    if user_leaves == "first" and place == 0:
+        user.leave()
+        torch.ones(1)
+        mode.leave()
+        assert (user.seen, mode.seen) == (1, 2)
+    else:
+        mode.leave()
+        torch.ones(1)
+        user.leave()
+        assert (user.seen, mode.seen) == (2, 1)
+    correct_notes()
+    assert notes() == before
+
+
+@pytest.mark.parametrize("way", ["enter", "leave"])
+def test_interrupt_of_modes_that_do_not_nest(way: str) -> None:
+    """The user's mode is neither lost nor left."""
+    before = notes()
+    for moment in itertools.count():
+        user, mode = User(), Nothing()
+        user.enter()
+        if way == "leave":
+            mode.enter(0)
+        hit = interrupted(functools.partial(mode.enter, 0) if way == "enter" else mode.leave, moment)
+        mode.leave()
+        assert dispatch._get_current_dispatch_mode_stack() == [user], f"interrupted before bytecode {moment}"
+        user.leave()
+        correct_notes()
+        assert notes() == before
+        if not hit:
+            break
+    assert moment > 40

@@ -9,34 +9,65 @@ import torch.utils._python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _COMPILE_FLAG = "_is_in_any_mode_without_ignore_compile_internals"
-_FLAGS = tuple(
-    name
-    for name in (
-        "_is_in_torch_dispatch_mode",
-        "_is_in_non_infra_torch_dispatch_mode",
-        _COMPILE_FLAG,
-    )
+_FLAGS: dict[str, Callable[[Any], bool]] = {
+    name: is_told
+    for name, is_told in {
+        "_is_in_torch_dispatch_mode": lambda _mode: True,
+        "_is_in_non_infra_torch_dispatch_mode": lambda mode: not mode.is_infra_mode(),
+        _COMPILE_FLAG: lambda mode: not mode.ignore_compile_internals(),
+    }.items()
     if hasattr(dispatch, name)
-)
-"""What PyTorch, by version, notes about the modes on its stack, besides the stack itself."""
+}
+"""What PyTorch, by version, notes of the modes on its stack, besides the stack itself: whether any is such a one."""
 _set_compile_flag = getattr(dispatch, "set_is_in_mode_without_ignore_compile_internals", None)
 """Tells the copy of it that PyTorch keeps outside of Python."""
 
 
-def _flags() -> tuple[bool, ...]:
-    return tuple(getattr(dispatch, name) for name in _FLAGS)
+def modes_on() -> list[TorchDispatchMode]:
+    """The modes on this thread's stack, the one that sees ops first at its end."""
+    return dispatch._get_current_dispatch_mode_stack()
+
+
+def correct_notes() -> None:
+    """Note what is true of the modes on the stack. Each notes on its way off what was true before it was put on, which
+    is wrong where they do not nest."""
+    stack = modes_on()
+    for name, is_told in _FLAGS.items():
+        setattr(dispatch, name, any(map(is_told, stack)))
+    if _set_compile_flag is not None:
+        _set_compile_flag(getattr(dispatch, _COMPILE_FLAG))
+
+
+def _arrange(stack: Sequence[TorchDispatchMode]) -> None:
+    """Make these the modes on the stack."""
+    try:
+        _replace(stack)
+    except BaseException:  # an interrupt must not lose any
+        _replace(stack)
+        raise
+
+
+def _replace(stack: Sequence[TorchDispatchMode]) -> None:
+    found = modes_on()
+    most = min(len(found), len(stack))
+    same = next((index for index in range(most) if found[index] is not stack[index]), most)
+    for _ in found[same:]:
+        dispatch._pop_mode()
+    for mode in stack[same:]:
+        dispatch._push_mode(mode)
 
 
 class DispatchMode(TorchDispatchMode):
     """Sees every ATen op, below autograd, between `enter` and `leave` or over a ``with`` block.
 
     An interrupt may come while PyTorch puts the mode on its stack or takes it off. Whichever way that leaves it,
-    `leave` takes the mode off, if it is on, and puts PyTorch's notes back to what they were.
+    `leave` takes the mode off, if it is on, and corrects PyTorch's notes. It may be put on and taken off while modes of
+    the user's are on that are taken off, or were put on, earlier: those stay as they are.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._flags = _flags()
+        self._nests = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -55,35 +86,41 @@ class DispatchMode(TorchDispatchMode):
         return run()
 
     def __enter__(self) -> Self:
-        self._flags = _flags()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
         try:
-            if self._is_on():
+            stack = modes_on()
+            place = next((index for index, mode in enumerate(stack) if mode is self), None)
+            if place is not None:
+                if place < len(stack) - 1:  # PyTorch takes off whichever is on top
+                    self._nests = False
+                    _arrange([*stack[:place], *stack[place + 1 :], self])
                 super().__exit__(*exception)  # type: ignore[no-untyped-call]
-            else:
+            if place is None or not self._nests:
                 self._put_back()
         except BaseException:
             self._put_back()
             raise
 
-    def _is_on(self) -> bool:
-        return any(mode is self for mode in dispatch._get_current_dispatch_mode_stack())
-
     def _put_back(self) -> None:
         """Undo what PyTorch did of an `enter` or left of a `leave` that was interrupted."""
-        if self._is_on():
-            dispatch._pop_mode()
-        for name, flag in zip(_FLAGS, self._flags, strict=True):
-            setattr(dispatch, name, flag)
-        if _set_compile_flag is not None:
-            _set_compile_flag(getattr(dispatch, _COMPILE_FLAG))
+        _arrange([mode for mode in modes_on() if mode is not self])
+        correct_notes()
 
-    def enter(self) -> None:
-        """Begin to see ops."""
+    def enter(self, place: int | None = None) -> None:
+        """Begin to see ops.
+
+        Args:
+            place: how many modes are to stay below it on the stack, as those put on later go first; None for all.
+        """
+        self._nests = True
         self.__enter__()
+        stack = modes_on()
+        if place is not None and place < len(stack) - 1:
+            self._nests = False
+            _arrange([*stack[:place], self, *stack[place:-1]])
 
     def leave(self) -> None:
         """See no more of them."""

@@ -31,16 +31,16 @@ import torch
 from ebbtide.observe.clock import Clock, Span
 from ebbtide.observe.compiled_calls import compiled_calls
 from ebbtide.observe.ledger import sizes
+from ebbtide.observe.mode import correct_notes, modes_on
 from ebbtide.run.allocator import Trimmer
 from ebbtide.run.forks import Known, Library, catch_up, is_like, is_smaller, remade_alike, renumbered
 from ebbtide.run.holdings import Holding, Kept, View, is_plain, keep, version_of
-from ebbtide.run.recipes import CaptureMode, Recipe
+from ebbtide.run.passes import in_pass, tell_no_more, tell_of_passes
+from ebbtide.run.recipes import CaptureMode, Recipe, is_between_ops
 from ebbtide.run.safe import SafePolicy
 from ebbtide.run.script import NOBODY, Actions, Saving, Script, Treatment
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.verify import Truth
-
-_nodes_made: Callable[[], int] = vars(torch.autograd)["_get_sequence_nr"]
 
 
 class Conductor:
@@ -86,6 +86,7 @@ class Conductor:
         self._new_truth = new_truth
         self._trimmer = trimmer
         self._outdated: list[CaptureMode] = []
+        self._place = 0
         self._event = 0
         self._exact = self._whole = True
         self._held: dict[int, weakref.ref[Holding]] = {}
@@ -99,11 +100,27 @@ class Conductor:
 
     def start(self) -> None:
         """Call when the step begins."""
-        if self._capture is not None and self.script.stretches[-1] >= 0:
-            self._capture.begin(0, between_ops=True)
+        self._place = len(modes_on())
+        tell_of_passes(self._pass_begins)
+        if self._capture is not None:
+            self._capture.place = self._place
+            if self.script.stretches[-1] >= 0:
+                self._capture.begin(0, between_ops=True)
 
     def stop(self) -> None:
         """Call when the context ends; a later backward pass still follows the script."""
+        tell_no_more(self._pass_begins)
+        self._end_captures()
+        if self._capture is not None:
+            correct_notes()
+
+    def _pass_begins(self) -> None:
+        """Nothing is captured in a backward pass: take the mode off, unless ops are counted right through it."""
+        goes_on = not self.left and self.script.stretches[self._event - 1] >= 0
+        if not goes_on and not self.script.stays_on and compiled_calls() == self._calls:
+            self._end_captures()
+
+    def _end_captures(self) -> None:
         for capture in (self._capture, *reversed(self._outdated)):
             if capture is not None:
                 capture.end()
@@ -236,7 +253,9 @@ class Conductor:
         if compiled_calls() != self._calls and not (self.script.stays_on and self._capture.entered):
             self.leave("something is called that torch.compile returned, which steps of this kind did not do so far")
             return
-        between_ops = _is_result(tensor)
+        between_ops = is_between_ops(tensor)
+        if in_pass() and (stretch < 0 or not self._capture.entered):
+            return  # what is done to the stack of modes within a node of autograd's does not outlast it
         if stretch >= 0:
             self._capture.begin(stretch, between_ops)
         elif between_ops:
@@ -345,7 +364,9 @@ class Conductor:
         self.truth = None if other.verified else self._new_truth()
         self.differs = ""
         self._shorten()
-        outdated, self._capture = self._capture, CaptureMode(script.known, self._differs) if script.remakes else None
+        outdated, self._capture = self._capture, None
+        if script.remakes:
+            self._capture = CaptureMode(script.known, self._differs, self._place)
         if outdated is not None:
             outdated.forget()
             self._outdated.append(outdated)
@@ -370,9 +391,3 @@ class Conductor:
             self._safe.assume(self.script.alive_at(self._event))
             if self._capture is not None:
                 self._capture.forget()
-
-
-def _is_result(tensor: torch.Tensor) -> bool:
-    """Whether a tensor being saved is the result of the op whose node was made last: no op is under way then."""
-    node = tensor.grad_fn
-    return node is not None and node._sequence_nr() == _nodes_made() - 1

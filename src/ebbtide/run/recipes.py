@@ -19,6 +19,7 @@ from ebbtide.observe.mode import DispatchMode
 from ebbtide.observe.schema import operator_info
 from ebbtide.run.holdings import Holding, Version, View, changed_error, is_same, version_of
 
+_nodes_made: Callable[[], int] = vars(torch.autograd)["_get_sequence_nr"]
 _NO_STATISTICS = {torch.ops.aten._native_batch_norm_legit.default: torch.ops.aten._native_batch_norm_legit.no_stats}
 
 
@@ -251,7 +252,10 @@ class CaptureMode(DispatchMode):
     Autograd saves a tensor either between two ops, or in the middle of the one that is just being called. A mode that
     is put on in the middle of an op does not see that op; one that is taken off there leaves the op without anybody to
     run it. So the mode is taken off only between ops, and once it was put on in the middle of an op, it counts again
-    from the next event that has another tick. Nor is it put on or taken off within a call of what `torch.compile`
+    from the next event that has another tick. As the last save before a backward pass may be in the middle of an op, the
+    mode also goes as a pass begins, see `passes.py`; within one it is neither put on nor taken off, as autograd puts the
+    stack of modes back after each node. On the stack it lies below all modes that were put on since the step began, so
+    that a ``with`` block of the user's takes off its own mode and not this one. Nor is it put on or taken off within a call of what `torch.compile`
     returned, see `compiled_calls.py`: in steps with such calls it stays on from beginning to end.
 
     Args:
@@ -262,14 +266,16 @@ class CaptureMode(DispatchMode):
         tick: index of the next op; set when a stretch begins.
         hidden: while true, ops are not counted; the runtime sets it around its own.
         calls: captured calls by tick.
+        place: how many modes on the stack are below it, whenever it is on: those that were on as the step began.
     """
 
-    def __init__(self, known: dict[int, KnownOp], on_mismatch: Callable[[str], None]) -> None:
+    def __init__(self, known: dict[int, KnownOp], on_mismatch: Callable[[str], None], place: int | None = None) -> None:
         super().__init__()
         self.tick = 0
         self.hidden = False
         self.entered = False
         self.calls: dict[int, Call] = {}
+        self.place = place
         self._begun_at = -1
         self._known = known
         self._on_mismatch = on_mismatch
@@ -279,7 +285,7 @@ class CaptureMode(DispatchMode):
         if not self.entered:
             self.entered = True
             self._begun_at = -1 if between_ops else tick
-            self.enter()
+            self.enter(self.place)
         self.tick = tick if tick > self._begun_at else _UNKNOWN
 
     def take_over(self, other: CaptureMode, known: dict[int, KnownOp]) -> None:
@@ -339,3 +345,9 @@ class CaptureMode(DispatchMode):
             return run()
         finally:
             self.hidden = False
+
+
+def is_between_ops(saved: torch.Tensor) -> bool:
+    """Whether no op is under way as a tensor is being saved: it is the result of the op whose node was made last."""
+    node = saved.grad_fn
+    return node is not None and node._sequence_nr() == _nodes_made() - 1

@@ -1,0 +1,61 @@
+"""Tells when a backward pass begins, from Python: the last moment at which a mode can be taken off for all of it.
+
+Autograd keeps the modes that are on as a pass begins, and has them on, and no others, at each of its nodes. A mode that
+is not wanted there, and could not be taken off at the last save as that was in the middle of an op, goes now.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Tell = Callable[[], None]
+
+
+class _Told(threading.local):
+    """Who is told of this thread's passes."""
+
+    def __init__(self) -> None:
+        self.each: list[Tell] = []
+
+
+_told = _Told()
+_stands_between = False
+
+
+def tell_of_passes(tell: Tell) -> None:
+    """From now on call ``tell`` before each backward pass that this thread begins."""
+    _stand_between()
+    _told.each.append(tell)
+
+
+def tell_no_more(tell: Tell) -> None:
+    """Undo `tell_of_passes`, if it was done."""
+    _told.each = [other for other in _told.each if other != tell]
+
+
+def in_pass() -> bool:
+    """Whether a backward pass is under way in this thread."""
+    return torch._C._current_graph_task_id() >= 0
+
+
+def _stand_between() -> None:
+    """Stand between `torch.autograd` and its engine, where that is called from one place; else nobody is told."""
+    global _stands_between
+    original: Any = vars(torch.autograd).get("_engine_run_backward")
+    if _stands_between or original is None:
+        return
+
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not in_pass():
+            for tell in _told.each:
+                tell()
+        return original(*args, **kwargs)
+
+    vars(torch.autograd)["_engine_run_backward"] = run
+    _stands_between = True

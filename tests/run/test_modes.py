@@ -1,0 +1,134 @@
+"""The capture mode: on where calls are captured, off in backward passes, and never in the way of the user's modes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ebbtide
+from ebbtide.decisions import Recompute
+from ebbtide.run.meter import PeakMeter
+from ebbtide.run.recipes import CaptureMode
+from tests.conftest import modes_left
+from tests.run.harness import SLOW_DISK
+
+pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
+
+STEPS = 7
+Compute = Callable[[nn.Module, Tensor], None]
+
+
+class Counter(TorchDispatchMode):
+    """A mode of the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def network(activation: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(64, 64), activation(), nn.LayerNorm(64), activation()) for _ in range(4))
+    )
+
+
+def plain_peak(compute: Compute, model: nn.Module, x: Tensor) -> int:
+    with PeakMeter() as meter:
+        compute(model, x)
+    return meter.peak_bytes
+
+
+def run(compute: Compute, activation: type[nn.Module], directory: Path) -> None:
+    """Steps that compute values again, with the gradients of plain ones; no mode is left after any."""
+    x = torch.randn(256, 64, generator=torch.Generator().manual_seed(1))
+    plain, model = network(activation), network(activation)
+    limit_bytes = int(0.75 * plain_peak(compute, network(activation), x))
+    with ebbtide.Budget(limit_bytes, spill=directory, machine=SLOW_DISK) as memory:
+        for step in range(STEPS):
+            compute(plain, x)
+            with memory.step():
+                compute(model, x)
+            assert modes_left() == 0, f"after step {step}"
+            for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+                assert one.grad is not None
+                assert other.grad is not None
+                assert torch.equal(one.grad, other.grad)
+            plain.zero_grad()
+            model.zero_grad()
+        assert memory.plan is not None
+        assert any(isinstance(decision, Recompute) for decision in memory.plan.decisions)
+        assert [measured.left for measured in memory.measured if measured.left] == []
+        assert memory.measured[-1].state == "planned"
+
+
+@pytest.mark.parametrize("activation", [nn.GELU, nn.Tanh])
+def test_no_mode_is_on_in_backward_passes(
+    activation: type[nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the last tensor is saved in the middle of an op, at which a mode cannot be taken off."""
+    seen: list[str] = []
+    original = vars(CaptureMode)["__torch_dispatch__"]
+
+    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch._C._current_graph_task_id() >= 0:
+            seen.append(str(func))
+        return original(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(CaptureMode, "__torch_dispatch__", dispatch)
+    run(lambda model, x: model(x).square().mean().backward(), activation, tmp_path)
+    assert seen == []
+
+
+@pytest.mark.parametrize("activation", [nn.GELU, nn.SiLU])
+@pytest.mark.parametrize("last", [torch.square, torch.tanh])
+def test_gradient_penalties(activation: type[nn.Module], last: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
+    """Autograd saves tensors in the middle of a backward pass, and more ops run after it."""
+
+    def compute(model: nn.Module, x: Tensor) -> None:
+        x = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(last(model(x)).sum(), x, create_graph=True)
+        loss = (gradient.norm(dim=1) - 1).square().mean() + model(x).square().mean()
+        loss.backward()
+
+    run(compute, activation, tmp_path)
+
+
+@pytest.mark.parametrize("activation", [nn.GELU, nn.Tanh])
+@pytest.mark.parametrize("over", ["forward", "part", "all"])
+def test_modes_of_the_user(activation: type[nn.Module], over: str, tmp_path: Path) -> None:
+    """A mode that is on in a part of the step sees the ops of that part, and goes when it is to go."""
+    counters: list[Counter] = []
+
+    def compute(model: nn.Module, x: Tensor) -> None:
+        counters.append(Counter())
+        if over == "part":
+            assert isinstance(model, nn.Sequential)
+            x = model[0](x)
+            with counters[-1]:
+                x = model[1](x)
+            model[2:](x).square().mean().backward()
+        elif over == "forward":
+            with counters[-1]:
+                loss = model(x).square().mean()
+            loss.backward()
+        else:
+            with counters[-1]:
+                model(x).square().mean().backward()
+
+    run(compute, activation, tmp_path)
+    for plain, planned in zip(counters[1::2], counters[2::2], strict=True):
+        if over == "all":  # it sees what is computed again, too
+            assert len(planned.seen) >= len(plain.seen)
+        else:
+            assert [op for op in planned.seen if "detach" not in op] == [op for op in plain.seen if "detach" not in op]
