@@ -252,11 +252,13 @@ class CaptureMode(DispatchMode):
     Autograd saves a tensor either between two ops, or in the middle of the one that is just being called. A mode that
     is put on in the middle of an op does not see that op; one that is taken off there leaves the op without anybody to
     run it. So the mode is taken off only between ops, and once it was put on in the middle of an op, it counts again
-    from the next event that has another tick. As the last save before a backward pass may be in the middle of an op, the
-    mode also goes as a pass begins, see `passes.py`; within one it is neither put on nor taken off, as autograd puts the
-    stack of modes back after each node. On the stack it lies below all modes that were put on since the step began, so
-    that a ``with`` block of the user's takes off its own mode and not this one. Nor is it put on or taken off within a call of what `torch.compile`
+    from the next event that has another tick. As the last save before a backward pass may be in the middle of an op,
+    the mode also goes as a pass begins, see `passes.py`. Within one it is neither put on nor taken off: autograd puts
+    the stack of modes back after each node. Nor is it put on or taken off within a call of what `torch.compile`
     returned, see `compiled_calls.py`: in steps with such calls it stays on from beginning to end.
+
+    On the stack it lies below all modes that were put on since the step began: the end of a ``with`` block of the
+    user's takes off whichever mode is on top.
 
     Args:
         known: what the step's record says, by tick, of the ops that recipes replay.
