@@ -12,7 +12,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from ebbtide.decisions import Plan
 from ebbtide.errors import BudgetError, RecordError
@@ -21,6 +20,7 @@ from ebbtide.plan.frontier import check_trains
 from ebbtide.plan.problem import plain_peak_bytes
 from ebbtide.plan.solve import solve
 from ebbtide.step import Op, Saved, Step, Value
+from ebbtide.structure import FIXED
 from ebbtide.units import format_bytes
 
 ROUNDING = 1e-9
@@ -164,16 +164,6 @@ def step_at(steps: Mapping[int, Step], batch: int) -> Step:
     )
 
 
-_SAME: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "ops": ("op", lambda op: dataclasses.replace(op, duration_seconds=0.0, workspace_bytes=0)),
-    "values": ("value", lambda value: dataclasses.replace(value, size_bytes=0)),
-    "saved": ("saved tensor", lambda saved: (saved.value, saved.dtype, len(saved.shape), saved.unpacked)),
-    "events": ("event", lambda event: event),
-    "absences": ("absence", lambda absence: absence),
-}
-"""By field of a step: what one of its records is called, and what must not depend on the batch."""
-
-
 def _check_rises(steps: Mapping[int, Step], batch: int, step: Step) -> None:
     """Check that ``step`` needs more memory than one with half as many samples: else no batch would be the largest.
 
@@ -192,7 +182,7 @@ def _check_same_kind(small: Step, large: Step, low: int, high: int) -> None:
     advice = (
         f"so batches between {low} and {high} cannot be told from these two; name two whose steps differ in sizes alone"
     )
-    for field, (name, fixed) in _SAME.items():
+    for field, (name, fixed) in FIXED.items():
         pairs = zip(getattr(small, field), getattr(large, field), strict=False)
         for number, (first, second) in enumerate(pairs):
             if fixed(first) != fixed(second):

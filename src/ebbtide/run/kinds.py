@@ -17,6 +17,7 @@ from ebbtide.run.script import Script, signature, write_script
 from ebbtide.run.tiers.layouts import planned_places
 from ebbtide.run.tiers.pinned import PlannedPlaces
 from ebbtide.step import EXTERNAL, Op, Step, Value
+from ebbtide.structure import structure
 
 WORTH, WORTH_SECONDS = 0.01, 1e-3
 """Share of a plain step, and seconds, that steps have to gain for a plan to be replaced: to make another one takes
@@ -34,6 +35,7 @@ class Kind:
 
     Attributes:
         step: as observed; its durations are refined as planned steps run.
+        samples: steps of other sizes each that this one stands for (see `ebbtide.run.roomy`); none if it was observed.
         plan, script: None until planned.
         state: what the next step of this kind is for.
         banned: absences that must not be computed again: their recomputation was seen to differ.
@@ -45,8 +47,9 @@ class Kind:
         audits: how many steps were audited under the plan.
     """
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, samples: Sequence[Step] = ()) -> None:
         self.step = step
+        self.samples = tuple(samples)
         self.calls_compiled = False
         self.key = hash(tuple(signature(saved) for saved in step.saved))
         self.plan: Plan | None = None
@@ -60,7 +63,20 @@ class Kind:
         self._idle_steps = 0
         self._was_followed_by_another = False
         self._others = 0
+        self._structure: int | None = None
         self._arenas: dict[str, PlannedPlaces] = {}
+
+    @property
+    def observed(self) -> tuple[Step, ...]:
+        """The steps that were seen of it."""
+        return self.samples or (self.step,)
+
+    @property
+    def structure(self) -> int:
+        """What kinds have in common whose steps differ in sizes alone."""
+        if self._structure is None:
+            self._structure = structure(self.observed[0])
+        return self._structure
 
     def observed_again(self, step: Step, *, calls_compiled: bool = False) -> None:
         """Take the later observation, since the first step of a loop makes gradients and optimizer state that later
@@ -68,7 +84,7 @@ class Kind:
         workspace, since only one of them measured it."""
         if _names(step) == _names(self.step):
             step = dataclasses.replace(step, ops=tuple(map(_settled, step.ops, self.step.ops)))
-        self.step, self.calls_compiled = step, calls_compiled
+        self.step, self.calls_compiled, self._structure = step, calls_compiled, None
 
     def followed_by(self, kind: Kind) -> None:
         """A step of this kind was followed by one of ``kind``: twice in a row, and it is what is expected."""
@@ -130,7 +146,7 @@ class Kind:
         """Whether a step in which nothing binds is watched from beginning to end: it may turn out to be another one."""
         assert self.script is not None
         self._idle_steps += 1
-        return self._idle_steps <= CLOSE_LOOKS or library.has_like(self.script)
+        return bool(self.samples) or self._idle_steps <= CLOSE_LOOKS or library.has_like(self.script)
 
     def places_in(self, tier: str) -> PlannedPlaces | None:
         """Where values lie in the arena of ``tier``; None while there is no plan."""
@@ -145,6 +161,7 @@ class Kind:
         storage = 1 + max((value.storage for value in self.step.values), default=-1)
         more = Value(size_bytes, storage, EXTERNAL, (), self.step.moments)
         self.step = dataclasses.replace(self.step, values=(*self.step.values, more))
+        self._structure = None
 
     def ban(self, values: set[int]) -> None:
         """Never again compute these values a second time."""
@@ -163,7 +180,12 @@ class Kind:
     @property
     def settled(self) -> bool:
         """Whether the next step is planned for as all later ones will be, unless the loop or the machine changes."""
-        return self.state == "idle" or (self.state == "planned" and self.pace.settled)
+        return self.state == "idle" or (self.state == "planned" and (self.pace.settled or not self.is_timed))
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the next planned step is to be watched for its durations: not where each has other sizes."""
+        return not self.pace.done and not self.samples
 
     def watch(self, machine: Machine, between: Sequence[float], verify: bool) -> None:
         """A step ran as planned: now and then refine the durations, and what the plan predicts from them; and plan anew

@@ -18,6 +18,7 @@ from ebbtide.run.drift import Drift
 from ebbtide.run.forks import Known, Library
 from ebbtide.run.gauges import likely_device
 from ebbtide.run.kinds import Kind
+from ebbtide.run.roomy import has_largest, roomy
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.tiers.choose import machine_on
 from ebbtide.step import Step
@@ -30,7 +31,9 @@ MOST_KINDS = 256
 """Kinds of steps to know at once: each takes some megabytes. The one that came longest ago is forgotten."""
 MOST_STRANGERS = 8
 """Kinds that came but once. Where there are more of them, each step may be another one, and a plan of no use: kinds are
-planned for once they come again."""
+planned for once they come again, or all at once if they differ in sizes alone."""
+MOST_SAMPLES = 16
+"""Steps that such a plan is made from: more would tell little more of how sizes vary."""
 _SETTLING_STEPS = 5
 _STEPS_BETWEEN_RESTS = 64
 """How often the resident size at rest is measured anew, in steps."""
@@ -87,6 +90,7 @@ class Loop:
         self.current: Kind | None = None
         self._library = Library([])
         self._met = 0
+        self._too_large: set[int] = set()
         self.observations_left = _FIRST_LOOKS
         self._rest_rss_bytes = 0
         self.running: object | None = None
@@ -129,10 +133,12 @@ class Loop:
         kind.last_met = self._met
         kind.meetings += 1
         if len(self.kinds) > MOST_KINDS:
-            forgotten = min(self.kinds.values(), key=lambda known: known.last_met)
-            del self.kinds[forgotten.key]
-            for known in self.kinds.values():
-                known.no_longer_followed_by(forgotten)
+            self._forget(min(self.kinds.values(), key=lambda known: known.last_met))
+
+    def _forget(self, kind: Kind) -> None:
+        del self.kinds[kind.key]
+        for known in self.kinds.values():
+            known.no_longer_followed_by(kind)
 
     @property
     def library(self) -> Library:
@@ -229,7 +235,10 @@ class Loop:
                 return
             kind.forget_plan()
         kind.observed_again(step, calls_compiled=calls_compiled)
-        if kind.meetings == 1 and sum(known.meetings == 1 for known in self.kinds.values()) > MOST_STRANGERS:
+        is_one_of_many = (
+            kind.meetings == 1 and sum(other.meetings == 1 for other in self.kinds.values()) > MOST_STRANGERS
+        )
+        if self._plan_for_all_like(kind, is_one_of_many) or is_one_of_many:
             self.observations_left = 0
             return
         if self.observations_left > 0 and len(self.kinds) == 1:
@@ -247,6 +256,30 @@ class Loop:
             self._stop_compiling(error)
         else:
             self.observations_left = 0
+
+    def _plan_for_all_like(self, kind: Kind, is_one_of_many: bool) -> bool:
+        """Whether one plan serves from now on for all steps that differ from those of ``kind`` in sizes alone: where
+        there are many, and none has the largest tensors throughout, or where there is such a plan already."""
+        limit_bytes = self.within
+        like = [known for known in self.kinds.values() if known.structure == kind.structure]
+        samples = [step for known in like for step in known.observed][-MOST_SAMPLES:]
+        is_planned_for = any(known.samples for known in like)
+        if limit_bytes is None or kind.structure in self._too_large or len(samples) < 2:
+            return False
+        if not is_planned_for and (not is_one_of_many or has_largest(samples)):
+            return False
+        one = Kind(roomy(samples), samples)
+        one.calls_compiled = kind.calls_compiled
+        try:
+            one.make_plan(self.machine, limit_bytes, self.verify)
+        except BudgetError:  # with so much room there is none: each runs by the safe policy
+            self._too_large.add(kind.structure)
+            return False
+        for known in like:
+            self._forget(known)
+        self.kinds[one.key] = one
+        self.met(one)
+        return True
 
     def _stop_compiling(self, error: BudgetError) -> None:
         """A compiled graph needs all that it reads at once; its ops, one by one, may do with less."""

@@ -98,7 +98,7 @@ class Running:
                 push_hooks(self._light.pack, self._light.unpack)
             else:
                 self._conduct(kind, kind.script, kind.plan, library)
-        if kind is not None and self._state in ("rehearse", *FINAL_STATES) and loop.tunes:
+        if kind is not None and not kind.samples and self._state in ("rehearse", *FINAL_STATES) and loop.tunes:
             self._places = kind.places
             self._places.begin()
 
@@ -113,7 +113,7 @@ class Running:
             truth=Truth() if self._state == "verify" else None,
             new_truth=self._new_truth,
             trimmer=self._trimmer(plan.peak_bytes - plan.resting_bytes) if trims else None,
-            clock=self._ground.clock if self._state == "planned" and not kind.pace.done else None,
+            clock=self._ground.clock if self._state == "planned" and kind.is_timed else None,
         )
         if self._state == "audit":
             self._meter = PeakMeter() if memory is None else AllocatedMeter(memory)
@@ -255,7 +255,8 @@ class Running:
                 return
             kind.audits += 1
             if conductor.finished or kind.audits >= _AUDITS_OF_SMALLER:
-                kind.state = "rehearse" if loop.tunes and arena_library() is not None else "planned"
+                rehearses = loop.tunes and arena_library() is not None and not kind.samples
+                kind.state = "rehearse" if rehearses else "planned"
         elif self._state == "rehearse" and conductor.finished:
             kind.state = "planned"
 

@@ -1,0 +1,103 @@
+"""One step in the place of many that run the same ops on tensors of other sizes each time.
+
+Experts take as many rows as they are sent, so that hardly two steps are of the same sizes, and no step is the largest
+in each of its tensors. What is planned for one as large as all of them, and with some room, holds for whatever steps
+come that are smaller: see NOTE [Leaving the plan] in `ebbtide.run.conductor`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ebbtide.step import Op, Saved, Step, Value
+
+EXCEEDED_SHARE = 0.01
+"""Share of steps that may turn out to be larger in some tensor, if sizes vary at random."""
+
+
+def has_largest(steps: Sequence[Step]) -> bool:
+    """Whether one of ``steps``, of the same structure, is at least as large as all others in each value."""
+    sizes = _value_sizes(steps)
+    return bool((sizes == sizes.max(axis=0)).all(axis=1).any())
+
+
+def roomy(steps: Sequence[Step]) -> Step:
+    """A step as large as each of ``steps`` in each tensor, with room for others that vary as they do.
+
+    Durations are medians. Saved tensors that vary have the shape of their largest, but for one dimension.
+
+    Args:
+        steps: two or more, of one structure (see `ebbtide.structure.structure`).
+    """
+    shapes = _roomy_shapes([[saved.shape for saved in step.saved] for step in steps])
+    sizes = _with_room(_value_sizes(steps))
+    for number, (saved, shape) in enumerate(zip(steps[0].saved, shapes, strict=True)):
+        # A step whose saved tensors fit must fit all in all: a value has room for the largest tensor that may show it.
+        per_element = max(s.values[saved.value].size_bytes / max(1, math.prod(s.saved[number].shape)) for s in steps)
+        if shape != saved.shape:
+            sizes[saved.value] = max(sizes[saved.value], math.ceil(per_element * math.prod(shape)))
+    return dataclasses.replace(
+        steps[0],
+        ops=tuple(map(_median_op, zip(*(step.ops for step in steps), strict=True))),
+        values=tuple(map(_resized, steps[0].values, sizes.tolist())),
+        saved=tuple(map(_reshaped, steps[0].saved, shapes)),
+    )
+
+
+def _value_sizes(steps: Sequence[Step]) -> NDArray[np.int64]:
+    return np.array([[value.size_bytes for value in step.values] for step in steps], np.int64)
+
+
+def _with_room(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """By column the largest of all rows, and more where they differ: what a normal distribution hardly ever passes.
+
+    A few rows tell little of how a column varies: it is taken to vary as all do on average, by share of its mean, or
+    more if it does.
+    """
+    most: NDArray[np.int64] = numbers.max(axis=0)
+    varies = numbers.min(axis=0) < most
+    if varies.any():
+        mean, deviation = numbers[:, varies].mean(axis=0), numbers[:, varies].std(axis=0, ddof=1)
+        deviation = np.maximum(deviation, mean * np.sqrt(np.mean((deviation / mean) ** 2)))
+        deviations = statistics.NormalDist().inv_cdf(1 - EXCEEDED_SHARE / np.count_nonzero(varies))
+        most[varies] = np.maximum(most[varies] + 1, np.ceil(mean + deviations * deviation).astype(np.int64))
+    return most
+
+
+def _roomy_shapes(shapes: Sequence[Sequence[tuple[int, ...]]]) -> list[tuple[int, ...]]:
+    """For each saved tensor, of each step's shapes the largest, longer in one of the dimensions that vary."""
+    elements = _with_room(np.array([list(map(math.prod, row)) for row in shapes], np.int64)).tolist()
+    return [_longer(column, room) for column, room in zip(zip(*shapes, strict=True), elements, strict=True)]
+
+
+def _longer(shapes: Sequence[tuple[int, ...]], elements: int) -> tuple[int, ...]:
+    """The largest of ``shapes``, longer in the first dimension that varies, so that it has room for ``elements``."""
+    largest = max(shapes, key=math.prod)
+    varying = (axis for axis, lengths in enumerate(zip(*shapes, strict=True)) if len(set(lengths)) > 1)
+    axis = next(varying, None)
+    if axis is None or math.prod(largest) <= 0:
+        return largest
+    length = math.ceil(elements / (math.prod(largest) // largest[axis]))
+    return (*largest[:axis], length, *largest[axis + 1 :])
+
+
+def _median_op(ops: Sequence[Op]) -> Op:
+    return dataclasses.replace(
+        ops[0],
+        duration_seconds=statistics.median(op.duration_seconds for op in ops),
+        workspace_bytes=max(op.workspace_bytes for op in ops),
+    )
+
+
+def _resized(value: Value, size_bytes: int) -> Value:
+    return dataclasses.replace(value, size_bytes=size_bytes)
+
+
+def _reshaped(saved: Saved, shape: tuple[int, ...]) -> Saved:
+    return dataclasses.replace(saved, shape=shape)

@@ -1,0 +1,151 @@
+"""Steps of which no two are alike, as where experts take the rows they are sent, run by one plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ebbtide
+from ebbtide.decisions import Plan
+from ebbtide.machine import Machine
+from ebbtide.plan import plain_peak_bytes
+from ebbtide.run.meter import PeakMeter
+from ebbtide.run.roomy import has_largest, roomy
+from ebbtide.step import Step, check_step
+from ebbtide.structure import structure
+from tests.plan.random_steps import KIB, Tape
+from tests.run.harness import FAST_DISK, SLOW_DISK
+
+ROWS, WIDTH, EXPERTS, LAYERS = 512, 64, 3, 2
+
+
+class Experts(nn.Module):
+    """Layers of experts, each of which takes the rows that a step deals to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH), nn.Tanh())
+            for _ in range(EXPERTS)
+        )
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        dice = torch.Generator().manual_seed(step)
+        for _ in range(LAYERS):
+            sent = torch.randint(EXPERTS, (ROWS,), generator=dice)
+            out = torch.zeros_like(x)
+            for number, expert in enumerate(self.experts):
+                rows = (sent == number).nonzero()[:, 0]
+                out = out.index_add(0, rows, expert(x[rows]))
+            x = x + out
+        return x.square().mean()
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    return found
+
+
+def plain_peak(data: Tensor) -> int:
+    model = Experts()
+    with PeakMeter() as meter:
+        model(data, 0).backward()
+    return meter.peak_bytes
+
+
+@pytest.mark.usefixtures("nothing_left", "quick_plans")
+@pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["moves", "recomputes"])
+def test_experts_that_take_other_rows_in_each_step(machine: Machine, tmp_path: Path) -> None:
+    data = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    limit_bytes = int(0.75 * plain_peak(data))
+    plain, model = Experts(), Experts()
+    planned, peaks = [], []
+    with ebbtide.Budget(limit_bytes, spill=tmp_path, machine=machine) as memory:
+        for step in range(48):
+            plain(data, step).backward()
+            state = memory.state
+            with PeakMeter() as meter, memory.step():
+                model(data, step).backward()
+            for one, other in zip(gradients(plain), gradients(model), strict=True):
+                assert torch.equal(one, other)
+            planned.append(state == "planned" and not memory.measured[-1].left)
+            peaks.append(meter.peak_bytes)
+        settled = memory.settled
+    assert sum(planned[-16:]) >= 14, "hardly a step has no room in the plan"
+    assert settled
+    assert [(i, peak) for i, peak in enumerate(peaks) if planned[i] and peak > limit_bytes] == []
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_where_there_is_no_plan_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_plans: Callable[..., Plan]
+) -> None:
+    """Steps run by the safe policy where a plan with so much room cannot be made, and it is tried but once."""
+    tried: list[int] = []
+
+    def huge(steps: Sequence[Step]) -> Step:
+        tried.append(len(steps))
+        step = roomy(steps)
+        values = tuple(dataclasses.replace(value, size_bytes=100 * value.size_bytes) for value in step.values)
+        return dataclasses.replace(step, values=values)
+
+    monkeypatch.setattr("ebbtide.run.loop.MOST_STRANGERS", 2)
+    monkeypatch.setattr("ebbtide.run.loop.roomy", huge)
+    data = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    plain, model = Experts(), Experts()
+    with ebbtide.Budget(int(0.9 * plain_peak(data)), spill=tmp_path, machine=FAST_DISK) as memory:
+        for step in range(12):
+            plain(data, step).backward()
+            with memory.step():
+                model(data, step).backward()
+            for one, other in zip(gradients(plain), gradients(model), strict=True):
+                assert torch.equal(one, other)
+    assert len(tried) == 1
+
+
+def chain(*rows: int, width: int = 256) -> Step:
+    """A chain of ops, each of which makes and saves so many rows."""
+    tape = Tape()
+    value, saved = tape.external(64 * KIB), []
+    for count in rows:
+        value = tape.op([value], [4 * width * count], name="aten.mm.default", seconds=1e-6 * count, workspace=count)[0]
+        saved.append(tape.pack(value))
+    for number in reversed(saved):
+        tape.unpack(number)
+        tape.op([tape.saved[number][0]], [8 * KIB], phase="backward", seconds=1e-3)
+    step = tape.step()
+    shown = tuple(dataclasses.replace(s, shape=(count, width)) for s, count in zip(step.saved, rows, strict=True))
+    return dataclasses.replace(step, saved=shown)
+
+
+def test_structures() -> None:
+    assert structure(chain(3, 5)) == structure(chain(7, 1))
+    assert structure(chain(3, 5)) != structure(chain(3, 5, 7))
+    assert not has_largest([chain(3, 5), chain(4, 4)])
+    assert has_largest([chain(3, 5), chain(4, 6), chain(4, 2)])
+
+
+@hypothesis.given(st.lists(st.tuples(*[st.integers(0, 300)] * 3), min_size=2, max_size=6), st.data())
+def test_a_roomy_step_has_room(rows: list[tuple[int, int, int]], data: st.DataObject) -> None:
+    """It is as large as all of them, what does not vary stays as it is, and what fits its shapes fits its values."""
+    steps = [chain(*counts) for counts in rows]
+    one = roomy(steps)
+    check_step(one)
+    assert structure(one) == structure(steps[0])
+    for number, saved in enumerate(one.saved):
+        counts = {step.saved[number].shape[0] for step in steps}
+        assert saved.shape[0] == max(counts) if len(counts) == 1 else saved.shape[0] > max(counts)
+    for step in steps:
+        assert all(a.size_bytes >= b.size_bytes for a, b in zip(one.values, step.values, strict=True))
+        assert all(a.workspace_bytes >= b.workspace_bytes for a, b in zip(one.ops, step.ops, strict=True))
+    fits = chain(*(data.draw(st.integers(0, saved.shape[0])) for saved in one.saved))
+    assert plain_peak_bytes(fits) <= plain_peak_bytes(one)
