@@ -55,8 +55,8 @@ class Record:
         ratio: ``seconds / plain_seconds``.
         turn_ratio: the median, over turns, of a step's seconds by those of the plain step of the same turn: the same
             thing, less moved by a machine whose speed drifts.
-        own_ratio: for a budget that does not bind, the same against plain steps in its own process. Two processes that
-            both run plain steps differ by 2 to 3 % for as long as they live; this tells that from what ebbtide costs.
+        own_ratio: the same against plain steps in its own process, none for peers. Two processes that both run plain
+            steps differ by 2 to 3 % for as long as they live; this tells that from what ebbtide costs.
         bound: a ratio that no plan can beat, on the planner's own figures.
         all_seconds, all_plain_seconds: of each turn; those of the quicker plain steps.
         all_own_ratios: of each turn, see ``own_ratio``.
@@ -201,15 +201,18 @@ def _take_turns(contenders: Sequence[Contender], repeats: int, describe: Callabl
 
 
 def _own_ratios(model: str, contender: Contender, repeats: int, describe: Describe) -> list[float]:
-    """See `Record.own_ratio`. Such a budget leaves as much memory as a plain step does: neither disturbs the other."""
+    """See `Record.own_ratio`. Of two steps alike the second counts: the first finds the other kind's memory."""
     ratios: list[float] = []
-    if contender.fraction != NOT_BINDING:
+    if contender.method != OURS:
         return ratios
     commands = ["plain", "step"]
     for number in range(repeats):
         describe(f"{model}, turn {number + 1} of {repeats} in one process")
         commands.reverse()
-        seconds = {command: contender.worker.ask(command, number=number)["seconds"] for command in commands}
+        seconds = {}
+        for command in commands:
+            contender.worker.ask(command, number=number)
+            seconds[command] = contender.worker.ask(command, number=number)["seconds"]
         ratios.append(seconds["step"] / seconds["plain"])
     return ratios
 
