@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +37,23 @@ hypothesis.settings.register_profile(
     "long", hypothesis.settings.get_profile("ci"), max_examples=2000, derandomize=False
 )
 hypothesis.settings.load_profile(os.environ.get("EBBTIDE_HYPOTHESIS", "ci"))
+
+
+_MANY_MODULES = 50
+_modules_at_freeze = 0
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Let the garbage collector leave alone what imports have made, now and then.
+
+    Observed steps call it, and tests do, thousands of times in all: it would look at a million objects each time.
+    """
+    global _modules_at_freeze
+    if len(sys.modules) >= _modules_at_freeze + _MANY_MODULES:
+        _modules_at_freeze = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 def open_files() -> set[str]:
