@@ -76,8 +76,7 @@ class Conductor:
         clock: Clock | None = None,
     ) -> None:
         self.script = script
-        self.left = ""
-        self.differs = ""
+        self.left = self.differs = ""
         self.stamps: list[Span] = []
         self._library = library
         self._tier = tier
@@ -128,13 +127,20 @@ class Conductor:
     @property
     def finished(self) -> bool:
         """Whether everything that the script expects has happened, as it expects it, from the beginning on."""
-        return self._exact and self.followed
+        return self.went_through and not self.differs
 
     @property
     def followed(self) -> bool:
         """The same, but that tensors may have been smaller."""
-        as_expected = self._whole and not self.differs and not self.left
-        return as_expected and self._event == len(self.script.expected)
+        return self._is_through() and not self.differs
+
+    @property
+    def went_through(self) -> bool:
+        """The same as `finished`, but that ops may have been others."""
+        return self._exact and self._is_through()
+
+    def _is_through(self) -> bool:
+        return self._whole and not self.left and self._event == len(self.script.expected)
 
     def _shorten(self) -> None:
         """Choose the events at which the hooks may be short."""
@@ -285,7 +291,7 @@ class Conductor:
                 self._drop(holding)
             elif saving.treatment == Treatment.MOVE and not saving.first:
                 holding.send(self._tier(saving.tiers[0]))  # its planned copy out went with the former holding
-        elif (holding.tensor is None and holding.recipe is None) or not holding.knows(version_of(tensor)):
+        elif holding.empty or not holding.knows(version_of(tensor)):
             return keep(tensor, number)
         return View(holding, tensor, number)
 

@@ -137,6 +137,11 @@ class Holding:
         """Whether what is here has not been written in place since it was saved."""
         return self.tensor is not None and self.tensor._version == self.version
 
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing that the bytes could come from."""
+        return self.tensor is None and self.recipe is None and self.slot is None
+
     def knows(self, version: Version) -> bool:
         """Whether this very version has been here."""
         return any(is_same(known, version) for known in self.versions)

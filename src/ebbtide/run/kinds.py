@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from typing import Literal
 
@@ -11,6 +12,7 @@ from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
 from ebbtide.plan import Caution, lower_bound, simulate, solve
 from ebbtide.run.forks import Library
+from ebbtide.run.held import Audited, Held
 from ebbtide.run.pace import Pace, without_slowdown
 from ebbtide.run.rehearsed import Rehearsed
 from ebbtide.run.script import Script, signature, write_script
@@ -18,12 +20,17 @@ from ebbtide.run.tiers.layouts import planned_places
 from ebbtide.run.tiers.pinned import PlannedPlaces
 from ebbtide.step import EXTERNAL, Op, Step, Value
 from ebbtide.structure import structure
+from ebbtide.units import format_bytes
 
 WORTH, WORTH_SECONDS = 0.01, 1e-3
 """Share of a plain step, and seconds, that steps have to gain for a plan to be replaced: to make another one takes
 about a second, and three longer steps."""
 CHANGED_LOOKS = 2
 """How many steps in a row have to run other ops than the planned one for it to be planned for anew."""
+MORE_SHARE = 0.01
+"""Share of what a step holds above rest by which others may hold more before it is looked whether they fit."""
+MORE_TIMES = 4
+"""How often a kind is planned for anew since steps held more: they may hold more each time."""
 CLOSE_LOOKS = 16
 """Steps of a kind in which nothing binds that are watched as if something did: some may save other tensors, of which
 the first one tells nothing."""
@@ -40,6 +47,7 @@ class Kind:
         state: what the next step of this kind is for.
         banned: absences that must not be computed again: their recomputation was seen to differ.
         audited_peak_bytes: the peak counted in a planned step, None until then.
+        audited: the step of the planned sizes that was counted under the plan, None until then.
         calls_compiled: whether it calls what `torch.compile` returned.
         follower: the kind that steps are likely to be of that come after one of this kind.
         last_met: larger than that of kinds whose last step was earlier.
@@ -57,8 +65,10 @@ class Kind:
         self.state: State = "observe"
         self.banned: frozenset[int] = frozenset()
         self.audited_peak_bytes: int | None = None
+        self.audited: Audited | None = None
         self.pace = Pace()
         self.places = Rehearsed()
+        self._more_times = 0
         self.follower, self.last_met, self.meetings, self.audits = self, 0, 0, 0
         self._idle_steps = 0
         self._was_followed_by_another = False
@@ -134,7 +144,7 @@ class Kind:
     def _adopt(self, plan: Plan, machine: Machine, verify: bool) -> None:
         self._arenas.clear()
         self.plan = plan
-        self.audits = 0
+        self.audits, self.audited = 0, None
         outcome = simulate(self.step, machine, plan.decisions)
         self.script = write_script(self.step, plan, outcome.memory, captures_all=self.calls_compiled)
         if not plan.binds:
@@ -163,13 +173,40 @@ class Kind:
         self.step = dataclasses.replace(self.step, values=(*self.step.values, more))
         self._structure = None
 
+    def has_held(self, held: Held, machine: Machine, verify: bool) -> None:
+        """A planned step has held so much: if that is more than the audited one did, and passes the limit, plan with so
+        much less from now on. Warns if there is no such plan."""
+        if self.plan is None or self.audited is None:
+            return
+        more = held.above(self.audited.held)
+        peak_bytes = self.audited.peak_bytes + more
+        if more <= MORE_SHARE * (self.plan.peak_bytes - self.plan.resting_bytes) or peak_bytes <= self.plan.limit_bytes:
+            return
+        step, reason = self.step, "that was not the first time that they held more"
+        self._more_times += 1
+        if self._more_times <= MORE_TIMES:
+            self.hold_more(peak_bytes - self.plan.peak_bytes)
+            try:
+                self.make_plan(machine, self.plan.limit_bytes, verify)
+            except BudgetError as error:
+                self.step, reason = step, str(error)
+            else:
+                self.places.forget()
+                return
+        self.audited = None
+        warnings.warn(
+            f"a step held {format_bytes(more)} more than others that save the same tensors, and passed the limit of "
+            f"{format_bytes(self.plan.limit_bytes)}. The plan stays, and such steps will pass it again: {reason}",
+            stacklevel=2,
+        )
+
     def ban(self, values: set[int]) -> None:
         """Never again compute these values a second time."""
         self.banned |= {i for i, absence in enumerate(self.step.absences) if absence.value in values}
 
     def forget_plan(self) -> None:
         """Steps of this kind do not run as planned: the next one is observed, and planned for anew."""
-        self.plan = self.script = None
+        self.plan = self.script = self.audited = None
         self.state = "observe"
         self.banned = frozenset()
         self.audited_peak_bytes = None

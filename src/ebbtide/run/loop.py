@@ -25,6 +25,11 @@ from ebbtide.step import Step
 
 _FIRST_LOOKS = 2
 """Steps to observe first: time and workspace of each op are read in the second, with no page faults in them."""
+_LOOKS_AFTER_LEAVING = 4
+"""Steps to observe at most after one that left its plan, until an unknown kind has been seen."""
+_VAIN_LOOKS, _VAIN_SHARE = 8, 0.05
+"""So many steps, and this share of all, may be observed in vain: where plans are left now and then, by steps that log
+something, say, what comes after them is what was known before."""
 FINAL_STATES = ("planned", "idle")
 """States in which nothing is left to find out."""
 MOST_KINDS = 256
@@ -91,6 +96,7 @@ class Loop:
         self._library = Library([])
         self._met = 0
         self._too_large: set[int] = set()
+        self._vain_looks = 0
         self.observations_left = _FIRST_LOOKS
         self._rest_rss_bytes = 0
         self.running: object | None = None
@@ -232,6 +238,7 @@ class Loop:
             kind.look(step)
             # In calls of what was compiled a plan's capture mode must not go on and off.
             if not kind.has_changed and (kind.calls_compiled or not calls_compiled):
+                self._vain_looks += 1
                 return
             kind.forget_plan()
         kind.observed_again(step, calls_compiled=calls_compiled)
@@ -256,6 +263,11 @@ class Loop:
             self._stop_compiling(error)
         else:
             self.observations_left = 0
+
+    def look_again(self) -> None:
+        """A step has left its plan: observe the next ones, if that was not in vain too often."""
+        if self._vain_looks < _VAIN_LOOKS + _VAIN_SHARE * len(self.measured):
+            self.observations_left = _LOOKS_AFTER_LEAVING
 
     def _plan_for_all_like(self, kind: Kind, is_one_of_many: bool) -> bool:
         """Whether one plan serves from now on for all steps that differ from those of ``kind`` in sizes alone: where

@@ -14,10 +14,11 @@ from ebbtide.measured import Measured
 from ebbtide.observe.inductor import compiled_as_ops
 from ebbtide.observe.recorder import Recorder
 from ebbtide.observe.uncompiled import uncompiled
-from ebbtide.run import allocator
+from ebbtide.run import allocator, held
 from ebbtide.run.conductor import Conductor
 from ebbtide.run.device import TrainingDevice
 from ebbtide.run.forks import Library
+from ebbtide.run.held import Audited, Held
 from ebbtide.run.hooks import LightWatch, disabled, forget_failed_backward, pop_hooks, push_hooks
 from ebbtide.run.kinds import Kind
 from ebbtide.run.loop import FINAL_STATES, Loop
@@ -30,8 +31,6 @@ from ebbtide.run.shortage import is_out_of_memory
 from ebbtide.run.tiers.choose import settle
 from ebbtide.run.verify import Truth
 
-_LOOKS_AFTER_LEAVING = 4
-"""Steps to observe at most after one that left its plan, until an unknown kind has been seen."""
 _AUDITS_OF_SMALLER = 3
 """Steps that are audited where tensors are smaller than planned for: one of the planned sizes may not come soon."""
 _RSS_SLACK = 0.06
@@ -50,6 +49,8 @@ class Running:
         self._meter: PeakMeter | AllocatedMeter | None = None
         self._light: LightWatch | None = None
         self._places: Rehearsed | None = None
+        self._counts_held = False
+        self._held: Held | None = None
         self._kind: Kind | None = None
         self._state = "observe"
         self._began: Any = None
@@ -118,6 +119,9 @@ class Running:
         if self._state == "audit":
             self._meter = PeakMeter() if memory is None else AllocatedMeter(memory)
             self._meter.enter()
+        self._counts_held = loop.tunes and not kind.samples
+        if self._counts_held:
+            held.begin()
         push_hooks(self._conductor.pack, self._conductor.unpack)
         self._conductor.start()
 
@@ -183,6 +187,8 @@ class Running:
             self._recorder.leave()
         if self._meter is not None:
             self._meter.leave()
+        if self._counts_held:
+            self._held = held.end()
         if self._places is not None:
             self._places.end(exact=self._conductor.finished if self._conductor is not None else self._light is not None)
         if self._light is None or self._light.watching:
@@ -195,13 +201,15 @@ class Running:
             left = conductor.left or conductor.differs
         peak = self._meter.peak_bytes if self._meter is not None else None
         self._time(ended, Measured(self._state, None, peak, left=left))
+        if kind is not None and conductor is not None and self._state in ("rehearse", "planned"):
+            self._weigh(kind, conductor)
         if self._recorder is not None and self._policy is not None:
             if self._ground.was_right(self._policy.seen_bytes):
                 loop.learn(self._recorder.finish(), calls_compiled=self._recorder.calls_compiled)
             else:
                 loop.forget_all()
         elif left:
-            loop.observations_left = _LOOKS_AFTER_LEAVING
+            loop.look_again()
         elif kind is not None and conductor is not None:
             self._advance(kind, conductor, peak)
 
@@ -230,6 +238,11 @@ class Running:
             return False
         return conductor is None or (conductor.finished and conductor.script is kind.script)
 
+    def _weigh(self, kind: Kind, conductor: Conductor) -> None:
+        """See whether the step held more than was planned for."""
+        if self._held is not None and conductor.script is kind.script and conductor.went_through:
+            kind.has_held(self._held, self._loop.machine, self._loop.verify)
+
     def _advance(self, kind: Kind, conductor: Conductor, peak: int | None) -> None:
         """Move the kind of step along, if the step ran as planned from beginning to end."""
         loop = self._loop
@@ -253,6 +266,8 @@ class Running:
                 kind.hold_more(peak - kind.plan.peak_bytes)
                 kind.make_plan(loop.machine, kind.plan.limit_bytes, loop.verify)
                 return
+            if conductor.finished and peak is not None and self._held is not None:
+                kind.audited = Audited(peak, self._held)
             kind.audits += 1
             if conductor.finished or kind.audits >= _AUDITS_OF_SMALLER:
                 rehearses = loop.tunes and arena_library() is not None and not kind.samples

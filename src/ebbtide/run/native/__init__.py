@@ -44,6 +44,8 @@ def arena_library() -> ctypes.CDLL | None:
     library.ebbtide_arena_recorded.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_size_t]
     library.ebbtide_arena_new_region.restype = ctypes.c_size_t
     library.ebbtide_arena_new_region.argtypes = [ctypes.c_size_t]
+    library.ebbtide_arena_most_counted.restype = None
+    library.ebbtide_arena_most_counted.argtypes = [ctypes.POINTER(ctypes.c_size_t)] * 2
     library.ebbtide_arena_follow.restype = None
     library.ebbtide_arena_follow.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_size_t] * 4
     for name in ("unfollow", "mark", "most", "left_outside"):
@@ -58,7 +60,7 @@ def find_compiler() -> str | None:
 
 def _built() -> Path:
     """Path of the compiled arena. Raises `OSError` or `SubprocessError` if there is none and none can be made."""
-    source = _SOURCE.read_bytes()
+    source = b"".join(path.read_bytes() for path in (_SOURCE, *sorted(_SOURCE.parent.glob("*.h"))))
     name = hashlib.sha256(source + torch.__version__.encode() + torch.__file__.encode()).hexdigest()[:16]
     path = cache_directory() / f"arena-{name}.so"
     if path.exists():

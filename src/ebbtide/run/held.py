@@ -1,0 +1,53 @@
+"""How many bytes steps hold that their thread takes from the CPU arena: some steps hold more than others of their kind.
+
+Kinds are told by what autograd saves. A step may hold more besides: activations that are looked at now and then, say.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+
+from ebbtide.run.native import arena_library
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Held:
+    """What a step held.
+
+    Attributes:
+        most_bytes: the most at once, what its thread had before included.
+        taken_bytes: the most at once of what it has taken itself.
+    """
+
+    most_bytes: int
+    taken_bytes: int
+
+    def above(self, other: Held) -> int:
+        """Bytes more than ``other`` held: what was there before does not count, nor what only took its place."""
+        return min(self.most_bytes - other.most_bytes, self.taken_bytes - other.taken_bytes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Audited:
+    """A planned step that was counted: its peak, as budgets count, and what it held."""
+
+    peak_bytes: int
+    held: Held
+
+
+def begin() -> None:
+    """A step begins in the calling thread: count what it takes from the arena, which costs nothing."""
+    arena = arena_library()
+    if arena is not None:
+        arena.ebbtide_arena_count()
+
+
+def end() -> Held | None:
+    """The step ends: what it held; None if there is no arena."""
+    arena = arena_library()
+    if arena is None:
+        return None
+    most, taken = ctypes.c_size_t(), ctypes.c_size_t()
+    arena.ebbtide_arena_most_counted(ctypes.byref(most), ctypes.byref(taken))
+    return Held(most.value, taken.value)
