@@ -14,6 +14,7 @@ import ebbtide
 from ebbtide.decisions import Recompute
 from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
+from ebbtide.run.kinds import CLOSE_LOOKS
 from ebbtide.run.meter import PeakMeter
 from ebbtide.run.native import find_compiler
 from tests.run.harness import FAST_DISK, SLOW_DISK
@@ -89,7 +90,7 @@ class NowAndThen:
         """One step of the loop; its gradients must be those of a plain one."""
         self.count += 1
         meter = PeakMeter()
-        with meter if self.memory.state == "planned" else contextlib.nullcontext(), self.memory.step():
+        with meter if self.memory.state in ("planned", "idle") else contextlib.nullcontext(), self.memory.step():
             loss, seen = self.forward(0 if self.count % self.EACH else more)
             loss.backward()
             del seen
@@ -114,6 +115,25 @@ def test_steps_that_hold_more_now_and_then(machine: Machine, tmp_path: Path) -> 
         assert loop.peaks[0] > limit_bytes
         assert max(loop.peaks[1:]) <= limit_bytes
         assert loop.memory.plan.peak_bytes <= limit_bytes
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="without the arena nobody counts what planned steps hold")
+@pytest.mark.parametrize("before", [1, 3])
+def test_steps_that_hold_more_where_nothing_binds(before: int, tmp_path: Path) -> None:
+    """Of those that are hardly looked at, the first one makes the next ones be looked at."""
+    loop = NowAndThen("100%", FAST_DISK, tmp_path)
+    with loop.memory:
+        for _ in range(before * loop.EACH):
+            loop.step(0)
+        assert loop.memory.state == "idle"
+        for _ in range(6 * loop.EACH):
+            loop.step(3 * SIZE)
+        limit_bytes = loop.memory.limit_bytes
+        assert limit_bytes is not None
+        passed = 2 if before * loop.EACH > CLOSE_LOOKS else 1
+        above = [peak_bytes > limit_bytes for peak_bytes in loop.peaks[before:]]
+        assert above == [True] * passed + [False] * (len(above) - passed)
+        assert len(above) >= 4
 
 
 @pytest.mark.skipif(find_compiler() is None, reason="without the arena nobody counts what planned steps hold")

@@ -29,8 +29,8 @@ CHANGED_LOOKS = 2
 """How many steps in a row have to run other ops than the planned one for it to be planned for anew."""
 MORE_SHARE = 0.01
 """Share of what a step holds above rest by which others may hold more before it is looked whether they fit."""
-MORE_TIMES = 4
-"""How often a kind is planned for anew since steps held more: they may hold more each time."""
+GIVEN_UP = 5
+"""When steps hold more so many times, or there is no plan for what they hold, their kind is not planned for again."""
 CLOSE_LOOKS = 16
 """Steps of a kind in which nothing binds that are watched as if something did: some may save other tensors, of which
 the first one tells nothing."""
@@ -143,6 +143,8 @@ class Kind:
 
     def _adopt(self, plan: Plan, machine: Machine, verify: bool) -> None:
         self._arenas.clear()
+        if self.plan is not None and self.plan.binds != plan.binds:
+            self.pace = Pace()  # where nothing bound, nobody took the times of events
         self.plan = plan
         self.audits, self.audited = 0, None
         outcome = simulate(self.step, machine, plan.decisions)
@@ -174,18 +176,17 @@ class Kind:
         self._structure = None
 
     def has_held(self, held: Held, machine: Machine, verify: bool) -> None:
-        """A planned step has held so much: if that is more than the audited one did, and passes the limit, plan with so
-        much less from now on. Warns if there is no such plan."""
-        if self.plan is None or self.audited is None:
+        """A step of this kind has held so much: if that passes the limit, plan with so much less from now on, unless
+        there is no such plan, which is warned of."""
+        more = self._excess_bytes(held)
+        if not more:
             return
-        more = held.above(self.audited.held)
-        peak_bytes = self.audited.peak_bytes + more
-        if more <= MORE_SHARE * (self.plan.peak_bytes - self.plan.resting_bytes) or peak_bytes <= self.plan.limit_bytes:
-            return
+        assert self.plan is not None
+        assert self.audited is not None
         step, reason = self.step, "that was not the first time that they held more"
         self._more_times += 1
-        if self._more_times <= MORE_TIMES:
-            self.hold_more(peak_bytes - self.plan.peak_bytes)
+        if self._more_times < GIVEN_UP:
+            self.hold_more(self.audited.peak_bytes + more - self.plan.peak_bytes)
             try:
                 self.make_plan(machine, self.plan.limit_bytes, verify)
             except BudgetError as error:
@@ -193,12 +194,25 @@ class Kind:
             else:
                 self.places.forget()
                 return
-        self.audited = None
+        self._more_times = GIVEN_UP
         warnings.warn(
             f"a step held {format_bytes(more)} more than others that save the same tensors, and passed the limit of "
             f"{format_bytes(self.plan.limit_bytes)}. The plan stays, and such steps will pass it again: {reason}",
             stacklevel=2,
         )
+
+    def may_have_held(self, held: Held) -> None:
+        """A step that was hardly looked at has held so much: if that passes the limit, look at the next ones."""
+        if self._excess_bytes(held):
+            self._idle_steps = 0
+
+    def _excess_bytes(self, held: Held) -> int:
+        """Bytes that a step held above the audited one, if that passes the limit and is no trifle; 0 otherwise."""
+        if self.plan is None or self.audited is None or self._more_times >= GIVEN_UP:
+            return 0
+        more = held.above(self.audited.held)
+        is_trifle = more <= MORE_SHARE * (self.plan.peak_bytes - self.plan.resting_bytes)
+        return 0 if is_trifle or self.audited.peak_bytes + more <= self.plan.limit_bytes else more
 
     def ban(self, values: set[int]) -> None:
         """Never again compute these values a second time."""
@@ -212,7 +226,7 @@ class Kind:
         self.audited_peak_bytes = None
         self.pace = Pace()
         self.places.forget()
-        self._others = 0
+        self._others = self._more_times = 0
 
     @property
     def settled(self) -> bool:

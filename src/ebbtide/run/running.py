@@ -94,6 +94,9 @@ class Running:
             self._observe()
         else:
             library = loop.library
+            self._counts_held = loop.tunes and not kind.samples and arena_library() is not None
+            if self._counts_held:
+                held.begin()
             if self._state == "idle" and not kind.looks_closely(library):
                 self._light = LightWatch(next(iter(kind.step.saved), None))
                 push_hooks(self._light.pack, self._light.unpack)
@@ -116,12 +119,9 @@ class Running:
             trimmer=self._trimmer(plan.peak_bytes - plan.resting_bytes) if trims else None,
             clock=self._ground.clock if self._state == "planned" and kind.is_timed else None,
         )
-        if self._state == "audit":
+        if self._state == "audit" or (self._state == "idle" and self._counts_held and kind.audited is None):
             self._meter = PeakMeter() if memory is None else AllocatedMeter(memory)
             self._meter.enter()
-        self._counts_held = loop.tunes and not kind.samples
-        if self._counts_held:
-            held.begin()
         push_hooks(self._conductor.pack, self._conductor.unpack)
         self._conductor.start()
 
@@ -201,8 +201,8 @@ class Running:
             left = conductor.left or conductor.differs
         peak = self._meter.peak_bytes if self._meter is not None else None
         self._time(ended, Measured(self._state, None, peak, left=left))
-        if kind is not None and conductor is not None and self._state in ("rehearse", "planned"):
-            self._weigh(kind, conductor)
+        if kind is not None and self._held is not None and self._state in ("rehearse", *FINAL_STATES):
+            self._weigh(kind, self._held)
         if self._recorder is not None and self._policy is not None:
             if self._ground.was_right(self._policy.seen_bytes):
                 loop.learn(self._recorder.finish(), calls_compiled=self._recorder.calls_compiled)
@@ -238,10 +238,13 @@ class Running:
             return False
         return conductor is None or (conductor.finished and conductor.script is kind.script)
 
-    def _weigh(self, kind: Kind, conductor: Conductor) -> None:
+    def _weigh(self, kind: Kind, held_now: Held) -> None:
         """See whether the step held more than was planned for."""
-        if self._held is not None and conductor.script is kind.script and conductor.went_through:
-            kind.has_held(self._held, self._loop.machine, self._loop.verify)
+        conductor = self._conductor
+        if conductor is None:
+            kind.may_have_held(held_now)
+        elif conductor.script is kind.script and conductor.went_through:
+            kind.has_held(held_now, self._loop.machine, self._loop.verify)
 
     def _advance(self, kind: Kind, conductor: Conductor, peak: int | None) -> None:
         """Move the kind of step along, if the step ran as planned from beginning to end."""
@@ -259,21 +262,26 @@ class Running:
                 ran.make_plan(loop.machine, ran.plan.limit_bytes if ran.plan else 0, loop.verify)
         elif ran is not kind:
             return  # what else there is to find out begins with the step
-        elif self._state == "audit":
-            former = kind.audited_peak_bytes if kind.audits else None  # of a plan that is not followed any more
-            kind.audited_peak_bytes = max(peak or 0, former or 0)
-            if kind.plan is not None and peak is not None and peak > kind.plan.limit_bytes:
-                kind.hold_more(peak - kind.plan.peak_bytes)
-                kind.make_plan(loop.machine, kind.plan.limit_bytes, loop.verify)
-                return
-            if conductor.finished and peak is not None and self._held is not None:
-                kind.audited = Audited(peak, self._held)
-            kind.audits += 1
-            if conductor.finished or kind.audits >= _AUDITS_OF_SMALLER:
-                rehearses = loop.tunes and arena_library() is not None and not kind.samples
-                kind.state = "rehearse" if rehearses else "planned"
+        elif peak is not None:
+            self._note_audit(kind, conductor, peak)
         elif self._state == "rehearse" and conductor.finished:
             kind.state = "planned"
+
+    def _note_audit(self, kind: Kind, conductor: Conductor, peak: int) -> None:
+        """A step was counted: if it held more than the limit, what the observed one did not hold is planned for now."""
+        loop = self._loop
+        former = kind.audited_peak_bytes if kind.audits else None  # of a plan that is not followed any more
+        kind.audited_peak_bytes = max(peak, former or 0)
+        if kind.plan is not None and peak > kind.plan.limit_bytes:
+            kind.hold_more(peak - kind.plan.peak_bytes)
+            kind.make_plan(loop.machine, kind.plan.limit_bytes, loop.verify)
+            return
+        if conductor.finished and self._held is not None:
+            kind.audited = Audited(peak, self._held)
+        kind.audits += 1
+        if kind.state == "audit" and (conductor.finished or kind.audits >= _AUDITS_OF_SMALLER):
+            rehearses = loop.tunes and arena_library() is not None and not kind.samples
+            kind.state = "rehearse" if rehearses else "planned"
 
 
 def _unplanned(_tier: str) -> None:
