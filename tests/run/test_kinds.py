@@ -131,6 +131,21 @@ def test_a_larger_kind_comes_where_nothing_binds(machine: Machine, tmp_path: Pat
     assert {"idle", "planned"} <= {seen.state for seen in found[-30:]}
 
 
+@pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["moves", "recomputes"])
+@pytest.mark.parametrize("each", [7, 16])
+def test_a_kind_that_comes_now_and_then(each: int, machine: Machine, tmp_path: Path) -> None:
+    """A term of the loss, say, that is computed each so many steps: it is soon known when such a step comes."""
+    limit_bytes = int(0.8 * plain_peak(EVERY))
+    kinds: list[tuple[Sequence[int], int]] = [(EVERY, 0) if i % each == 5 else (EVERY[:-2], 0) for i in range(9 * each)]
+    found = run(kinds, limit_bytes, machine, tmp_path)
+    assert_within(found, limit_bytes, steps=4 * each)
+    assert sum(bool(seen.left) for seen in found) <= 2
+    assert sum(seen.state == "observe" for seen in found) <= 2 + 4 + 8 + 2
+    assert {seen.state for seen in found[-each:]} <= {"planned", "idle"}
+    before = [seen.state for seen in found[:-each]]
+    assert before.count("audit") >= 2, "not each of the kinds was counted"
+
+
 def test_the_kind_that_came_longest_ago_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ebbtide.run.loop.MOST_KINDS", 2)
     limit_bytes = int(0.8 * plain_peak(EVERY))

@@ -50,7 +50,7 @@ class Kind:
         audited: the step of the planned sizes that was counted under the plan, None until then.
         calls_compiled: whether it calls what `torch.compile` returned.
         follower: the kind that steps are likely to be of that come after one of this kind.
-        last_met: larger than that of kinds whose last step was earlier.
+        last_met: number of its last step.
         meetings: how many steps were of this kind.
         audits: how many steps were audited under the plan.
     """
@@ -69,10 +69,10 @@ class Kind:
         self.pace = Pace()
         self.places = Rehearsed()
         self._more_times = 0
-        self.follower, self.last_met, self.meetings, self.audits = self, 0, 0, 0
+        self.follower, self.last_met, self.meetings, self.audits = self, -1, 0, 0
         self._idle_steps = 0
         self._was_followed_by_another = False
-        self._others = 0
+        self._others = self._gap = 0
         self._structure: int | None = None
         self._arenas: dict[str, PlannedPlaces] = {}
 
@@ -95,6 +95,14 @@ class Kind:
         if _names(step) == _names(self.step):
             step = dataclasses.replace(step, ops=tuple(map(_settled, step.ops, self.step.ops)))
         self.step, self.calls_compiled, self._structure = step, calls_compiled, None
+
+    def met_at(self, number: int) -> int | None:
+        """Step ``number`` was of this kind: if it comes each so many steps, how many, as far as that was seen twice."""
+        gap = number - self.last_met
+        again = self.meetings > 1 and gap == self._gap and gap > 1
+        self.last_met, self._gap = number, gap
+        self.meetings += 1
+        return gap if again else None
 
     def followed_by(self, kind: Kind) -> None:
         """A step of this kind was followed by one of ``kind``: twice in a row, and it is what is expected."""

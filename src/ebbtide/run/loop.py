@@ -17,7 +17,7 @@ from ebbtide.run.device import TrainingDevice
 from ebbtide.run.drift import Drift
 from ebbtide.run.forks import Known, Library
 from ebbtide.run.gauges import likely_device
-from ebbtide.run.kinds import Kind
+from ebbtide.run.kinds import CHANGED_LOOKS, Kind
 from ebbtide.run.roomy import has_largest, roomy
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.tiers.choose import machine_on
@@ -25,11 +25,12 @@ from ebbtide.step import Step
 
 _FIRST_LOOKS = 2
 """Steps to observe first: time and workspace of each op are read in the second, with no page faults in them."""
-_LOOKS_AFTER_LEAVING = 4
-"""Steps to observe at most after one that left its plan, until an unknown kind has been seen."""
-_VAIN_LOOKS, _VAIN_SHARE = 8, 0.05
-"""So many steps, and this share of all, may be observed in vain: where plans are left now and then, by steps that log
-something, say, what comes after them is what was known before."""
+_LOOKS_AFTER_LEAVING, _MOST_LOOKS = 4, 64
+"""Steps to observe after one that left its plan, until an unknown kind has been seen; each time that none was, twice as
+many: it may come in turns with others."""
+_VAIN_LOOKS, _VAIN_SHARE, _VAIN_SHARE_OPS = 8, 0.2, 0.05
+"""So many steps, and this share of all, may be observed in vain; and this one where a step saved what was expected, but
+ran other ops: as a rule it logged something, and what comes after it is what was known before."""
 FINAL_STATES = ("planned", "idle")
 """States in which nothing is left to find out."""
 MOST_KINDS = 256
@@ -94,9 +95,10 @@ class Loop:
         self.kinds: dict[int, Kind] = {}
         self.current: Kind | None = None
         self._library = Library([])
-        self._met = 0
         self._too_large: set[int] = set()
-        self._vain_looks = 0
+        self._looks, self._vain_looks = _LOOKS_AFTER_LEAVING, 0
+        self._left_at, self._look_at = -1, -1
+        self._due: dict[int, Kind] = {}
         self.observations_left = _FIRST_LOOKS
         self._rest_rss_bytes = 0
         self.running: object | None = None
@@ -118,7 +120,8 @@ class Loop:
     def state(self) -> str:
         """What the next step is for: ``observe``, ``verify``, ``audit``, ``rehearse``, and from then on ``planned``, or
         ``idle`` if nothing binds."""
-        return "observe" if self.observations_left > 0 or self.expected is None else self.expected.state
+        looks = self.observations_left > 0 or self._look_at == len(self.measured)
+        return "observe" if looks or self.expected is None else self.expected.state
 
     @property
     def settled(self) -> bool:
@@ -127,24 +130,33 @@ class Loop:
 
     @property
     def expected(self) -> Kind | None:
-        """The kind that the next step is likely to be of."""
-        return self.current.follower if self.current is not None else None
+        """The kind that the next step is likely to be of: one that comes each so many steps, or what came after the
+        last one before."""
+        follower = self.current.follower if self.current is not None else None
+        return self._due.get(len(self.measured), follower)
 
     def met(self, kind: Kind) -> None:
-        """A step was of this kind."""
+        """The step that was measured last was of this kind."""
         if self.current is not None:
             self.current.followed_by(kind)
         self.current = kind
-        self._met += 1
-        kind.last_met = self._met
-        kind.meetings += 1
+        number = len(self.measured) - 1
+        self._due.pop(number, None)
+        if (gap := kind.met_at(number)) is not None:
+            self._due[number + gap] = kind
         if len(self.kinds) > MOST_KINDS:
             self._forget(min(self.kinds.values(), key=lambda known: known.last_met))
 
     def _forget(self, kind: Kind) -> None:
         del self.kinds[kind.key]
+        self._due = {number: due for number, due in self._due.items() if due is not kind}
         for known in self.kinds.values():
             known.no_longer_followed_by(kind)
+
+    def _forget_kinds(self) -> None:
+        self.kinds.clear()
+        self._due.clear()
+        self.current = None
 
     @property
     def library(self) -> Library:
@@ -194,8 +206,8 @@ class Loop:
         """What was learnt was learnt on another device."""
         if self._tune_allocator:
             allocator.set_default()
-        self.kinds.clear()
-        self.current = self._measured_machine = self._drift = None
+        self._forget_kinds()
+        self._measured_machine = self._drift = None
 
     def run_short(self, fault: BaseException, kind: Kind | None) -> OutOfMemoryError:
         """Memory ran out in a step of ``kind``: the error to raise. The next step is observed."""
@@ -230,7 +242,7 @@ class Loop:
 
     def learn(self, step: Step, *, calls_compiled: bool) -> None:
         """A step was observed: plan it, or take it as a second look at a known kind."""
-        self.observations_left -= 1
+        self.observations_left = max(0, self.observations_left - 1)
         seen = Kind(step)
         kind = self.kinds.setdefault(seen.key, seen)
         self.met(kind)
@@ -241,6 +253,7 @@ class Loop:
                 self._vain_looks += 1
                 return
             kind.forget_plan()
+        self._looks = _LOOKS_AFTER_LEAVING
         kind.observed_again(step, calls_compiled=calls_compiled)
         is_one_of_many = (
             kind.meetings == 1 and sum(other.meetings == 1 for other in self.kinds.values()) > MOST_STRANGERS
@@ -264,10 +277,18 @@ class Loop:
         else:
             self.observations_left = 0
 
-    def look_again(self) -> None:
-        """A step has left its plan: observe the next ones, if that was not in vain too often."""
-        if self._vain_looks < _VAIN_LOOKS + _VAIN_SHARE * len(self.measured):
-            self.observations_left = _LOOKS_AFTER_LEAVING
+    def look_again(self, *, ops_only: bool) -> None:
+        """A step has left its plan, or if ``ops_only`` just run other ops: observe the next ones, unless too many were
+        observed in vain, and the one that comes as long after it as it came after the last such step."""
+        if not ops_only:
+            number = len(self.measured) - 1
+            self._left_at, gap = number, number - self._left_at
+            self._look_at = number + gap if gap <= number else -1
+        looks, share = (CHANGED_LOOKS, _VAIN_SHARE_OPS) if ops_only else (self._looks, _VAIN_SHARE)
+        if self._vain_looks + looks <= _VAIN_LOOKS + share * len(self.measured):
+            self.observations_left = looks
+            if not ops_only:
+                self._looks = min(2 * looks, _MOST_LOOKS)
 
     def _plan_for_all_like(self, kind: Kind, is_one_of_many: bool) -> bool:
         """Whether one plan serves from now on for all steps that differ from those of ``kind`` in sizes alone: where
@@ -301,6 +322,5 @@ class Loop:
             stacklevel=2,
         )
         self.compiles = False
-        self.kinds.clear()
-        self.current = None
+        self._forget_kinds()
         self.observations_left = _FIRST_LOOKS

@@ -209,7 +209,7 @@ class Running:
             else:
                 loop.forget_all()
         elif left:
-            loop.look_again()
+            loop.look_again(ops_only=conductor is not None and not conductor.left)
         elif kind is not None and conductor is not None:
             self._advance(kind, conductor, peak)
 
