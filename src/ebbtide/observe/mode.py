@@ -74,6 +74,12 @@ class DispatchMode(TorchDispatchMode):
         """To PyTorch: compile as if this mode were not there. See NOTE [Compiled graphs] in `inductor.py`."""
         return True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """To PyTorch: no need to wrap our methods so that they are not compiled. It is told to leave our files alone
+        (`inductor.py`), and the wrapper takes some microseconds an op, and a second to import what it needs."""
+        return False
+
     def run_graph(self, run: Callable[[], Any], inputs: Sequence[Any], written: Collection[int]) -> Any:
         """A compiled graph is to run in place of ops: run it, once, and return what it returns.
 

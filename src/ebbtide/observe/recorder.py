@@ -57,6 +57,8 @@ class Recorder(DispatchMode):
         clock: what ops are timed by. It is read in `finish`, not before.
         memory: of the training device, if its allocator says what is taken: then all of that is counted. See
             NOTE [Everything allocated] in `allocated.py`.
+        collects_all: whether all garbage is collected first, or but the young: where many steps are observed, that
+            takes longer than they do.
 
     Attributes:
         hidden: while true, ops are run without being recorded; the runtime sets it around its own ops.
@@ -65,13 +67,19 @@ class Recorder(DispatchMode):
     """
 
     def __init__(
-        self, probe: WorkspaceProbe | None = None, *, clock: Clock | None = None, memory: Memory | None = None
+        self,
+        probe: WorkspaceProbe | None = None,
+        *,
+        clock: Clock | None = None,
+        memory: Memory | None = None,
+        collects_all: bool = True,
     ) -> None:
         super().__init__()
         self.hidden = False
         self.lock = threading.RLock()
         self.ledger = Ledger(self._died) if memory is None else Ledger(self._died, memory.size_of)
         self._memory = memory
+        self._oldest = 2 if collects_all else 1
         self._probe = probe if memory is None else AllocatedProbe(memory)
         self._time = clock if clock is not None else HostClock()
         self._mark = self._time.mark
@@ -95,7 +103,7 @@ class Recorder(DispatchMode):
         self.calls_compiled = False
 
     def __enter__(self) -> Recorder:
-        gc.collect()  # garbage of earlier steps must not die in this one
+        gc.collect(self._oldest)  # garbage of earlier steps must not die in this one
         self._trail.start()
         watch_compiling(self)
         self._calls = compiled_calls()

@@ -31,6 +31,8 @@ MORE_SHARE = 0.01
 """Share of what a step holds above rest by which others may hold more before it is looked whether they fit."""
 GIVEN_UP = 5
 """When steps hold more so many times, or there is no plan for what they hold, their kind is not planned for again."""
+COUNTS = 4
+"""How many steps are counted at most of a kind in which nothing binds, until one was of it from beginning to end."""
 CLOSE_LOOKS = 16
 """Steps of a kind in which nothing binds that are watched as if something did: some may save other tensors, of which
 the first one tells nothing."""
@@ -70,7 +72,7 @@ class Kind:
         self.places = Rehearsed()
         self._more_times = 0
         self.follower, self.last_met, self.meetings, self.audits = self, -1, 0, 0
-        self._idle_steps = 0
+        self._idle_steps = self._counts = 0
         self._was_followed_by_another = False
         self._others = self._gap = 0
         self._structure: int | None = None
@@ -161,6 +163,12 @@ class Kind:
             self.state = "idle"
         else:
             self.state = "verify" if verify and self.script.remakes else "audit"
+
+    def counts(self) -> bool:
+        """Whether a step in which nothing binds, and that begins now, is counted, to know what steps of this kind hold.
+        Where such steps turn out to be of other kinds it is not tried again and again."""
+        self._counts += 1
+        return self.audited is None and self._counts <= COUNTS
 
     def looks_closely(self, library: Library) -> bool:
         """Whether a step in which nothing binds is watched from beginning to end: it may turn out to be another one."""

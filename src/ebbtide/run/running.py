@@ -119,7 +119,7 @@ class Running:
             trimmer=self._trimmer(plan.peak_bytes - plan.resting_bytes) if trims else None,
             clock=self._ground.clock if self._state == "planned" and kind.is_timed else None,
         )
-        if self._state == "audit" or (self._state == "idle" and self._counts_held and kind.audited is None):
+        if self._state == "audit" or (self._state == "idle" and self._counts_held and kind.counts()):
             self._meter = PeakMeter() if memory is None else AllocatedMeter(memory)
             self._meter.enter()
         push_hooks(self._conductor.pack, self._conductor.unpack)
@@ -138,7 +138,8 @@ class Running:
             allocator.set_tuned() if again else allocator.set_exact()
         probe = allocator.arena_probe() if loop.tunes and again else None
         memory = self._ground.memory
-        self._recorder = Recorder(probe, clock=self._ground.clock, memory=memory)
+        first = len(loop.kinds) <= 1
+        self._recorder = Recorder(probe, clock=self._ground.clock, memory=memory, collects_all=first)
         trimmer = None
         if loop.current is not None and loop.limit_bytes is not None:
             trimmer = self._trimmer(loop.limit_bytes - loop.current.step.resting_bytes)
