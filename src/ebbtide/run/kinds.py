@@ -156,7 +156,7 @@ class Kind:
         if self.plan is not None and self.plan.binds != plan.binds:
             self.pace = Pace()  # where nothing bound, nobody took the times of events
         self.plan = plan
-        self.audits, self.audited = 0, None
+        self.audits, self._counts, self.audited = 0, 0, None
         outcome = simulate(self.step, machine, plan.decisions)
         self.script = write_script(self.step, plan, outcome.memory, captures_all=self.calls_compiled)
         if not plan.binds:
