@@ -265,9 +265,13 @@ class Normalised(Program):
 class OddArguments(Chain):
     """Sparse tensors and inference tensors, of the user's and made on the way, are read by ops that save nothing."""
 
+    def sparse(self, index: int) -> Tensor:
+        """Of as many numbers in all steps."""
+        return self.data(index, 256, 128).to_sparse()
+
     def forward(self, index: int) -> Tensor:
         h: Tensor = self.data(index, 256, 64)
-        sparse = self.data(index + 1, 256, 128).to_sparse()  # of as many numbers in all steps
+        sparse = self.sparse(index + 1)
         with torch.inference_mode():
             mask = self.data(index + 2, 256, 128) * 0.1
         for layer in self.model:
@@ -277,6 +281,16 @@ class OddArguments(Chain):
             h = (h + mask + made + sparse) if h.shape == mask.shape else h
             h = torch.tanh(h) * h
         return h
+
+
+@program
+class OtherSizes(OddArguments):
+    """The sparse tensor holds more in some steps than in others: those are planned for anew."""
+
+    steady = False
+
+    def sparse(self, index: int) -> Tensor:
+        return self.data(index, 256, 128).relu().to_sparse()
 
 
 @program
