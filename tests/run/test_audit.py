@@ -14,6 +14,7 @@ import ebbtide
 from ebbtide.decisions import Recompute
 from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
+from ebbtide.run import held
 from ebbtide.run.kinds import CLOSE_LOOKS
 from ebbtide.run.meter import PeakMeter
 from ebbtide.run.native import find_compiler
@@ -169,6 +170,39 @@ def test_what_other_threads_hold_meanwhile_does_not_count(tmp_path: Path) -> Non
         for _ in range(20):
             loop.step(0)
             peaks.add(loop.memory.plan.peak_bytes if loop.memory.plan is not None else 0)
+    assert len(peaks - {0}) == 1
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="without the arena nobody counts what planned steps hold")
+def test_a_count_that_another_thread_took_over_is_none() -> None:
+    first, second = held.begin(), held.begin()
+    assert held.end(first) is None
+    assert held.end(second) is not None
+    thread = threading.Thread(target=held.begin)
+    thread.start()
+    thread.join()
+    assert held.end(second) is None
+
+
+def test_a_step_beside_another_budgets_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first planned steps are, and the next ones run beside larger ones, whose bytes are not theirs."""
+    monkeypatch.setattr("ebbtide.run.kinds.Kind.plan_again", lambda *_: None)
+    loop, other = (NowAndThen("60%", FAST_DISK, tmp_path) for _ in range(2))
+    other.data = torch.cat([other.data] * 4)
+
+    def beside(*_: object) -> None:
+        if loop.memory.state == "planned":
+            thread = threading.Thread(target=other.step, args=[0])
+            thread.start()
+            thread.join()
+
+    loop.model[0].register_forward_hook(beside)
+    peaks = set()
+    with loop.memory, other.memory:
+        for _ in range(20):
+            loop.step(0)
+            peaks.add(loop.memory.plan.peak_bytes if loop.memory.plan is not None else 0)
+        assert other.memory.state == "planned"
     assert len(peaks - {0}) == 1
 
 

@@ -36,18 +36,22 @@ class Audited:
     held: Held
 
 
-def begin() -> None:
-    """A step begins in the calling thread: count what it takes from the arena, which costs nothing."""
+def begin() -> int | None:
+    """A step begins in the calling thread: count what it takes from the arena, instead of what was counted before.
+
+    Returns:
+        A number by which `end` knows whether nobody else has begun to count meanwhile; None if there is no arena.
+    """
     arena = arena_library()
-    if arena is not None:
-        arena.ebbtide_arena_count()
+    return arena.ebbtide_arena_count() if arena is not None else None
 
 
-def end() -> Held | None:
-    """The step ends: what it held; None if there is no arena."""
+def end(turn: int | None) -> Held | None:
+    """The step ends that began as ``turn``: what it held; None where that was not counted to its end."""
     arena = arena_library()
-    if arena is None:
+    if arena is None or turn is None:
         return None
     most, taken = ctypes.c_size_t(), ctypes.c_size_t()
-    arena.ebbtide_arena_most_counted(ctypes.byref(most), ctypes.byref(taken))
+    if not arena.ebbtide_arena_most_counted(turn, ctypes.byref(most), ctypes.byref(taken)):
+        return None  # of another Budget's step, in another thread, or within this one
     return Held(most.value, taken.value)

@@ -164,8 +164,8 @@ class Kind:
         else:
             self.state = "verify" if verify and self.script.remakes else "audit"
 
-    def counts(self) -> bool:
-        """Whether a step in which nothing binds, and that begins now, is counted, to know what steps of this kind hold.
+    def to_be_counted(self) -> bool:
+        """Whether to count a step in which nothing binds, and that begins now, to know what steps of this kind hold.
         Where such steps turn out to be of other kinds it is not tried again and again."""
         self._counts += 1
         return self.audited is None and self._counts <= COUNTS

@@ -49,7 +49,7 @@ class Running:
         self._meter: PeakMeter | AllocatedMeter | None = None
         self._light: LightWatch | None = None
         self._places: Rehearsed | None = None
-        self._counts_held = False
+        self._turn: int | None = None
         self._held: Held | None = None
         self._kind: Kind | None = None
         self._state = "observe"
@@ -94,9 +94,8 @@ class Running:
             self._observe()
         else:
             library = loop.library
-            self._counts_held = loop.tunes and not kind.samples and arena_library() is not None
-            if self._counts_held:
-                held.begin()
+            if loop.tunes and not kind.samples:
+                self._turn = held.begin()
             if self._state == "idle" and not kind.looks_closely(library):
                 self._light = LightWatch(next(iter(kind.step.saved), None))
                 push_hooks(self._light.pack, self._light.unpack)
@@ -119,7 +118,7 @@ class Running:
             trimmer=self._trimmer(plan.peak_bytes - plan.resting_bytes) if trims else None,
             clock=self._ground.clock if self._state == "planned" and kind.is_timed else None,
         )
-        if self._state == "audit" or (self._state == "idle" and self._counts_held and kind.counts()):
+        if self._state == "audit" or (self._state == "idle" and self._turn is not None and kind.to_be_counted()):
             self._meter = PeakMeter() if memory is None else AllocatedMeter(memory)
             self._meter.enter()
         push_hooks(self._conductor.pack, self._conductor.unpack)
@@ -188,8 +187,7 @@ class Running:
             self._recorder.leave()
         if self._meter is not None:
             self._meter.leave()
-        if self._counts_held:
-            self._held = held.end()
+        self._held = held.end(self._turn)
         if self._places is not None:
             self._places.end(exact=self._conductor.finished if self._conductor is not None else self._light is not None)
         if self._light is None or self._light.watching:

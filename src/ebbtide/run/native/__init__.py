@@ -44,8 +44,8 @@ def arena_library() -> ctypes.CDLL | None:
     library.ebbtide_arena_recorded.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_size_t]
     library.ebbtide_arena_new_region.restype = ctypes.c_size_t
     library.ebbtide_arena_new_region.argtypes = [ctypes.c_size_t]
-    library.ebbtide_arena_most_counted.restype = None
-    library.ebbtide_arena_most_counted.argtypes = [ctypes.POINTER(ctypes.c_size_t)] * 2
+    library.ebbtide_arena_count.restype = ctypes.c_int64
+    library.ebbtide_arena_most_counted.argtypes = [ctypes.c_int64, *[ctypes.POINTER(ctypes.c_size_t)] * 2]
     library.ebbtide_arena_follow.restype = None
     library.ebbtide_arena_follow.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_size_t] * 4
     for name in ("unfollow", "mark", "most", "left_outside"):

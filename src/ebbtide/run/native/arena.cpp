@@ -79,14 +79,16 @@ std::size_t ebbtide_arena_mark() { return arena().mark(); }
 // The most bytes taken at once since `mark`, without blocks that came and went and were never written to. Ends the watch.
 std::size_t ebbtide_arena_most() { return arena().most(); }
 
-// From now on count the blocks that the calling thread takes.
-void ebbtide_arena_count() { arena().count(); }
+// From now on count the blocks that the calling thread takes, and no other one's. Returns the number of this turn.
+std::int64_t ebbtide_arena_count() { return arena().count(); }
 
-// The most bytes that it had at once since then, of all that were ever counted and of those taken since.
-void ebbtide_arena_most_counted(std::size_t* all, std::size_t* fresh) {
+// The most bytes that it had at once in that turn, of all that were ever counted and of those taken since. Returns whether
+// the turn lasted until now.
+int ebbtide_arena_most_counted(std::int64_t turn, std::size_t* all, std::size_t* fresh) {
   Count count = arena().counted();
   *all = count.most;
   *fresh = count.fresh_most;
+  return count.turn == turn;
 }
 
 // Start (1) or stop (0) writing down what is taken and given back.

@@ -277,9 +277,9 @@ struct Arena {
     return std::size_t(most);
   }
 
-  void count() {
+  std::int64_t count() {
     std::lock_guard<std::mutex> guard(lock);
-    stepping.begin();
+    return stepping.begin();
   }
 
   Count counted() {

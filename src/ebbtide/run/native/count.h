@@ -15,12 +15,12 @@ struct Count {
   std::size_t now = 0, most = 0;          // bytes of all that it took, and the most since counting began
   std::size_t fresh = 0, fresh_most = 0;  // the same of what it took since
 
-  // Count what the calling thread takes from now on.
-  void begin() {
+  // Count what the calling thread takes from now on. Returns the number of this turn.
+  std::int64_t begin() {
     thread = std::this_thread::get_id();
-    ++turn;
     most = now;
     fresh = fresh_most = 0;
+    return ++turn;
   }
 
   // A block is taken. Returns the turn in which it was counted, to be told when it goes; -1 if it was not.
