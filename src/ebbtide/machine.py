@@ -43,6 +43,7 @@ class Link:
         duplex_bytes_per_second: with the opposite direction busy too.
         compute_slowdown: share of compute speed lost while a transfer runs; 0.1 means that one second of transfer
             costs 0.1 s of compute.
+        compute_seconds: compute time that each transfer costs besides, whatever its size.
     """
 
     source: str
@@ -51,10 +52,15 @@ class Link:
     bandwidth_bytes_per_second: float
     duplex_bytes_per_second: float
     compute_slowdown: float = 0.0
+    compute_seconds: float = 0.0
 
     def seconds(self, size_bytes: int) -> float:
         """Time of one transfer of ``size_bytes``, with the opposite direction idle."""
         return self.latency_seconds + size_bytes / self.bandwidth_bytes_per_second
+
+    def lost_seconds(self, size_bytes: int) -> float:
+        """Compute time that one transfer of ``size_bytes`` costs."""
+        return self.compute_seconds + self.compute_slowdown * self.seconds(size_bytes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -183,8 +189,12 @@ def check_machine(machine: Machine, name: str = "machine") -> None:
                 raise RecordError(
                     f"{name}: the link {link.source} -> {link.target} has bandwidth {rate}; it must be > 0"
                 )
-        if not (math.isfinite(link.latency_seconds) and link.latency_seconds >= 0 and link.compute_slowdown >= 0):
-            raise RecordError(f"{name}: the link {link.source} -> {link.target} has a negative latency or slowdown")
+        costs = (link.latency_seconds, link.compute_slowdown, link.compute_seconds)
+        if not all(math.isfinite(cost) and cost >= 0 for cost in costs):
+            raise RecordError(
+                f"{name}: the link {link.source} -> {link.target} has latency, slowdown and compute seconds {costs}; "
+                "they must be >= 0"
+            )
     if machine.compute is not None:
         _check_compute(machine.compute, name)
 

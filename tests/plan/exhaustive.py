@@ -28,9 +28,8 @@ def small_case(seed: int) -> tuple[Step, Machine]:
     dice = random.Random(seed)
     step = _turn(dice, dice.choice([3, 4, 4, 5]), opaque=0.33)
     back = 10 ** dice.uniform(7.5, 9)
-    machine = disk_machine(
-        back * dice.choice([1, 2]), back, slowdown=dice.choice([0, 0, 0.1]), latency=dice.choice([0, 1e-4])
-    )
+    costs = {"slowdown": dice.choice([0, 0, 0.1]), "latency": dice.choice([0, 1e-4])}
+    machine = disk_machine(back * dice.choice([1, 2]), back, **costs, compute_seconds=dice.choice([0, 0, 2e-4]))
     return step, machine
 
 

@@ -14,7 +14,12 @@ MIB = 1024 * 1024
 
 
 def disk_machine(
-    out_bandwidth: float = 3e9, in_bandwidth: float = 1.5e9, *, slowdown: float = 0.0, latency: float = 1e-4
+    out_bandwidth: float = 3e9,
+    in_bandwidth: float = 1.5e9,
+    *,
+    slowdown: float = 0.0,
+    latency: float = 1e-4,
+    compute_seconds: float = 0.0,
 ) -> Machine:
     """A machine with a disk."""
     return Machine(
@@ -22,8 +27,8 @@ def disk_machine(
         "ram",
         (Tier("ram", "device"), Tier("disk", "disk")),
         (
-            Link("ram", "disk", latency, out_bandwidth, out_bandwidth, slowdown),
-            Link("disk", "ram", latency, in_bandwidth, in_bandwidth, slowdown),
+            Link("ram", "disk", latency, out_bandwidth, out_bandwidth, slowdown, compute_seconds),
+            Link("disk", "ram", latency, in_bandwidth, in_bandwidth, slowdown, compute_seconds),
         ),
     )
 

@@ -111,7 +111,7 @@ class Walk:
         seconds = link.seconds(self.step.values[self.step.absences[number].value].size_bytes)
         end = max(self.now, earliest, self.free.get((source, target), 0.0)) + seconds
         self.free[source, target] = end
-        self.now += link.compute_slowdown * seconds
+        self.now += link.compute_seconds + link.compute_slowdown * seconds
         return end
 
     def present(self, value: int, number: int) -> None:

@@ -26,7 +26,7 @@ FIXTURES = sorted((Path(__file__).parents[1] / "fixtures").glob("*.json.gz"))
 MACHINES = {
     "quick": disk_machine(5e8, 3e8, latency=1e-4),
     "slow": disk_machine(6e7, 4e7, latency=0.0),
-    "slowing": disk_machine(2e8, 1e8, slowdown=0.2, latency=2e-4),
+    "slowing": disk_machine(2e8, 1e8, slowdown=0.2, latency=2e-4, compute_seconds=1e-4),
     "lone": lone_machine(),
 }
 LEAST = 1 - 1e-9

@@ -14,7 +14,7 @@ from ebbtide.step import Step, check_step
 from tests.plan.random_steps import KIB, Tape, disk_machine, lone_machine, random_step
 from tests.plan.reference import Walk
 
-MACHINE = disk_machine(1e8, 5e7, slowdown=0.1)
+MACHINE = disk_machine(1e8, 5e7, slowdown=0.1, compute_seconds=2e-4)
 
 
 def random_decisions(step: Step, seed: int) -> list[Decision]:
@@ -130,8 +130,9 @@ def test_load_waits_for_its_own_copy_out() -> None:
 
 
 def test_slowdown_is_charged_when_queued() -> None:
-    outcome = run(chain(), Offload("disk", 1, 2, 4), Keep(), machine=disk_machine(1e9, 1e9, slowdown=0.5, latency=1.0))
-    share = 0.5 * (1.0 + 100 * KIB / 1e9)
+    machine = disk_machine(1e9, 1e9, slowdown=0.5, latency=1.0, compute_seconds=0.25)
+    outcome = run(chain(), Offload("disk", 1, 2, 4), Keep(), machine=machine)
+    share = 0.25 + 0.5 * (1.0 + 100 * KIB / 1e9)
     assert outcome.compute_seconds[2] == pytest.approx(1.0 + share)
     assert outcome.compute_seconds[8] == pytest.approx(4.0 + 2 * share)
 

@@ -16,7 +16,7 @@ from tests.plan.limits import limit_at, solve_or_least
 from tests.plan.random_steps import KIB, MIB, disk_machine, lone_machine, network_step, random_step, tiny_step
 
 MACHINES = {
-    "fast": disk_machine(3e9, 1.5e9, slowdown=0.1),
+    "fast": disk_machine(3e9, 1.5e9, slowdown=0.1, compute_seconds=1e-4),
     "slow": disk_machine(2e8, 2e8),
     "lone": lone_machine(),
 }

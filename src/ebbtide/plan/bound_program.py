@@ -20,8 +20,8 @@ seconds and ``w + h`` its delay, ``h`` being what recomputation and slowed compu
 5. By the end of a block's events, what closes in them has arrived, in bytes and in link time.
 6. A recomputed value is absent at most from opens to closes; values that a recipe needs earlier come back earlier,
    which only adds bytes and time. It costs at least what `computed_again` says, in an event from its first possible
-   one up to the one that closes it. A transfer costs compute its slowdown in an event after its first slot, up to
-   closes.
+   one up to the one that closes it. A transfer costs compute what it costs (`Link.lost_seconds`) in an event after its
+   first slot, up to closes.
 7. At a moment in a block's ops the bytes held are at least the plain ones less ``away`` at the end of the block, less
    recomputed values absent at the moment. At an event that closes absences, releases of its tick are still to come, so
    there ``away`` of the block before counts, less what closes up to it. Some rows may be left out: those of moments
@@ -184,7 +184,8 @@ class _Builder(Reading):
         away, rows = self._pool(total)
         self.program.put(rows, released, -1.0)
         self.program.put(rows, arrived, 1.0)
-        self._add_slowdown(place, trips, out_link.compute_slowdown * out_seconds, in_link.compute_slowdown * in_seconds)
+        lost_seconds = self._lost_seconds(out_link, out_seconds), self._lost_seconds(in_link, in_seconds)
+        self._add_slowdown(place, trips, *lost_seconds)
         self._add_away(size, released, early, away, back)
         large = self.large[chosen]
         if large.any() and len(self.counted):

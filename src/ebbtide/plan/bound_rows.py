@@ -66,7 +66,7 @@ class Rows:
         self.unit_bytes = max(float(problem.plain.max(initial=0)) - problem.resting_bytes, 1.0) / 100
         links = [link for route in problem.routes.values() for link in route]
         every = [self._link_seconds(link, absences.movable) for link in links]
-        slowed = [link.compute_slowdown * seconds for link, seconds in zip(links, every, strict=True)]
+        slowed = [self._lost_seconds(link, seconds) for link, seconds in zip(links, every, strict=True)]
         can_replay = np.isfinite(absences.replay)
         self.replay = absences.replay[can_replay] / self.unit_seconds
         self.replayed = np.flatnonzero(can_replay)
@@ -87,6 +87,10 @@ class Rows:
         """Time of a transfer of each chosen absence."""
         seconds = link.latency_seconds + self.absences.size[chosen] / link.bandwidth_bytes_per_second
         return seconds / self.unit_seconds
+
+    def _lost_seconds(self, link: Link, seconds: Floats) -> Floats:
+        """Compute time that transfers which take ``seconds`` cost."""
+        return link.compute_slowdown * seconds + link.compute_seconds / self.unit_seconds
 
     def _pool(self, upper: float, *, empty_end: bool = False) -> tuple[Ints, Ints]:
         """What is in a pool at the end of each group, and rows that say so: what flows in has the factor -1 in them."""

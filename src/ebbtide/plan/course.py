@@ -13,6 +13,8 @@ DONE, STALE, NESTED, EXCESS = range(4)
 """How a course ends: well, at a recipe that reads what is gone, at recipes that wait for each other too deeply, or
 where it takes more memory or time than it may."""
 
+RATES = 4
+"""Numbers that `Scene.links` has of each link."""
 DEEPEST_NESTING = 100
 """Recipes that wait for each other at most, each for a value that the next one makes."""
 
@@ -24,7 +26,7 @@ class Scene(NamedTuple):
         clock, plain, workspace: per moment, as in `Problem`.
         opens, closes, size_bytes, storage: per absence; storages are numbered from 0 to ``storages - 1``.
         storages: how many there are.
-        links: per tier latency, bandwidth and slowdown of the link out, then of the link in.
+        links: per tier latency, bandwidth, slowdown and seconds of compute of the link out, then of the link in.
         late: how much longer transfers take, as a share and in seconds: a row for those out, one for those back.
         first_leaf, leaves: per recipe where its leaves begin, with one entry more than recipes; leaves as storages.
         replay_seconds: per recipe.
@@ -162,13 +164,13 @@ def run_course(scene: Any, script: Any, tier: Any, replay: Any, limit_bytes: int
                             offset += size_bytes[number]
                             high = max(high, offset)
                         now = clock[moment] + delay
-                        seconds = links[here, 3 * way] + size_bytes[number] / links[here, 3 * way + 1]
+                        seconds = links[here, RATES * way] + size_bytes[number] / links[here, RATES * way + 1]
                         start = max(now, free[here, way])
                         if way == 1:
                             start = max(start, written[number])
                         end = start + (1.0 + late[way, 0]) * seconds + late[way, 1]
                         free[here, way] = end
-                        delay += links[here, 3 * way + 2] * seconds
+                        delay += links[here, RATES * way + 2] * seconds + links[here, RATES * way + 3]
                         transfers[sent, 0], transfers[sent, 1] = number, way
                         transfer_times[sent, 0], transfer_times[sent, 1], transfer_times[sent, 2] = now, start, end
                         sent += 1

@@ -7,7 +7,7 @@ NOTE [What happens in a moment]
 3. The last event of a tick then acts, in this order: releases, by absence: compute waits for the copy out, then the
    bytes are free; copies out are queued, by absence; loads are queued, by moment of need: their bytes are taken.
 4. Each link carries one transfer at a time, in the order they were queued. The load of a value starts after its copy
-   out has ended. A transfer costs compute its `Link.compute_slowdown` when it is queued.
+   out has ended. A transfer costs compute its `Link.lost_seconds` when it is queued.
 
 Memory in a moment is the most that is held at any time in it. It depends on the order of the program alone, never on
 durations.
@@ -29,7 +29,7 @@ from ebbtide.compiled import compiled
 from ebbtide.errors import PlanError
 from ebbtide.machine import Link
 from ebbtide.plan.caution import EXPECTED, NO_CAUTION, NO_CEILING, Caution
-from ebbtide.plan.course import DEEPEST_NESTING, DONE, STALE, Scene, run_course, write_script
+from ebbtide.plan.course import DEEPEST_NESTING, DONE, RATES, STALE, Scene, run_course, write_script
 from ebbtide.plan.problem import Floats, Ints, Problem
 from ebbtide.plan.replay import Replay
 
@@ -176,7 +176,7 @@ class Follower:
             size_bytes=spans.size_bytes,
             storage=spans.storage,
             storages=len(spans.storages),
-            links=np.array(links, dtype=np.float64).reshape(-1, 6),
+            links=np.array(links, dtype=np.float64).reshape(-1, 2 * RATES),
             late=caution.late * EXPECTED,
             first_leaf=first_leaf,
             leaves=leaves,
@@ -247,5 +247,5 @@ def _column(records: Sequence[Any], name: str) -> Ints:
     return np.fromiter(map(operator.attrgetter(name), records), np.int64, len(records))
 
 
-def _rates(link: Link) -> tuple[float, float, float]:
-    return link.latency_seconds, link.bandwidth_bytes_per_second, link.compute_slowdown
+def _rates(link: Link) -> tuple[float, float, float, float]:
+    return link.latency_seconds, link.bandwidth_bytes_per_second, link.compute_slowdown, link.compute_seconds

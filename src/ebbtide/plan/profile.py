@@ -154,12 +154,12 @@ class Trips:
         routes, places = [problem.routes[tier] for tier in tiers], list(problem.routes)
         out_seconds = np.array([_transfer_seconds(out, sizes) for out, _ in routes]).reshape(shape)
         in_seconds = np.array([_transfer_seconds(back, sizes) for _, back in routes]).reshape(shape)
-        slowdowns = np.array([(out.compute_slowdown, back.compute_slowdown) for out, back in routes]).reshape(-1, 2)
+        lost_seconds = [[[link.lost_seconds(size) for size in sizes.tolist()] for link in route] for route in routes]
         return cls(
             tiers=np.array([places.index(tier) for tier in tiers], dtype=np.int64),
             out_seconds=out_seconds,
             in_seconds=in_seconds,
-            compute_seconds=slowdowns[:, :1] * out_seconds + slowdowns[:, 1:] * in_seconds,
+            compute_seconds=np.array(lost_seconds, dtype=np.float64).reshape(len(tiers), 2, len(sizes)).sum(axis=1),
             possible=np.array([_offloadable(problem, tier, sizes, in_time) for tier in tiers], np.bool_).reshape(shape),
         )
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ebbtide.compiled import compiled
-from ebbtide.plan.course import Scene
+from ebbtide.plan.course import RATES, Scene
 from ebbtide.plan.follow import Course, Moves
 from ebbtide.plan.problem import Floats, Ints
 
@@ -59,7 +59,7 @@ def relaxed(scene: Scene, slots: Ints, moves: Moves, course: Course, room: Ints,
     if not len(numbers):
         return moves
     tier, size_bytes = moves.tier[numbers], scene.size_bytes[numbers]
-    latency, bandwidth = scene.links[tier][:, [0, 3]].T, scene.links[tier][:, [1, 4]].T
+    latency, bandwidth = scene.links[tier][:, [0, RATES]].T, scene.links[tier][:, [1, RATES + 1]].T
     wanted = wanted_moments(scene, moves, course)[numbers]
     out, load = moves.out[numbers], np.minimum(moves.load[numbers], wanted)
     outs, backs = np.argsort(out, kind="stable"), np.lexsort((wanted, load))

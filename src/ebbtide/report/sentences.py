@@ -52,7 +52,7 @@ def links_table(machine: Machine) -> Table:
     # Text, not str: a bracket in a name is no markup.
     table = Table(title=Text(machine.name), title_justify="left")
     table.add_column("transfer")
-    for heading in ("latency", "one way", "both ways", "slows compute"):
+    for heading in ("latency", "one way", "both ways", "slows compute", "per transfer"):
         table.add_column(heading, justify="right")
     for link in machine.links:
         table.add_row(
@@ -61,5 +61,6 @@ def links_table(machine: Machine) -> Table:
             f"{format_bytes(link.bandwidth_bytes_per_second)}/s",
             f"{format_bytes(link.duplex_bytes_per_second)}/s",
             f"{link.compute_slowdown:.0%}",
+            format_seconds(link.compute_seconds),
         )
     return table

@@ -7,44 +7,38 @@ and 1.5 back, from huge ones 5.7 and 2.5.)
 1. Latency is the median of single transfers of 4 KiB. Bandwidth is the slope, by least squares of relative errors, of
    the medians of single transfers of 1 to 64 MiB above that latency. A slow disk has no time for the larger sizes.
 2. Duplex bandwidth: both directions are kept busy, and each one's bytes are counted.
-3. Compute slowdown: a loop of products and element-wise ops, while one direction is kept busy and, right before and
-   after that, alone. What counts is the time lost for each byte, since streams beside compute are slower than transfers
-   alone: the median over all turns, one for both directions. (Six calibrations in a row said 18 to 53 ms a GiB.)
+3. What transfers cost compute, for each byte and for each transfer: see `ebbtide.run.beside`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import logging
 import os
 import platform
 import statistics
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from ebbtide.errors import RecordError, SpillError
 from ebbtide.machine import Link, Machine, Tier
-from ebbtide.run import allocator
+from ebbtide.run import allocator, beside
+from ebbtide.run.beside import Direction, Stream
 from ebbtide.run.tiers.disk import DiskTier, free_bytes
 from ebbtide.run.tiers.memory import take_memory
 from ebbtide.run.tiers.queued import QueuedTier
-from ebbtide.run.tiers.transfers import Slot
 from ebbtide.units import format_bytes
 
 Progress = Callable[[float, str], None]
 """Called with the fraction that is done, 0 to 1, and what is being measured."""
-Direction = Literal["out", "back"]
 
-METHOD = 4
+METHOD = 5
 """Part of the cache's key: higher when the measurement, or the disk tier's way of transfer, changes."""
 LATENCY_BYTES = 4096
 LATENCY_REPEATS = 25
@@ -56,8 +50,8 @@ REPEATS = 5
 SIZE_SECONDS = 0.3
 """Time for one size, and the longest that a pair of transfers of the next size may be expected to take."""
 STREAM_SECONDS = 0.35
-COMPUTE_SECONDS = 0.03
-COMPUTE_TURNS = 8
+SMALL_BYTES = 64 << 10
+"""Transfers so small that what they cost compute is the same for all of them."""
 FREE_BYTES = 4 * SIZES_BYTES[-1]
 """Space wanted on the disk: the largest transfer and what two streams have under way, with room to spare."""
 
@@ -129,11 +123,13 @@ def _measure(tier: DiskTier, report: Progress) -> tuple[Link, Link]:
     report(0.5, "both directions at once")
     duplex = _duplex(tier, streamed)
     report(0.7, "compute beside transfers")
-    lost_per_byte = _lost_per_byte(tier, streamed)
+    lost_per_byte = beside.lost_per_byte(tier, streamed)
+    report(0.9, "compute beside many transfers")
+    lost_per_transfer = beside.lost_per_transfer(tier, _part(source, SMALL_BYTES))
 
     def link(way: Direction, origin: str, target: str) -> Link:
-        slowdown = min(lost_per_byte * bandwidth[way], 1.0)
-        return Link(origin, target, latency[way], bandwidth[way], min(duplex[way], bandwidth[way]), slowdown)
+        slowdown, both_ways = min(lost_per_byte * bandwidth[way], 1.0), min(duplex[way], bandwidth[way])
+        return Link(origin, target, latency[way], bandwidth[way], both_ways, slowdown, lost_per_transfer)
 
     return link("out", "ram", tier.name), link("back", tier.name, "ram")
 
@@ -173,114 +169,10 @@ def slope(seconds: dict[int, float], latency_seconds: float) -> float:
     return square / above if above > 0 else max(size / taken for size, taken in seconds.items())
 
 
-class _Stream:
-    """Keeps one direction busy from a thread of its own, two transfers at a time, until it is stopped."""
-
-    def __init__(self, tier: DiskTier, source: torch.UntypedStorage, way: Direction) -> None:
-        self._tier = tier
-        self._source = source
-        self._way = way
-        self._stopped = threading.Event()
-        self._fault: BaseException | None = None
-        self._thread = threading.Thread(target=self._guarded, name="ebbtide-calibrate", daemon=True)
-        self.bytes_per_second = 0.0
-
-    def __enter__(self) -> _Stream:
-        self._slot = self._tier.write(self._source)
-        self._slot.wait()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopped.set()
-        self._thread.join()
-        self._tier.free(self._slot)
-        if self._fault is not None:
-            raise self._fault
-
-    def _guarded(self) -> None:
-        try:
-            self._run()
-        except SpillError as fault:
-            self._fault = fault
-
-    def _run(self) -> None:
-        start = time.perf_counter()
-        transfer = self._transfers()
-        next(transfer)
-        for count in itertools.count(1):
-            next(transfer)
-            self.bytes_per_second = count * self._source.nbytes() / (time.perf_counter() - start)
-            if self._stopped.is_set():
-                return
-
-    def _transfers(self) -> Iterator[None]:
-        """Yields each time that another transfer has ended; before the first, once both are queued."""
-        if self._way == "back":
-            load = self._tier.read(self._slot)
-            while True:
-                following = self._tier.read(self._slot)
-                yield
-                load.wait()
-                load = following
-        slots: list[Slot] = [self._tier.write(self._source)]
-        try:
-            while True:
-                slots.append(self._tier.write(self._source))
-                yield
-                slots[0].wait()
-                self._tier.free(slots.pop(0))
-        finally:
-            for slot in slots:
-                self._tier.free(slot)
-
-
 def _duplex(tier: DiskTier, source: torch.UntypedStorage) -> dict[Direction, float]:
-    with _Stream(tier, source, "out") as out, _Stream(tier, source, "back") as back:
+    with Stream(tier, source, "out") as out, Stream(tier, source, "back") as back:
         time.sleep(STREAM_SECONDS)
     return {"out": out.bytes_per_second, "back": back.bytes_per_second}
-
-
-def _lost_per_byte(tier: DiskTier, source: torch.UntypedStorage) -> float:
-    """Seconds of compute lost for each byte moved: the median over turns of both directions, which cost alike.
-
-    Each turn is compared with the speeds right before and after it, because a shared machine changes its own.
-    """
-    compute = _Compute()
-    ways: tuple[Direction, ...] = ("out", "back")
-    lost = []
-    before = compute.rate()
-    for way in ways * COMPUTE_TURNS:
-        with _Stream(tier, source, way) as stream:
-            beside = compute.rate()
-        after = compute.rate()
-        lost.append((1 - 2 * beside / (before + after)) / stream.bytes_per_second)
-        before = after
-    return max(statistics.median(lost), 0.0)
-
-
-class _Compute:
-    """A loop like a step's: a product that fills the cores, and an element-wise op that fills the memory bus."""
-
-    def __init__(self) -> None:
-        self._matrix = torch.ones(768, 768)
-        self._product = torch.empty(768, 768)
-        self._vector = torch.ones(8 << 20)
-        self._run()
-
-    def _run(self) -> None:
-        torch.mm(self._matrix, self._matrix, out=self._product)
-        self._vector.mul_(1.0)
-
-    def rate(self) -> float:
-        """Loops per second."""
-        start = time.perf_counter()
-        for count in itertools.count(1):
-            self._run()
-            taken = time.perf_counter() - start
-            if taken > COMPUTE_SECONDS:
-                return count / taken
-        raise AssertionError
 
 
 def _random_storage(size_bytes: int) -> torch.UntypedStorage:

@@ -81,9 +81,8 @@ class Pace:
 
 def without_slowdown(step: Step, machine: Machine, decisions: Sequence[Decision]) -> Step:
     """``step``, whose durations were measured beside the transfers of a plan, without what these cost compute."""
-    quiet = dataclasses.replace(
-        machine, links=tuple(dataclasses.replace(link, compute_slowdown=0.0) for link in machine.links)
-    )
+    links = (dataclasses.replace(link, compute_slowdown=0.0, compute_seconds=0.0) for link in machine.links)
+    quiet = dataclasses.replace(machine, links=tuple(links))
     lost = simulate(step, machine, decisions).seconds - simulate(step, quiet, decisions).seconds
     if lost <= 0 or step.plain_seconds <= 0:
         return step

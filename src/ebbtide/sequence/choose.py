@@ -176,7 +176,7 @@ def best_multistage(
     Of intervals that are about as good, the longest: it moves least.
     """
     write, read = tier.out.seconds(state_bytes), tier.back.seconds(state_bytes)
-    slowdown = write * tier.out.compute_slowdown + read * tier.back.compute_slowdown
+    slowdown = tier.out.lost_seconds(state_bytes) + tier.back.lost_seconds(state_bytes)
     room = tier.slots(state_bytes)
     # Above the first, copies out are hidden; above the second, those back; above the third, what compute loses beside
     # them is a small part of it. Longer parts only run more steps again.

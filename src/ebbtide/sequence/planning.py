@@ -198,7 +198,7 @@ def _paced(
     n = schedule.n
     room = tier.slots(trial.state_bytes)
     write_seconds = tier.out.seconds(trial.state_bytes)
-    loss_seconds = write_seconds * tier.out.compute_slowdown
+    loss_seconds = tier.out.lost_seconds(trial.state_bytes)
     pace = Pace(
         schedule.interval,
         step_seconds + loss_seconds / schedule.interval,

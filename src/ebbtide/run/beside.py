@@ -1,0 +1,182 @@
+"""What transfers cost those who compute beside them.
+
+NOTE [Two costs]
+1. For each byte, since transfers take bandwidth of memory and time of the processor: a loop of products and
+   element-wise ops while one direction is kept busy and, right before and after that, alone. Streams beside compute are
+   slower than transfers alone, so what counts is the time lost for each byte. (Six calibrations in a row said 18 to
+   53 ms a GiB.)
+2. For each transfer, whatever its size, since somebody has to ask for it, another thread wakes up and a core is
+   interrupted: a loop of small ops in a thread that also asks for transfers of few bytes, as planned steps do, and
+   without these. (Sixteen measurements said 118 to 200 us. Transfers by the C library's threads, which need no lock of
+   Python's, cost as much.)
+Both are medians over turns, each compared with the speeds right before and after it, because a shared machine changes
+its own; and the same for both directions.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+
+from ebbtide.errors import SpillError
+from ebbtide.run.tiers.disk import DiskTier
+from ebbtide.run.tiers.transfers import Slot, Transfer
+
+Direction = Literal["out", "back"]
+
+STREAM_TURNS = 8
+SMALL_TURNS = 12
+TRIPS = 8
+"""There and back, in a turn with small transfers."""
+STREAM_RATE_SECONDS, SMALL_RATE_SECONDS = 0.03, 0.01
+"""How long the speed of compute is measured at a time."""
+
+
+def lost_per_byte(tier: DiskTier, source: torch.UntypedStorage) -> float:
+    """Seconds of compute lost for each byte of large transfers. Raises `SpillError` if bytes cannot be moved."""
+    compute = _Compute(768, 8 << 20, STREAM_RATE_SECONDS)
+    ways: tuple[Direction, ...] = ("out", "back")
+    lost = []
+    before = compute.rate()
+    for way in ways * STREAM_TURNS:
+        with Stream(tier, source, way) as stream:
+            rate = compute.rate()
+        after = compute.rate()
+        lost.append((1 - 2 * rate / (before + after)) / stream.bytes_per_second)
+        before = after
+    return max(statistics.median(lost), 0.0)
+
+
+def lost_per_transfer(tier: DiskTier, source: torch.UntypedStorage) -> float:
+    """Seconds of compute lost for each transfer of a small storage. Raises `SpillError` if bytes cannot be moved."""
+    compute = _Compute(256, 128 << 10, SMALL_RATE_SECONDS)
+    lost = []
+    before = compute.rate()
+    for _ in range(SMALL_TURNS):
+        start = time.perf_counter()
+        loops = sum(_beside_trip(tier, source, compute) for _ in range(TRIPS))
+        seconds = time.perf_counter() - start
+        after = compute.rate()
+        lost.append((seconds - loops * 2 / (before + after)) / (2 * TRIPS))
+        before = after
+    return max(statistics.median(lost), 0.0)
+
+
+def _beside_trip(tier: DiskTier, source: torch.UntypedStorage, compute: _Compute) -> int:
+    """Move ``source`` there and back, and compute meanwhile: how many loops."""
+    slot = tier.write(source)
+    try:
+        loops = compute.until_end_of(slot)
+        load = tier.read(slot)
+        loops += compute.until_end_of(load)
+    finally:
+        tier.free(slot)
+    return loops
+
+
+class _Compute:
+    """A loop like a step's: a product that fills the cores, and an element-wise op that fills the memory bus.
+
+    Args:
+        order: of the matrices.
+        length: of the vector.
+        rate_seconds: how long its speed is measured at a time.
+    """
+
+    def __init__(self, order: int, length: int, rate_seconds: float) -> None:
+        self._matrix = torch.ones(order, order)
+        self._product = torch.empty(order, order)
+        self._vector = torch.ones(length)
+        self._rate_seconds = rate_seconds
+        self._run()
+
+    def _run(self) -> None:
+        torch.mm(self._matrix, self._matrix, out=self._product)
+        self._vector.mul_(1.0)
+
+    def rate(self) -> float:
+        """Loops per second."""
+        start = time.perf_counter()
+        for count in itertools.count(1):
+            self._run()
+            taken = time.perf_counter() - start
+            if taken > self._rate_seconds:
+                return count / taken
+        raise AssertionError
+
+    def until_end_of(self, transfer: Transfer) -> int:
+        """Go round at least once, and until a transfer has ended: how often. Raises `SpillError` if it failed."""
+        loops = 0
+        while not loops or not transfer.finished.is_set():
+            self._run()
+            loops += 1
+        transfer.join()
+        return loops
+
+
+class Stream:
+    """Keeps one direction busy from a thread of its own, two transfers at a time, until it is stopped."""
+
+    def __init__(self, tier: DiskTier, source: torch.UntypedStorage, way: Direction) -> None:
+        self._tier = tier
+        self._source = source
+        self._way = way
+        self._stopped = threading.Event()
+        self._fault: BaseException | None = None
+        self._thread = threading.Thread(target=self._guarded, name="ebbtide-calibrate", daemon=True)
+        self.bytes_per_second = 0.0
+
+    def __enter__(self) -> Stream:
+        self._slot = self._tier.write(self._source)
+        self._slot.wait()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+        self._tier.free(self._slot)
+        if self._fault is not None:
+            raise self._fault
+
+    def _guarded(self) -> None:
+        try:
+            self._run()
+        except SpillError as fault:
+            self._fault = fault
+
+    def _run(self) -> None:
+        start = time.perf_counter()
+        transfer = self._transfers()
+        next(transfer)
+        for count in itertools.count(1):
+            next(transfer)
+            self.bytes_per_second = count * self._source.nbytes() / (time.perf_counter() - start)
+            if self._stopped.is_set():
+                return
+
+    def _transfers(self) -> Iterator[None]:
+        """Yields each time that another transfer has ended; before the first, once both are queued."""
+        if self._way == "back":
+            load = self._tier.read(self._slot)
+            while True:
+                following = self._tier.read(self._slot)
+                yield
+                load.wait()
+                load = following
+        slots: list[Slot] = [self._tier.write(self._source)]
+        try:
+            while True:
+                slots.append(self._tier.write(self._source))
+                yield
+                slots[0].wait()
+                self._tier.free(slots.pop(0))
+        finally:
+            for slot in slots:
+                self._tier.free(slot)
