@@ -30,10 +30,10 @@ import ebbtide
 from ebbtide.machine import Link, Machine, Tier
 from ebbtide.observe.mode import DispatchMode
 from ebbtide.plan import plain_peak_bytes, solve
+from ebbtide.run.capture import CaptureMode
 from ebbtide.run.conductor import Conductor
 from ebbtide.run.forks import Library
 from ebbtide.run.observing import observe_step
-from ebbtide.run.recipes import CaptureMode
 from ebbtide.run.safe import SafePolicy
 from ebbtide.run.script import Script, write_script
 from ebbtide.run.tiers import SlowTier
@@ -147,6 +147,12 @@ def under_script(script: Script, start: Tensor) -> Callable[[], None]:
     return act
 
 
+def only_forward(start: Tensor) -> None:
+    """The ops of a step's forward pass, of which nothing is saved."""
+    with torch.no_grad():
+        chain(start)
+
+
 def with_hooks(start: Tensor) -> None:
     """A step with hooks that do nothing."""
     with torch.autograd.graph.saved_tensors_hooks(_same, _same):
@@ -161,7 +167,8 @@ def measure(repeats: int, console: Console) -> list[Cost]:
     """All figures, from ``repeats`` runs of each variant."""
     torch.set_num_threads(1)
     start = torch.randn(WIDTH, requires_grad=True)
-    half = script_of(torch.randn(WIDE, requires_grad=True), 0.7)
+    wide = torch.randn(WIDE, requires_grad=True)
+    half = script_of(wide, 0.7)
     kept = script_of(start, 1.0)
 
     def captured() -> None:
@@ -183,6 +190,9 @@ def measure(repeats: int, console: Console) -> list[Cost]:
             "forward": lambda: forget(chain(start)),
             "bare": bare,
             "captured": captured,
+            "plain, wide": lambda: train(wide),
+            "forward, wide": lambda: only_forward(wide),
+            "again": under_script(half, wide),
         }
         takes: dict[str, list[float]] = {name: [] for name in variants}
         names = list(variants)
@@ -190,13 +200,17 @@ def measure(repeats: int, console: Console) -> list[Cost]:
             for name in names:
                 takes[name].append(seconds_of(variants[name]))
             names = [*names[1:], names[0]]
-    share = len(half.known) / LENGTH
+    again = len(half.known)
+    share = again / LENGTH
+    # The ops that run again take their own time, besides: as long as others of the forward pass.
+    expected = [a + share * b for a, b in zip(takes["plain, wide"], takes["forward, wide"], strict=True)]
     return [
         cost("budget that does not bind", "saved tensor", takes["idle"], takes["plain"], None),
         cost("hooks that detach, no more", "saved tensor", takes["hooks"], takes["plain"], None),
         cost("conductor, all kept", "saved tensor above those hooks", takes["kept"], takes["hooks"], 1.5),
         cost("bare dispatch mode", "op", takes["bare"], takes["forward"], None),
         cost(f"capture of {share:.0%} of the ops", "op above the bare mode", takes["captured"], takes["bare"], 3.0),
+        cost("plan that does so", "op that runs again, besides its time", takes["again"], expected, None, again),
     ]
 
 
@@ -204,11 +218,14 @@ def forget(_: object) -> None:
     """Let a result go."""
 
 
-def cost(what: str, unit: str, takes: Sequence[float], base: Sequence[float], limit: float | None) -> Cost:
-    """A figure from runs with something and runs without, taken in turn."""
-    each = sorted((a - b) / LENGTH * 1e6 for a, b in zip(takes, base, strict=True))
+def cost(
+    what: str, unit: str, takes: Sequence[float], base: Sequence[float], limit: float | None, count: int | None = None
+) -> Cost:
+    """A figure from runs with something and runs without, taken in turn: for each of ``count``, or of all ops."""
+    count = count or LENGTH
+    each = sorted((a - b) / count * 1e6 for a, b in zip(takes, base, strict=True))
     low, middle, high = statistics.quantiles(each, n=4)
-    least = (min(takes) - min(base)) / LENGTH * 1e6
+    least = (min(takes) - min(base)) / count * 1e6
     return Cost(what, unit, middle, (low, high), least, limit)
 
 

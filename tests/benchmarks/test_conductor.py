@@ -19,7 +19,7 @@ def short_chain(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("short_chain")
 def test_every_figure_is_measured() -> None:
     costs = conductor.measure(2, Console(quiet=True))
-    assert [each.limit for each in costs] == [None, None, 1.5, None, 3.0]
+    assert [each.limit for each in costs] == [None, None, 1.5, None, 3.0, None]
     assert conductor.table_of(costs).row_count == len(costs)
 
 
@@ -33,3 +33,4 @@ def test_the_script_computes_about_half_of_the_chain_again() -> None:
 def test_a_figure_is_the_median_of_differences() -> None:
     found = conductor.cost("it", "op", [3e-3, 5e-3, 9e-3], [1e-3, 2e-3, 3e-3], None)
     assert found.microseconds == pytest.approx(3e-3 / conductor.LENGTH * 1e6)
+    assert conductor.cost("it", "op", [3e-3, 5e-3], [1e-3, 3e-3], None, 10).microseconds == pytest.approx(200.0)

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ebbtide
 from ebbtide.decisions import Recompute
+from ebbtide.run.capture import CaptureMode
 from ebbtide.run.meter import PeakMeter
-from ebbtide.run.recipes import CaptureMode
 from tests.conftest import modes_left
 from tests.run.harness import SLOW_DISK
 
@@ -88,6 +88,33 @@ def test_no_mode_is_on_in_backward_passes(
     monkeypatch.setattr(CaptureMode, "__torch_dispatch__", dispatch)
     run(lambda model, x: model(x).square().mean().backward(), activation, tmp_path)
     assert seen == []
+
+
+def test_the_mode_sees_nothing_of_the_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it go off and on again between two ops that run again, for the few that do not."""
+    hidden: list[str] = []
+    turns: list[str] = []
+    dispatch, enter = CaptureMode.__torch_dispatch__, CaptureMode.enter
+
+    def watched(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.hidden:
+            hidden.append(str(func))
+        return dispatch(self, func, types, args, kwargs)
+
+    def entered(self: Any, place: int | None = None) -> None:
+        turns.append("on")
+        enter(self, place)
+
+    def compute(model: nn.Module, x: Tensor) -> None:
+        hidden.clear()
+        turns.clear()
+        model(x).square().mean().backward()
+
+    monkeypatch.setattr(CaptureMode, "__torch_dispatch__", watched)
+    monkeypatch.setattr(CaptureMode, "enter", entered)
+    run(compute, nn.GELU, tmp_path)
+    assert turns == ["on"]
+    assert hidden == []
 
 
 @pytest.mark.parametrize("activation", [nn.GELU, nn.SiLU])

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from ebbtide.decisions import Recompute
 from ebbtide.observe.schema import operator_info
+from ebbtide.run.calls import KnownOp, capture
 from ebbtide.run.holdings import Holding
-from ebbtide.run.recipes import KnownOp, Recipe, capture
+from ebbtide.run.recipes import Recipe
 from tests.run.harness import SLOW_DISK, Program, run_plain, run_within
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -33,7 +34,7 @@ def test_a_view_of_a_value_is_read_again_as_it_was(view: str) -> None:
     value = torch.randn(6, 5, dtype=torch.complex64)
     read = VIEWS[view](value)
     known = KnownOp("aten.mul.Tensor", (0,), (1,), (), frozenset(), batch_norm=False)
-    call = capture(torch.ops.aten.mul.Tensor, (read, 2.0), {}, known)
+    call, _ = capture(torch.ops.aten.mul.Tensor, (read, 2.0), {}, known)
     expected = read * 2.0
     leaf = Holding()
     leaf.fill(value)

@@ -33,14 +33,19 @@ from ebbtide.observe.compiled_calls import compiled_calls
 from ebbtide.observe.ledger import sizes
 from ebbtide.observe.mode import correct_notes, modes_on
 from ebbtide.run.allocator import Trimmer
+from ebbtide.run.capture import OFF, CaptureMode, is_between_ops
 from ebbtide.run.forks import Known, Library, catch_up, is_like, is_smaller, remade_alike, renumbered
-from ebbtide.run.holdings import Holding, Kept, View, is_plain, keep, version_of
+from ebbtide.run.garbage import expect_objects
+from ebbtide.run.holdings import PLAIN_TYPES, Holding, Kept, View, is_plain, keep, version_of, view_of
 from ebbtide.run.passes import in_pass, tell_no_more, tell_of_passes
-from ebbtide.run.recipes import CaptureMode, Recipe, is_between_ops
+from ebbtide.run.recipes import Recipe
 from ebbtide.run.safe import SafePolicy
 from ebbtide.run.script import NOBODY, Actions, Saving, Script, Treatment
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.verify import Truth
+
+_DisableTorchDispatch: Any = torch._C._DisableTorchDispatch
+"""No mode sees ops in a ``with`` block of it: they take a third of the time."""
 
 
 class Conductor:
@@ -85,7 +90,7 @@ class Conductor:
         self._new_truth = new_truth
         self._trimmer = trimmer
         self._outdated: list[CaptureMode] = []
-        self._place = 0
+        self._place = self._objects = 0
         self._event = 0
         self._exact = self._whole = True
         self._held: dict[int, weakref.ref[Holding]] = {}
@@ -99,6 +104,8 @@ class Conductor:
 
     def start(self) -> None:
         """Call when the step begins."""
+        self._objects = self.script.objects + (len(self.script.expected) if self._mark is not None else 0)
+        expect_objects(self._objects)
         self._place = len(modes_on())
         tell_of_passes(self._pass_begins)
         if self._capture is not None:
@@ -108,6 +115,8 @@ class Conductor:
 
     def stop(self) -> None:
         """Call when the context ends; a later backward pass still follows the script."""
+        expect_objects(-self._objects)
+        self._objects = 0
         tell_no_more(self._pass_begins)
         self._end_captures()
         if self._capture is not None:
@@ -146,6 +155,7 @@ class Conductor:
         """Choose the events at which the hooks may be short."""
         script = self.script
         self._kept, self._shown, self._numbers = script.kept, script.shown, script.numbers
+        self._stretches = script.stretches
         self._also_held = self._library.also_held(script)
         if not self._is_short:
             self._kept, self._shown = (None,) * len(self._kept), (NOBODY,) * len(self._shown)
@@ -166,10 +176,15 @@ class Conductor:
             and tensor.dtype is form.dtype
             and not tensor.is_nested  # some of those have no shape
             and tensor.shape == form.shape
-            and (self._capture is None or not self._capture.entered)
         ):
-            self._event = event + 1
-            return keep(tensor, self._numbers[event])
+            counted = self._capture.tick if self._capture is not None else OFF
+            if counted == OFF == self._stretches[event]:
+                self._event = event + 1
+                return keep(tensor, self._numbers[event])
+            if counted == self._stretches[event] and type(tensor) in PLAIN_TYPES and compiled_calls() == self._calls:
+                self._event = event + 1
+                with _DisableTorchDispatch():
+                    return keep(tensor, self._numbers[event])
         with self._lock:
             return self._pack(tensor)
 
@@ -186,7 +201,7 @@ class Conductor:
         if self.left:
             handle = self._safe.pack(tensor)
         else:
-            handle = self._hold(tensor, number, self.script.savings[number])
+            handle = self._hold_unseen(tensor, number, self.script.savings[number])
             stretch = self.script.stretches[self._event]
             self._act()
             if self._capture is not None:
@@ -259,6 +274,8 @@ class Conductor:
         if compiled_calls() != self._calls and not (self.script.stays_on and self._capture.entered):
             self.leave("something is called that torch.compile returned, which steps of this kind did not do so far")
             return
+        if self._capture.tick == stretch:
+            return
         between_ops = is_between_ops(tensor)
         if in_pass() and (stretch < 0 or not self._capture.entered):
             return  # what is done to the stack of modes within a node of autograd's does not outlast it
@@ -272,6 +289,13 @@ class Conductor:
     def _holding(self, value: int) -> Holding | None:
         reference = self._held.get(value)
         return reference() if reference is not None else None
+
+    def _hold_unseen(self, tensor: torch.Tensor, number: int, saving: Saving) -> Kept | View:
+        """`_hold`, without asking the capture mode whether it wants to see what is done there."""
+        if self._capture is None or not self._capture.entered or type(tensor) not in PLAIN_TYPES:
+            return self._hold(tensor, number, saving)
+        with _DisableTorchDispatch():
+            return self._hold(tensor, number, saving)
 
     def _hold(self, tensor: torch.Tensor, number: int, saving: Saving) -> Kept | View:
         stays = saving.treatment == Treatment.KEEP and number not in self._also_held
@@ -293,9 +317,9 @@ class Conductor:
                 holding.send(self._tier(saving.tiers[0]))  # its planned copy out went with the former holding
         elif holding.empty or not holding.knows(version_of(tensor)):
             return keep(tensor, number)
-        return View(holding, tensor, number)
+        return view_of(holding, tensor, number)
 
-    def _recipes(self, saving: Saving, holding: Holding) -> list[Recipe]:
+    def _recipes(self, saving: Saving, holding: Holding) -> tuple[Recipe, ...]:
         """How the value is made again, each time that it is; empty if that was not captured, or not this value."""
         recipes = []
         for remake in saving.remakes:
@@ -303,17 +327,18 @@ class Conductor:
             calls = self._capture.calls_of(remake.ops)
             leaves = {v: leaf for v in remake.leaves if (leaf := self._holding(v)) is not None}
             if calls is None or len(leaves) < len(remake.leaves):
-                return []
+                return ()
             recipe = Recipe(saving.value, calls, leaves, remake.leaves)
             if not recipe.makes(holding, self._holding):
-                return []
+                return ()
             recipes.append(recipe)
-        return recipes
+        return tuple(recipes)
 
     def _drop(self, holding: Holding) -> None:
         """Let go of what the next recipe makes again; what has none moves out."""
         if holding.recipes and holding.intact:
-            recipe = holding.recipes.pop(0)
+            recipe, *later = holding.recipes
+            holding.recipes = tuple(later)
             if self.truth is not None:
                 self.truth.watch(holding, recipe, self._tier(""))
             else:

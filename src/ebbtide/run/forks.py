@@ -206,7 +206,7 @@ def catch_up(
     others = [holding for value, holding in held.items() if value not in dropped]
     missing = [holding for holding in others if holding.recipe is not None]
     for holding in others:
-        holding.recipes.clear()
+        holding.recipes = ()
     if missing:
         let_go(list(held.values()))
     for holding in missing:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from ebbtide.run.tiers.transfers import Load, Slot, SlowTier
 
 _use_count = torch._C._storage_Use_Count
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+"""Types of tensors that PyTorch's own kernels work on, and nobody else's code."""
 
 
 def changed_error(tensor: torch.Tensor, version: int) -> RuntimeError:
@@ -55,6 +57,23 @@ def version_of(tensor: torch.Tensor) -> Version:
 def is_same(one: Version, other: Version) -> bool:
     """Whether they are the same version of the same storage, which may be gone."""
     return one.storage is other.storage and one.number == other.number
+
+
+class Window:
+    """How ``tensor`` shows its storage: data type, shape, strides and offset (elements)."""
+
+    __slots__ = ("dtype", "offset", "shape", "stride")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+
+    def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The same part of ``storage``."""
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return tensor.set_(storage, self.offset, self.shape, self.stride)
 
 
 class Kept:
@@ -115,19 +134,19 @@ class Holding:
         self.tensor: torch.Tensor | None = None
         self.version = 0
         self.identity = 0
-        self.versions: list[Version] = []
+        self.versions: tuple[Version, ...] = ()
         self.size_bytes = 0
         self.tier: SlowTier | None = None
         self.slot: Slot | None = None
         self.load: Load | None = None
         self.recipe: Recipe | None = None
-        self.recipes: list[Recipe] = []
+        self.recipes: tuple[Recipe, ...] = ()
 
     def fill(self, tensor: torch.Tensor) -> None:
         """Hold the storage of ``tensor``."""
         self.tensor = tensor.detach()
         self.version = tensor._version
-        self.versions = [version_of(tensor)]
+        self.versions = (version_of(tensor),)
         storage = tensor.untyped_storage()
         self.identity = storage._cdata
         self.size_bytes = storage.nbytes()
@@ -197,7 +216,7 @@ class Holding:
         self.tensor = tensor
         self.version = tensor._version
         self.identity = tensor.untyped_storage()._cdata
-        self.versions.append(version_of(tensor))
+        self.versions += (version_of(tensor),)
         return tensor
 
     def _free_slot(self) -> None:
@@ -209,23 +228,12 @@ class Holding:
         self._free_slot()
 
 
-class View:
-    """A saved tensor as a view of a holding: data type, shape, strides and offset (elements)."""
+class View(Window):
+    """A saved tensor as a view of a holding; made by `view_of`."""
 
-    __slots__ = ("dtype", "holding", "number", "offset", "shape", "stride")
-
-    def __init__(self, holding: Holding, tensor: torch.Tensor, number: int) -> None:
-        self.holding = holding
-        self.number = number
-        self.dtype = tensor.dtype
-        self.shape = tensor.shape
-        self.stride = tensor.stride()
-        self.offset = tensor.storage_offset()
-
-    def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """This view of ``storage``."""
-        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return tensor.set_(storage, self.offset, self.shape, self.stride)
+    __slots__ = ("holding", "number")
+    holding: Holding
+    number: int
 
     def show(self) -> torch.Tensor:
         """The saved tensor. Raises `RuntimeError` if it was changed in place, as PyTorch would."""
@@ -247,8 +255,16 @@ class View:
             return tensor.as_strided(self.shape, self.stride, self.offset)
         shown = self.over(tensor.untyped_storage())
         if not holding.knows(version_of(shown)):
-            holding.versions.append(version_of(shown))
+            holding.versions += (version_of(shown),)
         return shown
+
+
+def view_of(holding: Holding, tensor: torch.Tensor, number: int) -> View:
+    """Saved tensor ``number``, which shows what ``holding`` holds."""
+    view = View(tensor)
+    view.holding = holding
+    view.number = number
+    return view
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -264,7 +280,7 @@ def only_held_once(identity: int, wrapper: int) -> bool:
 def is_plain(tensor: Any) -> bool:
     """Whether a saved tensor is one that can be moved: dense, unwrapped, not lazily conjugated, of no subclass."""
     return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        type(tensor) in PLAIN_TYPES
         and has_storage(tensor)
         and not tensor.is_conj()
         and not tensor.is_neg()

@@ -48,7 +48,9 @@ class _CachedView(View):
     holding: _CachedHolding
 
     def __init__(self, holding: _CachedHolding, tensor: torch.Tensor, number: int, policy: SafePolicy) -> None:
-        super().__init__(holding, tensor, number)
+        super().__init__(tensor)
+        self.holding = holding
+        self.number = number
         self.policy = policy
         self.record: Any = None
 

@@ -16,11 +16,20 @@ import torch
 
 from ebbtide.decisions import Decision, Offload, Plan, Recompute
 from ebbtide.errors import PlanError
-from ebbtide.run.recipes import KnownOp
+from ebbtide.run.calls import KnownOp
 from ebbtide.step import EXTERNAL, Absence, Event, Saved, Step
 
 NOBODY = -2
 """The number of no saved tensor; those that no script counts have -1."""
+
+
+BRIDGED = 10
+"""Ops for which the capture mode stays on though nobody wants them: it costs 3 to 5 microseconds for each, and to take
+it off and put it on again some 30."""
+
+
+OBJECTS_SAVED, OBJECTS_HELD, OBJECTS_CAPTURED = 2, 6, 9
+"""Python's objects for each saved tensor, more for each that does not just stay, and for each op that runs again."""
 
 
 class Treatment(enum.IntEnum):
@@ -100,7 +109,8 @@ class Script:
         headroom: by event, bytes that the ops up to the next event take at most above what is alive at it.
         prefixes: by number of the saved tensor, a hash of those saved before it.
         held: numbers of the saved tensors that do not just stay, ascending.
-        kept: by event: the form of the saved tensor that is expected, if all that happens there is that it is kept.
+        kept: by event: the form of the saved tensor that is expected, if all that happens there is that it is kept,
+            unless the capture mode has to be put on or taken off.
         shown: by event: number of the saved tensor, if all that happens there is that it is asked for; else `NOBODY`.
         numbers: by event: how many tensors were saved before, so the number of the one that is saved there, if any.
             These three have one entry more, for whatever comes after the last event.
@@ -125,6 +135,11 @@ class Script:
     def remakes(self) -> bool:
         """Whether any value is computed again."""
         return bool(self.known)
+
+    @property
+    def objects(self) -> int:
+        """About how many of Python's objects are made for it that live until the backward pass."""
+        return OBJECTS_SAVED * len(self.savings) + OBJECTS_HELD * len(self.held) + OBJECTS_CAPTURED * len(self.known)
 
     def alive_at(self, event: int) -> int:
         """All bytes alive at an event, or after the last one."""
@@ -160,7 +175,7 @@ def write_script(step: Step, plan: Plan, memory: Sequence[int], *, captures_all:
         headroom=_headroom(step, memory),
         prefixes=_prefixes(step.saved),
         held=tuple(n for n, saving in enumerate(savings) if saving.treatment != Treatment.KEEP),
-        kept=_kept(step.events, actions, stretches, savings),
+        kept=_kept(step.events, actions, savings),
         shown=(
             *(
                 e.saved if action is None and e.kind == "unpack" else NOBODY
@@ -314,7 +329,7 @@ def _actions(step: Step, decisions: Sequence[Decision]) -> tuple[Actions | None,
 
 
 def _kept(
-    events: Sequence[Event], actions: Sequence[Actions | None], stretches: Sequence[int], savings: Sequence[Saving]
+    events: Sequence[Event], actions: Sequence[Actions | None], savings: Sequence[Saving]
 ) -> tuple[Form | None, ...]:
     """By event: the form of what is saved, where that is all that happens and the tensor stays alone.
 
@@ -323,7 +338,7 @@ def _kept(
     kept: list[Form | None] = [None] * (len(events) + 1)
     known: dict[Form, Form] = {}
     for index, event in enumerate(events):
-        if event.kind == "pack" and actions[index] is None and stretches[index] < 0:
+        if event.kind == "pack" and actions[index] is None:
             saving = savings[event.saved]
             if saving.treatment == Treatment.KEEP:
                 form = Form(saving.dtype, saving.shape)
@@ -345,7 +360,8 @@ def _headroom(step: Step, memory: Sequence[int]) -> tuple[int, ...]:
 def _stretches(step: Step, known: dict[int, KnownOp]) -> tuple[int, ...]:
     """Where the capture mode has to run: to the next event after a call that it needs, and before that from the last
     save of an earlier tick than the last event before the call, so that ops are counted right from there on. It cannot
-    be put on while a backward pass runs. See NOTE [Counting ops] in `ebbtide.run.recipes`.
+    be put on while a backward pass runs. Where it would be off for a few ops alone, it stays on. See NOTE [Counting
+    ops] in `ebbtide.run.capture`.
     """
     ticks = [0, *(event.tick for event in step.events), len(step.ops)]
     runs = [False] * (len(ticks) - 1)
@@ -355,6 +371,13 @@ def _stretches(step: Step, known: dict[int, KnownOp]) -> tuple[int, ...]:
         while first > 0 and step.events[first - 1].kind != "pack":
             first -= 1
         runs[first : last + 1] = [True] * (last + 1 - first)
+    ended: int | None = None
+    for index, run in enumerate(runs):
+        if index and step.events[index - 1].kind != "pack":
+            ended = None
+        if run and ended is not None and ticks[index] - ticks[ended] <= BRIDGED:
+            runs[ended:index] = [True] * (index - ended)
+        ended = index + 1 if run else ended
     starts = [tick if run else -1 for tick, run in zip(ticks, runs, strict=False)]
     return (*starts[1:], starts[0])
 

@@ -1,0 +1,174 @@
+"""Calls that are captured in a step, so that they can be made again.
+
+The arguments are captured afresh in every step, because a number among them may change from step to step. Tensors
+among them are remembered as values and views of them, never kept alive for their own sake, unless they are external.
+
+All of this runs between two ops, when the processor has its caches full of their data, and what it makes lives until
+the backward pass. So few objects are made, and most calls, which have one result, take the short way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+
+from ebbtide.errors import RecipeError
+from ebbtide.observe.ledger import is_traceable, tensors_in
+from ebbtide.run.holdings import Version, Window, version_of
+
+_NO_STATISTICS = {torch.ops.aten._native_batch_norm_legit.default: torch.ops.aten._native_batch_norm_legit.no_stats}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KnownOp:
+    """What the step's record says of an op that a recipe replays.
+
+    Attributes:
+        name: of the op.
+        inputs: values that it reads.
+        outputs: values it makes, in the order of the step's record: those written in place, then new storages.
+        mutated: values that it writes in place, old and new.
+        external: those of ``inputs`` that the step did not make.
+        batch_norm: whether it updates running statistics.
+    """
+
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    mutated: tuple[tuple[int, int], ...]
+    external: frozenset[int]
+    batch_norm: bool
+
+    def fresh(self) -> list[int]:
+        """The outputs that lie in new storages."""
+        written = {new for _, new in self.mutated}
+        return [value for value in self.outputs if value not in written]
+
+
+class Argument(Window):
+    """A tensor among the captured arguments: a view of a value, or an external tensor.
+
+    A view may be lazily conjugated or negated: marks of the tensor, of which its storage shows nothing.
+
+    Attributes:
+        value: which one; -1 if the step's record has none there.
+        shown: which version of which storage it was; None for external ones.
+        external: the tensor, if it is external, and its version.
+    """
+
+    __slots__ = ("conjugated", "external", "negated", "shown", "value", "version")
+
+    def __init__(self, value: int, tensor: torch.Tensor, is_external: bool) -> None:
+        super().__init__(tensor)
+        self.value = value
+        self.conjugated, self.negated = tensor.is_conj(), tensor.is_neg()
+        self.external: torch.Tensor | None = None
+        self.version = 0
+        self.shown: Version | None = None
+        if is_external:
+            # What an op is being made of here may get a graph, and another version counter, once it is made.
+            self.external = tensor if type(tensor) is torch.nn.Parameter else tensor.detach()
+            self.version = self.external._version
+        else:
+            self.shown = version_of(tensor)
+
+    def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The argument, shown by ``storage``."""
+        tensor = super().over(storage)
+        tensor = torch.conj(tensor) if self.conjugated else tensor
+        return torch._neg_view(tensor) if self.negated else tensor
+
+
+class Call:
+    """One captured ATen call: what is needed to run it again.
+
+    Attributes:
+        func: the op.
+        args, kwargs: of the call, with an `Argument` for each tensor.
+        known: what the step's record says of it.
+        grad: whether gradients were enabled: some kernels return more when they are.
+        made: the values that it made, as they were there.
+    """
+
+    __slots__ = ("args", "func", "grad", "known", "kwargs", "made")
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: KnownOp) -> None:
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.known = known
+        self.grad = torch.is_grad_enabled()
+        self.made: dict[int, Version] = {}
+
+    def note(self, result: Any, given: Collection[int]) -> None:
+        """Note what the call has made, by its ``result`` and the storages that it was ``given``."""
+        known = self.known
+        if isinstance(result, torch.Tensor) and len(known.outputs) == 1 and not known.mutated:
+            if is_traceable(result) and result.untyped_storage()._cdata not in given:
+                self.made[known.outputs[0]] = version_of(result)
+            return
+        if known.mutated:
+            shown = {argument.value: argument.shown for argument in self.arguments()}
+            read = {new: shown.get(old) for old, new in known.mutated}
+            self.made.update((new, version.written()) for new, version in read.items() if version is not None)
+        self.made.update((value, version_of(tensor)) for value, tensor in self.fresh(result, given))
+
+    def fresh(self, result: Any, given: Collection[int]) -> Iterator[tuple[int, torch.Tensor]]:
+        """The values that it made in other storages than it was ``given``, by its ``result``."""
+        found: dict[int, torch.Tensor] = {}
+        for tensor in tensors_in(result if isinstance(result, (list, tuple)) else (result,)):
+            if is_traceable(tensor) and (identity := tensor.untyped_storage()._cdata) not in given:
+                found.setdefault(identity, tensor)
+        yield from zip(self.known.fresh(), found.values(), strict=False)
+
+    def arguments(self) -> Iterator[Argument]:
+        """The tensors among its arguments."""
+        yield from _arguments_in(self.args)
+        if self.kwargs:
+            yield from _arguments_in(self.kwargs.values())
+
+
+def _arguments_in(items: Any) -> Iterator[Argument]:
+    for item in items:
+        if isinstance(item, Argument):
+            yield item
+        elif isinstance(item, (list, tuple)):
+            yield from _arguments_in(item)
+
+
+def capture(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: KnownOp) -> tuple[Call, Collection[int]]:
+    """Remember a call, its tensors as values in the order in which the step's record names them.
+
+    Returns:
+        The call, and the storages that it is given.
+
+    Raises:
+        RecipeError: if a tensor among its arguments is of a kind that no recipe can read.
+    """
+    if known.batch_norm:
+        args = (*args[:3], *args[5:]) if func in _NO_STATISTICS else (*args[:3], None, None, *args[5:])
+        func = _NO_STATISTICS.get(func, func)
+    numbers: dict[int, int] = {}
+    captured = tuple([_captured(item, known, numbers) for item in args])
+    if kwargs:
+        kwargs = {name: _captured(item, known, numbers) for name, item in kwargs.items()}
+    return Call(func, captured, kwargs, known), numbers
+
+
+def _captured(item: Any, known: KnownOp, numbers: dict[int, int]) -> Any:
+    """An argument as it is remembered; ``numbers`` are the values of the storages that have been met."""
+    if isinstance(item, torch.Tensor):
+        if not is_traceable(item):
+            raise RecipeError(f"{known.name} was recorded with plain tensors and is now called with another kind")
+        identity = item.untyped_storage()._cdata
+        value = numbers.get(identity)
+        if value is None:
+            met = len(numbers)
+            value = numbers[identity] = known.inputs[met] if met < len(known.inputs) else -1
+        return Argument(value, item, value < 0 or value in known.external)
+    if type(item) in (list, tuple):
+        return type(item)(_captured(part, known, numbers) for part in item)
+    return item
