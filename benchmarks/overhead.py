@@ -31,8 +31,6 @@ from ebbtide.units import format_bytes, format_seconds
 NOT_BINDING = 1.1
 """A fraction at which a budget does not bind: what remains is what ebbtide costs when it has nothing to do."""
 OURS, PEERS = "ebbtide", ("checkpoint", "disk-hook")
-WARM_UP = 2
-"""Steps before the timed ones: the workers that settled first have waited meanwhile."""
 Describe = Callable[[str], None]
 
 
@@ -53,12 +51,12 @@ class Record:
         plain_default_seconds, plain_tuned_seconds: plain steps with glibc's own and with ebbtide's allocator settings.
         plain_seconds: the smaller of the two in each round.
         ratio: ``seconds / plain_seconds``.
-        turn_ratio: the median, over turns, of a step's seconds by those of the plain step of the same turn: the same
+        turn_ratio: the median, over turns, of a step's seconds by those of a plain step of the same turn: the same
             thing, less moved by a machine whose speed drifts.
         own_ratio: the same against plain steps in its own process, none for peers. Two processes that both run plain
             steps differ by 2 to 3 % for as long as they live; this tells that from what ebbtide costs.
         bound: a ratio that no plan can beat, on the planner's own figures.
-        all_seconds, all_plain_seconds: of each turn; those of the quicker plain steps.
+        all_seconds, all_plain_seconds: medians of each turn's steps; those of the quicker plain ones.
         all_own_ratios: of each turn, see ``own_ratio``.
         gradients_identical, buffers_identical: bit for bit those of a plain step from the same state.
     """
@@ -167,7 +165,7 @@ def settled(
 def run_model(
     setting: Setting, methods: Sequence[str], fractions: Sequence[float], repeats: int, describe: Describe
 ) -> list[Record]:
-    """Measure ``methods``, all in turns, step by step."""
+    """Measure ``methods``, all in turns of a few steps."""
     model = setting.model
     with ExitStack() as stack:
         plain = [settled(setting, method, None, None, stack) for method in ("plain", "plain-tuned")]
@@ -187,33 +185,33 @@ def run_model(
 
 
 def _take_turns(contenders: Sequence[Contender], repeats: int, describe: Callable[[int], None]) -> Takes:
-    for number in range(WARM_UP):
-        for contender in contenders:
-            contender.worker.ask("step", number=number)
     takes: Takes = {contender.worker: [] for contender in contenders}
     turn, order = list(takes), random.Random(0)
     for number in range(repeats):
         describe(number + 1)
         order.shuffle(turn)  # nobody always runs after the same one, whose writes may still be on their way to the disk
         for worker in turn:
-            takes[worker].append(worker.ask("step", number=number))
+            takes[worker].append(worker.ask("turn", number=number))
     return takes
 
 
+def _seconds(take: dict[str, Any]) -> float:
+    """Of a step in a turn, the median."""
+    seconds: list[float] = take["seconds"]
+    return statistics.median(seconds)
+
+
 def _own_ratios(model: str, contender: Contender, repeats: int, describe: Describe) -> list[float]:
-    """See `Record.own_ratio`. Of two steps alike the second counts: the first finds the other kind's memory."""
+    """See `Record.own_ratio`."""
     ratios: list[float] = []
     if contender.method != OURS:
         return ratios
-    commands = ["plain", "step"]
+    commands = ["plain", "turn"]
     for number in range(repeats):
         describe(f"{model}, turn {number + 1} of {repeats} in one process")
         commands.reverse()
-        seconds = {}
-        for command in commands:
-            contender.worker.ask(command, number=number)
-            seconds[command] = contender.worker.ask(command, number=number)["seconds"]
-        ratios.append(seconds["step"] / seconds["plain"])
+        seconds = {command: _seconds(contender.worker.ask(command, number=number)) for command in commands}
+        ratios.append(seconds["turn"] / seconds["plain"])
     return ratios
 
 
@@ -226,11 +224,11 @@ def _record(
     own_ratios: list[float],
 ) -> Record:
     worker = contender.worker
-    seconds = {each: statistics.median(take["seconds"] for take in takes[each]) for each in takes}
+    seconds = {each: statistics.median(map(_seconds, takes[each])) for each in takes}
     rss_bytes = {each: max(take["rss_bytes"] for take in takes[each]) for each in takes}
     default, tuned = (each.worker for each in plain)
     quicker = default if seconds[default] < seconds[tuned] else tuned
-    all_seconds, all_plain_seconds = ([take["seconds"] for take in takes[each]] for each in (worker, quicker))
+    all_seconds, all_plain_seconds = (list(map(_seconds, takes[each])) for each in (worker, quicker))
     facts = worker.ask("facts")
     # Last, for both leave a heap that a training loop would not: one runs a plain step in the worker's process.
     counted = worker.ask("count")
@@ -372,7 +370,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(WORKLOADS), help="comma-separated; default: all")
     parser.add_argument("--methods", default=",".join((OURS, *PEERS)), help="comma-separated; default: all")
     parser.add_argument("--fractions", default="0.5,0.25", help="comma-separated; default: 0.5,0.25")
-    parser.add_argument("--repeats", type=int, default=5, help="timed steps of each case; default: 5")
+    parser.add_argument("--repeats", type=int, default=5, help="turns of each case; default: 5")
     parser.add_argument("--rounds", type=int, default=1, help="how often that is done, in new processes; default: 1")
     parser.add_argument("--spill", help="directory for what is moved out; default: the system's temporary one")
     parser.add_argument("--compile", action="store_true", help="compile the models' blocks, in plain steps, too")

@@ -5,8 +5,8 @@ each has an allocator and a resident memory of its own. Commands and answers are
 and output:
 
     {"do": "settle"}              -> {"unreachable": bytes or null}   run until all later steps are alike
-    {"do": "step", "number": 3}   -> {"seconds": s, "rss_bytes": n}   one measured step on batch 3
-    {"do": "plain", "number": 3}  -> the same of a plain step, with the allocator's settings as they are
+    {"do": "turn", "number": 3}   -> {"seconds": [s, ...], "rss_bytes": n}  steps one after another, from batch 3 on
+    {"do": "plain", "number": 3}  -> the same of plain steps, with the allocator's settings as they are
     {"do": "count"}               -> {"peak_bytes": n, "resting_bytes": n}  one step with its live bytes counted
     {"do": "compare"}             -> {"gradients_identical": bool, "buffers_identical": bool}  against a plain step
     {"do": "facts"}               -> what the method knows about itself
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -35,6 +34,10 @@ from ebbtide.run.meter import PeakMeter
 Context = AbstractContextManager[Any]
 BATCHES = 4
 """Different batches, which steps use in turn."""
+FIRST, TIMED = 2, 2
+"""Steps of a turn that are not timed, and those that are. In training, steps follow each other; after a pause the first
+finds everything cold, and where it moves data, the second shares its cores with what a virtual machine's host still
+has to do for that."""
 
 
 class Worker:
@@ -63,12 +66,12 @@ class Worker:
         self._run(0)
         return {"unreachable": None}
 
-    def step(self, number: int) -> dict[str, Any]:
-        """One measured step."""
+    def turn(self, number: int) -> dict[str, Any]:
+        """Steps one after another; the last ones are measured."""
         return self._measured(number, self._method.active)
 
     def plain(self, number: int) -> dict[str, Any]:
-        """One measured plain step."""
+        """The same of plain steps."""
         return self._measured(number, contextlib.nullcontext)
 
     def count(self) -> dict[str, Any]:
@@ -102,10 +105,14 @@ class Worker:
         for parameter in self._workload.model.parameters():
             parameter.grad = None
 
-    def _measured(self, number: int, active: Callable[[], Context]) -> dict[str, Any]:
-        measurement = Measurement()
-        self._run(number, active=active, around=self._gauge.measure(measurement))
-        return dataclasses.asdict(measurement)
+    def _measured(self, first: int, active: Callable[[], Context]) -> dict[str, Any]:
+        for number in range(first, first + FIRST):
+            self._run(number, active=active)
+        found = []
+        for number in range(first + FIRST, first + FIRST + TIMED):
+            found.append(Measurement())
+            self._run(number, active=active, around=self._gauge.measure(found[-1]))
+        return {"seconds": [each.seconds for each in found], "rss_bytes": max(each.rss_bytes for each in found)}
 
     def _run(
         self, number: int, *, active: Callable[[], Context] | None = None, around: Context | None = None
