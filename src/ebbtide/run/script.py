@@ -23,9 +23,9 @@ NOBODY = -2
 """The number of no saved tensor; those that no script counts have -1."""
 
 
-BRIDGED = 10
-"""Ops for which the capture mode stays on though nobody wants them: it costs 3 to 5 microseconds for each, and to take
-it off and put it on again some 30."""
+BRIDGED = 3
+"""Ops for which the capture mode stays on though nobody wants them: between kernels it costs some 15 us for each, and to
+take it off and put it on again some 50."""
 
 
 OBJECTS_SAVED, OBJECTS_HELD, OBJECTS_CAPTURED = 2, 6, 9
