@@ -24,8 +24,8 @@ NOBODY = -2
 
 
 BRIDGED = 3
-"""Ops for which the capture mode stays on though nobody wants them: between kernels it costs some 15 us for each, and to
-take it off and put it on again some 50."""
+"""Ops for which the capture mode stays on though nobody wants them: between kernels it costs some 15 us for each, and
+to take it off and put it on again some 50."""
 
 
 OBJECTS_SAVED, OBJECTS_HELD, OBJECTS_CAPTURED = 2, 6, 9
