@@ -70,10 +70,9 @@ def place(
     """
     if alignment_bytes < 1:
         raise ValueError(f"blocks are aligned to 1 byte at least, not {alignment_bytes}")
-    born, dies, sizes = _columns(blocks)
-    if (dies <= born).any() or (sizes < 0).any():
+    if any(block.dies <= block.born or block.size_bytes < 0 for block in blocks):
         raise ValueError("a block must not be smaller than nothing, and must die after it is born")
-    sizes = -(-sizes // alignment_bytes) * alignment_bytes
+    born, dies, sizes = columns(blocks, alignment_bytes)
     least = _max_live(born, dies, sizes)
     best, best_bytes = np.zeros(len(blocks), dtype=np.int64), FOREVER
     for ranking in _rankings(
@@ -107,13 +106,14 @@ def _ranks(keys: npt.NDArray[Any]) -> Ints:
 
 def max_live_bytes(blocks: Sequence[Block]) -> int:
     """The most bytes alive at once: what every layout needs at least."""
-    return _max_live(*_columns(blocks))
+    return _max_live(*columns(blocks, 1))
 
 
-def _columns(blocks: Sequence[Block]) -> tuple[Ints, Ints, Ints]:
+def columns(blocks: Sequence[Block], alignment_bytes: int) -> tuple[Ints, Ints, Ints]:
+    """When blocks are born, when they die, and their sizes, rounded up to the alignment."""
     rows = [(block.born, block.dies, block.size_bytes) for block in blocks]
     born, dies, sizes = np.array(rows, dtype=np.int64).reshape(-1, 3).T.copy()
-    return born, dies, sizes
+    return born, dies, -(-sizes // alignment_bytes) * alignment_bytes
 
 
 def _max_live(born: Ints, dies: Ints, sizes: Ints) -> int:

@@ -4,7 +4,8 @@ NOTE [Rehearsed steps]
 A planned step takes the same blocks in the same order each time. One of them is rehearsed: the arena writes down what
 is taken and given back. From that `ebbtide.place` works out where each block lies best, so that a later step needs
 hardly more memory than it has bytes alive: a page is touched once and then used again and again, none is given back
-and faulted in anew. Blocks that ops take and never write to lie beyond all others, and cost addresses only. A step that
+and faulted in anew; and of such layouts one in which the threads that compute find most lines in their own caches.
+Blocks that ops take and never write to lie beyond all others, and cost addresses only. A step that
 strays from what was rehearsed takes what it needs elsewhere, and is rehearsed again.
 """
 
@@ -12,8 +13,9 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from ebbtide.place import Block, Layout, place
+from ebbtide.place import Block, Layout, keep_local, place
 from ebbtide.place.layout import FOREVER, Ints
 from ebbtide.run.native import arena_library
 
@@ -128,7 +130,8 @@ def _spread(blocks: list[Block], written: Bools) -> tuple[Layout, Ints, int]:
     Returns:
         The layout of the blocks that are written to, the offsets of all, and the end of the highest block.
     """
-    layout = place([block for block, touched in zip(blocks, written, strict=True) if touched])
+    written_blocks = [block for block, touched in zip(blocks, written, strict=True) if touched]
+    layout = keep_local(written_blocks, place(written_blocks), torch.get_num_threads())
     ghosts = place([block for block, touched in zip(blocks, written, strict=True) if not touched])
     above = -(-layout.footprint_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     offsets = np.zeros(len(blocks), dtype=np.int64)
