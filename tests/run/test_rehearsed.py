@@ -205,3 +205,47 @@ def test_a_planned_step_takes_its_places(tmp_path: Path) -> None:
         current = memory._loop.current
         assert current is not None
         assert current.places.serves
+
+
+def test_a_layout_that_is_forgotten_leaves_no_pages() -> None:
+    places, sizes = Rehearsed(), [8 * MIB] * 12
+    for _ in range(3):
+        places.begin()
+        ladder(sizes)
+        places.end(exact=True)
+    before = allocator.rss_bytes()
+    places.forget()
+    assert allocator.rss_bytes() < before - 3 * 7 * MIB
+
+
+def test_a_rehearsed_step_leaves_no_pages() -> None:
+    before = allocator.rss_bytes()
+    places = Rehearsed()
+    places.begin()
+    ladder([8 * MIB] * 12)
+    places.end(exact=True)
+    assert places.serves
+    assert allocator.rss_bytes() < before + 8 * MIB
+
+
+def test_a_counted_step_is_not_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meter is a dispatch mode, under which attention takes blocks that it does not take otherwise."""
+    learnt: list[int] = []
+    learn = Rehearsed._learn
+
+    def counted(places: Rehearsed) -> None:
+        learn(places)
+        learnt.append(len(places._sizes))
+
+    monkeypatch.setattr(Rehearsed, "_learn", counted)
+    x = torch.randn(4, 4, 64, 64, requires_grad=True)
+    with ebbtide.Budget("150%", spill=tmp_path, machine=FAST_DISK) as memory:
+        for _ in range(8):
+            x.grad = None
+            with memory.step():
+                y = x
+                for _ in range(4):
+                    y = torch.nn.functional.scaled_dot_product_attention(y, y, y, is_causal=True)
+                y.square().sum().backward()
+        assert memory.state == "idle"
+    assert len(learnt) == 1

@@ -57,26 +57,31 @@ class Rehearsed:
 
     def forget(self) -> None:
         """Steps will take other blocks from now on: the next one is rehearsed again."""
-        arena = arena_library()
-        if arena is not None and self.layout is not None:
-            arena.ebbtide_arena_trim(0)
-            self.layout = None
+        if self.layout is not None:
+            self._drop()
 
-    def begin(self) -> None:
-        """A step begins: rehearse it, or give its blocks their places."""
+    def _drop(self) -> None:
+        """There is no layout any more: what lay there is of no use to the blocks of the step that is rehearsed next."""
+        arena = arena_library()
+        assert arena is not None
+        arena.ebbtide_arena_trim(1)
+        self.layout = None
+
+    def begin(self, *, rehearses: bool = True) -> None:
+        """A step begins: give its blocks their places, or rehearse it, if it is one to be rehearsed."""
         arena = arena_library()
         if arena is None:
             return
         if self.layout is not None:
             if self._untouched:
-                arena.ebbtide_arena_trim(1)  # the places of former steps, and of gradients that lived until now
+                arena.ebbtide_arena_trim(1)  # the places of gradients that lived until now
                 self._untouched = False
             elif arena.ebbtide_arena_left_outside() > SLACK_SHARE * self.layout.footprint_bytes:
                 arena.ebbtide_arena_trim(0)  # the places of whatever ran since the last step
             pointers = self._sizes.ctypes.data, self._offsets.ctypes.data
             reach = self._start, self._reach_bytes, self.layout.footprint_bytes
             arena.ebbtide_arena_follow(*pointers, len(self._sizes), *reach)
-        elif self._failures < FAILURES:
+        elif rehearses and self._failures < FAILURES:
             self._recording = True
             arena.ebbtide_arena_record(1)
 
@@ -98,14 +103,15 @@ class Rehearsed:
         if astray_bytes <= STRAY_SHARE * self.layout.footprint_bytes:
             self._strays = self._failures = 0
             return
+        self._strays += exact
+        if self._strays >= STRAYS:
+            self._drop()
+            self._strays = 0
+            self._failures += 1
+            return
         arena = arena_library()
         assert arena is not None
         arena.ebbtide_arena_trim(0)
-        self._strays += exact
-        if self._strays >= STRAYS:
-            self.layout = None
-            self._strays = 0
-            self._failures += 1
 
     def _learn(self) -> None:
         arena = arena_library()
@@ -122,6 +128,7 @@ class Rehearsed:
             self._sizes, self._offsets = sizes, offsets
             self.layout = layout
             self._untouched = True
+            arena.ebbtide_arena_trim(1)  # nobody reuses what the rehearsed step took
 
 
 def _spread(blocks: list[Block], written: Bools) -> tuple[Layout, Ints, int]:

@@ -103,7 +103,8 @@ class Running:
                 self._conduct(kind, kind.script, kind.plan, library)
         if kind is not None and not kind.samples and self._state in ("rehearse", *FINAL_STATES) and loop.tunes:
             self._places = kind.places
-            self._places.begin()
+            # Under a meter, which is a dispatch mode, some ops take other blocks.
+            self._places.begin(rehearses=self._meter is None)
 
     def _conduct(self, kind: Kind, script: Script, plan: Plan, library: Library) -> None:
         loop, memory = self._loop, self._ground.memory
@@ -189,7 +190,8 @@ class Running:
             self._meter.leave()
         self._held = held.end(self._turn)
         if self._places is not None:
-            self._places.end(exact=self._conductor.finished if self._conductor is not None else self._light is not None)
+            went_through = self._conductor.finished if self._conductor is not None else self._light is not None
+            self._places.end(exact=went_through and self._meter is None)
         if self._light is None or self._light.watching:
             pop_hooks()
 

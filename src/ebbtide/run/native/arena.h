@@ -197,8 +197,9 @@ struct Arena {
       memory = take_idle(size, alignment, offset);
     }
     if (memory == nullptr) memory = take_hole(size, alignment, offset, false);
-    if (memory == nullptr && !following) memory = take_hole(size, alignment, offset, true);
-    return memory != nullptr ? memory : take_top(size, alignment, offset);
+    if (memory == nullptr) memory = take_top(size, alignment, offset);
+    // What stays within the region takes planned blocks their places: only where no addresses are left.
+    return memory != nullptr || following ? memory : take_hole(size, alignment, offset, true);
   }
 
   void* note(Address at, std::size_t size) {
@@ -297,27 +298,8 @@ struct Arena {
     recording = on;
   }
 
-  // A region of `size` bytes above all that is taken now. Returns its start, or 0 if there are not so many addresses.
-  Address new_region(std::size_t size) {
-    std::lock_guard<std::mutex> guard(lock);
-    Address start = base;
-    for (const auto& [address, block] : taken) start = std::max(start, address + block.size);
-    start = (start + kHuge - 1) / kHuge * kHuge;
-    return start + size <= end ? start : 0;
-  }
-
-  void follow(const std::int64_t* sizes, const std::int64_t* offsets, std::size_t count, Address start, std::size_t size,
-              std::size_t written) {
-    std::lock_guard<std::mutex> guard(lock);
-    for (auto& [bytes, steps] : staying) --steps;
-    std::erase_if(staying, [](const auto& size) { return size.second == 0; });
-    for (const auto& [address, bytes] : between) {
-      if (staying.size() < kSizes) staying[bytes] = kSteps;
-    }
-    between.clear();
-    written_end = start + written;
-    plan.resize(count);
-    for (std::size_t i = 0; i < count; ++i) plan[i] = {std::size_t(sizes[i]), start + Address(offsets[i])};
+  // Let nothing but planned blocks go to `start + [0, size)` from now on.
+  void claim(Address start, std::size_t size) {
     if (region != start || region_end != start + size) {
       region = start;
       region_end = start + size;
@@ -335,6 +317,33 @@ struct Arena {
       }
       add_hole(from, top - from);
     }
+  }
+
+  // A region of `size` bytes above all that is taken now. Returns its start, or 0 if there are not so many addresses.
+  Address new_region(std::size_t size) {
+    std::lock_guard<std::mutex> guard(lock);
+    Address start = base;
+    for (const auto& [address, block] : taken) start = std::max(start, address + block.size);
+    start = (start + kHuge - 1) / kHuge * kHuge;
+    if (start + size > end) return 0;
+    claim(start, size);
+    written_end = start;  // none of it has pages before the first step that follows the plan
+    return start;
+  }
+
+  void follow(const std::int64_t* sizes, const std::int64_t* offsets, std::size_t count, Address start, std::size_t size,
+              std::size_t written) {
+    std::lock_guard<std::mutex> guard(lock);
+    for (auto& [bytes, steps] : staying) --steps;
+    std::erase_if(staying, [](const auto& size) { return size.second == 0; });
+    for (const auto& [address, bytes] : between) {
+      if (staying.size() < kSizes) staying[bytes] = kSteps;
+    }
+    between.clear();
+    written_end = start + written;
+    plan.resize(count);
+    for (std::size_t i = 0; i < count; ++i) plan[i] = {std::size_t(sizes[i]), start + Address(offsets[i])};
+    claim(start, size);
     next = astray = 0;
     following = true;
   }
