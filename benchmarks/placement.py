@@ -30,6 +30,7 @@ from rich.table import Table
 import ebbtide
 from benchmarks.models import DenseNet, MobileNetV2, UNet
 from benchmarks.networks import Build, images, segmentation
+from benchmarks.worker import FIRST, TIMED
 from ebbtide.demo.models import ResNet
 from ebbtide.place import Block, Layout
 from ebbtide.run import rehearsed
@@ -40,8 +41,6 @@ MODELS: dict[str, Build] = {
     "densenet121": images(DenseNet, batch=8, side=128),
     "unet": segmentation(UNet, batch=1, side=192),
 }
-UNTIMED, TIMED = 2, 2
-"""Steps of a turn after the rehearsed one."""
 SETTLING = 40
 """Steps within which a budget has settled, and after which it watches no longer."""
 VARIANTS = ("plain", "place", "keep_local")
@@ -95,12 +94,12 @@ def _turn(step: Callable[[], None], memory: ebbtide.Budget, variant: str) -> flo
             with memory.step():
                 step()
     found = []
-    for _ in range(UNTIMED + TIMED):
+    for _ in range(FIRST + TIMED):
         began = time.perf_counter()
         with active():
             step()
         found.append(time.perf_counter() - began)
-    return statistics.median(found[UNTIMED:])
+    return statistics.median(found[FIRST:])
 
 
 def _as_placed() -> AbstractContextManager[object]:

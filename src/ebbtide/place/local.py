@@ -33,6 +33,7 @@ SAMPLES = 8
 LATELY = 24
 """How many of the blocks that died last are tried as places."""
 PASSES = 4
+"""How often all blocks are gone through, at most: where one moved, those born after it find other lines."""
 WORTH = 0.02
 """Share of its cost that a block must save to move."""
 
@@ -43,8 +44,11 @@ def keep_local(blocks: Sequence[Block], layout: Layout, threads: int, alignment_
     Args:
         blocks: what `place` placed.
         layout: what it returned.
-        threads: how many threads share out a tensor.
-        alignment_bytes: as there.
+        threads: how many threads share out a tensor; with one, only what is in no cache counts.
+        alignment_bytes: that of ``layout``: offsets stay multiples of it.
+
+    Returns:
+        ``layout`` with other offsets, in bytes, in the order of the blocks. The same arguments give the same ones.
     """
     born, dies, sizes = columns(blocks, alignment_bytes)
     order = np.argsort(born, kind="stable")
@@ -54,8 +58,8 @@ def keep_local(blocks: Sequence[Block], layout: Layout, threads: int, alignment_
     dead = np.searchsorted(dies[by_death], born, side="right")
     offsets = np.array(layout.offsets, dtype=np.int64)
     shares = threads if threads > 1 else 0
+    lives = born, dies, sizes, born_at, died_at
     for _ in range(min(PASSES, WORK // max(1, len(blocks)) ** 2)):
-        lives = born, dies, sizes, born_at, died_at
         moved = compiled(_move_all)(
             offsets, *lives, order, by_death, dead, shares, alignment_bytes, layout.footprint_bytes
         )

@@ -5,8 +5,8 @@ A planned step takes the same blocks in the same order each time. One of them is
 is taken and given back. From that `ebbtide.place` works out where each block lies best, so that a later step needs
 hardly more memory than it has bytes alive: a page is touched once and then used again and again, none is given back
 and faulted in anew; and of such layouts one in which the threads that compute find most lines in their own caches.
-Blocks that ops take and never write to lie beyond all others, and cost addresses only. A step that
-strays from what was rehearsed takes what it needs elsewhere, and is rehearsed again.
+Blocks that ops take and never write to lie beyond all others, and cost addresses only. A step that strays from what was
+rehearsed takes what it needs elsewhere, and is rehearsed again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class Rehearsed:
     def __init__(self) -> None:
         self.layout: Layout | None = None
         self._recording = False
-        self._untouched = False
         self._strays = 0
         self._failures = 0
         self._sizes = self._offsets = np.zeros(0, dtype=np.int64)
@@ -56,28 +55,20 @@ class Rehearsed:
         return self.layout is not None
 
     def forget(self) -> None:
-        """Steps will take other blocks from now on: the next one is rehearsed again."""
-        if self.layout is not None:
-            self._drop()
-
-    def _drop(self) -> None:
-        """There is no layout any more: what lay there is of no use to the blocks of the step that is rehearsed next."""
+        """Steps will take other blocks from now on: the next one is rehearsed again, and needs none of these pages."""
         arena = arena_library()
-        assert arena is not None
-        arena.ebbtide_arena_trim(1)
-        self.layout = None
+        if arena is not None and self.layout is not None:
+            arena.ebbtide_arena_trim(1)
+            self.layout = None
 
     def begin(self, *, rehearses: bool = True) -> None:
-        """A step begins: give its blocks their places, or rehearse it, if it is one to be rehearsed."""
+        """A step begins: give its blocks their places, or rehearse it, unless it takes others than later ones will."""
         arena = arena_library()
         if arena is None:
             return
         if self.layout is not None:
-            if self._untouched:
-                arena.ebbtide_arena_trim(1)  # the places of gradients that lived until now
-                self._untouched = False
-            elif arena.ebbtide_arena_left_outside() > SLACK_SHARE * self.layout.footprint_bytes:
-                arena.ebbtide_arena_trim(0)  # the places of whatever ran since the last step
+            if arena.ebbtide_arena_left_outside() > SLACK_SHARE * self.layout.footprint_bytes:
+                arena.ebbtide_arena_trim(0)  # the places of whatever ran since, or lived on when the last step ended
             pointers = self._sizes.ctypes.data, self._offsets.ctypes.data
             reach = self._start, self._reach_bytes, self.layout.footprint_bytes
             arena.ebbtide_arena_follow(*pointers, len(self._sizes), *reach)
@@ -105,7 +96,7 @@ class Rehearsed:
             return
         self._strays += exact
         if self._strays >= STRAYS:
-            self._drop()
+            self.forget()
             self._strays = 0
             self._failures += 1
             return
@@ -127,7 +118,6 @@ class Rehearsed:
         if self._start:
             self._sizes, self._offsets = sizes, offsets
             self.layout = layout
-            self._untouched = True
             arena.ebbtide_arena_trim(1)  # nobody reuses what the rehearsed step took
 
 
