@@ -113,7 +113,7 @@ class _Compute:
     def until_end_of(self, transfer: Transfer) -> int:
         """Go round at least once, and until a transfer has ended: how often. Raises `SpillError` if it failed."""
         loops = 0
-        while not loops or not transfer.finished.is_set():
+        while not loops or not transfer.finished.is_open:
             self._run()
             loops += 1
         transfer.join()

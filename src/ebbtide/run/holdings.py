@@ -5,8 +5,8 @@ NOTE [Holdings]
    `View` of it. A saved tensor that no plan touches is a `Kept`.
 2. They hold a *detached* tensor: the saved tensor itself may be the output of the node that saves it, and would keep
    that node alive for ever. A detached tensor shares the version counter, so a later in-place change is seen.
-3. A holding lives exactly as long as autograd keeps one of its views, or a recipe needs it. When it dies its slot is
-   given back.
+3. A holding lives exactly as long as autograd keeps one of its views, or a recipe needs it. Its slot dies with it, by
+   which the tier knows that the place is free. There is no finalizer: see rule 3 in `tiers/queued.py`.
 """
 
 from __future__ import annotations
@@ -175,6 +175,7 @@ class Holding:
             assert self.tensor is not None
             self.tier = tier
             self.slot = tier.write(self.tensor.untyped_storage())
+            self.slot.owner = weakref.ref(self)
 
     def release(self) -> None:
         """Wait until the copy out is done and let go of the bytes.
@@ -205,7 +206,10 @@ class Holding:
         load, self.load = self.load, None
         if load is not None:
             storage = load.wait()
-            self._free_slot()
+            assert self.slot is not None
+            assert self.tier is not None
+            self.tier.free(self.slot)
+            self.slot = None
             return self._adopt(like.over(storage) if like is not None else _bytes_of(storage))
         recipe, self.recipe = self.recipe, None
         if recipe is None:
@@ -218,14 +222,6 @@ class Holding:
         self.identity = tensor.untyped_storage()._cdata
         self.versions += (version_of(tensor),)
         return tensor
-
-    def _free_slot(self) -> None:
-        if self.slot is not None and self.tier is not None:
-            self.tier.free(self.slot)
-        self.slot = None
-
-    def __del__(self) -> None:
-        self._free_slot()
 
 
 class View(Window):

@@ -38,7 +38,6 @@ class _CachedHolding(Holding):
     def __del__(self) -> None:
         if self.recorder is not None and self.tensor is not None:
             self.recorder.held(self.record, -1)
-        super().__del__()
 
 
 class _CachedView(View):

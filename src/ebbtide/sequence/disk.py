@@ -171,9 +171,9 @@ class StateDisk(DiskTier):
     def park(self, slot: Slot) -> StatePlace | None:
         """Where the copy is, which stays there without the slot; None while the slot is still in use."""
         with self._lock:
-            if not slot.written or slot.freed or not all(transfer.finished.is_set() for transfer in slot.under_way):
+            if not slot.written or slot.freed or not all(transfer.finished.is_open for transfer in slot.under_way):
                 return None
-            del self._taken[id(slot)]
+            self._taken.pop(weakref.ref(slot), None)
             place: StatePlace = slot.place
             return place
 
@@ -182,9 +182,9 @@ class StateDisk(DiskTier):
         slot = Slot(storage)
         slot.unwritten, slot.place = None, place
         slot.payload_bytes = (slot.size_bytes - place.head_bytes) // self.block_bytes * self.block_bytes
-        slot.finished.set()
+        slot.finished.open()
         with self._lock:
-            self._taken[id(slot)] = (weakref.ref(slot), place)
+            self._own(slot)
         return slot
 
     def forget(self, place: StatePlace) -> None:
@@ -247,7 +247,7 @@ class _QueuedCopy:
 
     @property
     def ready(self) -> bool:
-        return self._transfer.finished.is_set()
+        return self._transfer.finished.is_open
 
     def wait(self) -> None:
         self._transfer.wait()

@@ -38,7 +38,8 @@ class TestFaults:
             disk.read(slot).wait()
         monkeypatch.undo()
         disk.free(slot)
-        assert bytes_of(disk.read(disk.write(storage)).wait()) == bytes_of(storage)
+        slot = disk.write(storage)
+        assert bytes_of(disk.read(slot).wait()) == bytes_of(storage)
         assert disk.places_in_use == 1
 
     def test_a_fault_in_one_of_many_parts(self, disk: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -15,11 +16,21 @@ import torch
 from ebbtide.errors import SpillError
 from ebbtide.observe.mode import DispatchMode
 from ebbtide.run.allocator import trim
+from ebbtide.run.holdings import Holding
 from ebbtide.run.tiers import DiskTier, QueuedTier
 from ebbtide.run.tiers import queued as queued_module
 from ebbtide.run.tiers.places import Places
 from ebbtide.run.tiers.queued import PART_BYTES
+from ebbtide.run.tiers.transfers import Slot
 from tests.run.tiers.stand_ins import MIB, Gate, bytes_of, resident_bytes, storage_of
+
+
+def wait_for_places(disk: DiskTier, count: int) -> None:
+    """Wait until so many are in use: a worker lets go of a transfer only after it has ended."""
+    deadline = time.monotonic() + 20
+    while disk.places_in_use != count:
+        assert time.monotonic() < deadline, "places on the disk are left"
+        time.sleep(0.001)
 
 
 class TestRoundTrip:
@@ -268,6 +279,40 @@ class TestFree:
         disk.free(slot)
         gate.open.set()
         assert bytes_of(load.wait()) == bytes_of(storage)
+
+    def test_a_slot_that_dies_gives_its_place_back(self, disk: DiskTier) -> None:
+        slot = disk.write(storage_of(100_000))
+        slot.wait()
+        with disk._lock:  # whoever lets go of it may hold the lock, or be the garbage collector
+            del slot
+        wait_for_places(disk, 0)
+        slot = disk.write(storage := storage_of(100_000))
+        load = disk.read(slot)
+        del slot
+        assert bytes_of(load.wait()) == bytes_of(storage)
+        assert disk.places_in_use == 1, "the load shows the slot"
+        del load
+        wait_for_places(disk, 0)
+
+    def test_what_no_holding_wants_is_not_written(self, disk: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+        holdings = [Holding() for _ in range(3)]
+        store, stored = disk._store, []
+
+        def note(slot: Slot, start: int, stop: int) -> None:
+            stored.append(slot.size_bytes)
+            store(slot, start, stop)
+
+        monkeypatch.setattr(disk, "_store", note)
+        gate = Gate(disk, monkeypatch, "_pwrite")
+        for index, holding in enumerate(holdings):
+            holding.fill(torch.zeros(4096 * (1 + index)))
+            holding.send(disk)
+        assert gate.entered.wait(20)
+        del holding, holdings[:2]
+        gate.open.set()
+        disk.drain()
+        assert stored == [16384, 3 * 16384]
+        wait_for_places(disk, 1)
 
     def test_twice_is_once(self, tier: QueuedTier) -> None:
         slot = tier.write(storage_of(5000))

@@ -26,6 +26,7 @@ import torch
 
 from ebbtide.run.backends.base import ComputeStreams
 from ebbtide.run.backends.ordered import OrderedMemory
+from ebbtide.run.tiers.gate import Gate
 from ebbtide.run.tiers.memory import CONGRUENCE_BYTES, take_memory
 
 PIECES = 4
@@ -48,13 +49,13 @@ class ThreadEvent:
     """See `ebbtide.run.backends.base.Event`."""
 
     def __init__(self, *, done: bool = False) -> None:
-        self._done = threading.Event()
+        self._done = Gate()
         if done:
-            self._done.set()
+            self._done.open()
 
     def query(self) -> bool:
         """See `Event.query`."""
-        return self._done.is_set()
+        return self._done.is_open
 
     def synchronize(self) -> None:
         """Wait for it."""
@@ -62,7 +63,7 @@ class ThreadEvent:
 
     def happen(self) -> None:
         """The stream has got there."""
-        self._done.set()
+        self._done.open()
 
 
 class ThreadStream:

@@ -2,6 +2,7 @@
 
 #include "arena.h"
 
+#include <ATen/dlpack.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 
@@ -45,6 +46,17 @@ struct ArenaAllocator final : c10::Allocator {
 
 ArenaAllocator allocator;
 
+// Bytes for PyTorch to adopt. When they die, no Python code runs that an interrupt could strike.
+struct Adopted {
+  DLManagedTensor tensor;
+  std::int64_t size, stride;
+};
+
+void give_back_adopted(DLManagedTensor* tensor) {
+  give_back(tensor->dl_tensor.data);
+  delete reinterpret_cast<Adopted*>(tensor);
+}
+
 }  // namespace
 
 extern "C" {
@@ -63,11 +75,15 @@ int ebbtide_arena_use(int on) {
   return 1;
 }
 
-void* ebbtide_arena_take(std::size_t size, std::size_t alignment, std::size_t offset) {
-  return arena().take(size, alignment, offset);
+// A DLPack tensor of so many bytes, at an address that is `offset` modulo `alignment`; null if there is no memory.
+DLManagedTensor* ebbtide_arena_take(std::size_t size, std::size_t alignment, std::size_t offset) {
+  void* memory = arena().take(size, alignment, offset);
+  if (memory == nullptr) return nullptr;
+  auto* adopted = new Adopted{{}, std::int64_t(size), 1};
+  adopted->tensor.dl_tensor = {memory, {kDLCPU, 0}, 1, {kDLUInt, 8, 1}, &adopted->size, &adopted->stride, 0};
+  adopted->tensor.deleter = &give_back_adopted;
+  return &adopted->tensor;
 }
-
-void ebbtide_arena_give_back(void* memory) { give_back(memory); }
 
 void ebbtide_arena_trim(int region_too) { arena().trim(region_too != 0); }
 

@@ -29,22 +29,13 @@ _library.posix_memalign.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_si
 _library.free.argtypes = [ctypes.c_void_p]
 
 
+_capsule = ctypes.pythonapi.PyCapsule_New
+_capsule.restype = ctypes.py_object
+_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+
+
 def _give_back(block: Any) -> None:
     block.free(block.base)
-
-
-def _take(size_bytes: int, alignment_bytes: int, offset_bytes: int) -> tuple[int, int, Any]:
-    """Take memory: the address to give back, the address asked for, and what gives it back."""
-    arena = arena_library()
-    if arena is not None:
-        address = arena.ebbtide_arena_take(size_bytes, alignment_bytes, offset_bytes)
-        if address:
-            return address, address, arena.ebbtide_arena_give_back
-    pointer = ctypes.c_void_p()
-    fault = _library.posix_memalign(ctypes.byref(pointer), alignment_bytes, size_bytes + offset_bytes)
-    if fault or pointer.value is None:
-        raise OSError(fault or errno.ENOMEM, os.strerror(fault or errno.ENOMEM))
-    return pointer.value, pointer.value + offset_bytes, _library.free
 
 
 @lru_cache(maxsize=4096)
@@ -65,8 +56,17 @@ def take_memory(
     """
     if size_bytes == 0:
         return torch.UntypedStorage(0)
-    base, address, free = _take(size_bytes, alignment_bytes, offset_bytes)
-    return storage_over(address, size_bytes, base, free)
+    arena = arena_library()
+    if arena is not None:
+        tensor = arena.ebbtide_arena_take(size_bytes, alignment_bytes, offset_bytes)
+        if tensor:
+            adopted: torch.Tensor = torch._C._from_dlpack(_capsule(tensor, b"dltensor", None))
+            return adopted.untyped_storage()
+    pointer = ctypes.c_void_p()
+    fault = _library.posix_memalign(ctypes.byref(pointer), alignment_bytes, size_bytes + offset_bytes)
+    if fault or pointer.value is None:
+        raise OSError(fault or errno.ENOMEM, os.strerror(fault or errno.ENOMEM))
+    return storage_over(pointer.value + offset_bytes, size_bytes, pointer.value, _library.free)
 
 
 def storage_over(address: int, size_bytes: int, base: Any, free: Callable[[Any], Any]) -> torch.UntypedStorage:

@@ -3,12 +3,16 @@
 NOTE [Who holds what]
 1. While a copy out is under way, `Slot.unwritten` is the only reference to the storage. Workers see its address alone,
    so the storage is free as soon as the copy is done and its owner lets go. If the copy fails, it stays there.
-2. `free` may run inside the garbage collector, at any point of any thread, also of one that holds the tier's lock. So
-   it only notes the slot. Whoever takes the lock next looks at the notes: nobody needs the place earlier.
-3. A slot's place is given back when it is freed *and* no transfer of it is under way.
+2. A slot's place is given back when it is freed *and* no transfer of it is under way, or else when the slot dies: a
+   transfer under way keeps it alive.
+3. Slots are freed, and die, at any point of any thread, also of one that holds the tier's lock. So that is only noted.
+   Whoever takes the lock next looks at the notes: nobody needs the place earlier. A death is noted by code in C: Ctrl-C
+   is raised in the next Python code that runs, and when it comes during an op of a backward pass, that would be a
+   finalizer's, which cannot raise anything.
 4. Faults are kept without their tracebacks: the frames in them would keep storages alive.
 5. Ctrl-C may interrupt `write` and `read` anywhere. So a transfer counts as under way only after all of it is queued:
    one that was interrupted is known to nobody, and nobody waits for it.
+6. Nobody waits on a `threading.Condition`, or an `Event`: Ctrl-C in one ends in "release unlocked lock". See `Gate`.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ import torch
 
 from ebbtide.errors import SpillError
 from ebbtide.machine import TierKind
+from ebbtide.run.tiers.gate import Gate
 from ebbtide.run.tiers.lanes import Lane
 from ebbtide.run.tiers.memory import CONGRUENCE_BYTES, take_memory
 from ebbtide.run.tiers.transfers import Load, Slot, Traffic, Transfer, check_device, check_memory
@@ -60,9 +65,10 @@ class QueuedTier(abc.ABC):
         self.written, self.read_back = Traffic(), Traffic()
         self._writer = Lane(f"ebbtide-{name}-write", writers)
         self._reader = Lane(f"ebbtide-{name}-read", readers)
-        self._taken: dict[int, tuple[weakref.ref[Slot], Any]] = {}
+        self._taken: dict[weakref.ref[Slot], Any] = {}
         self._under_way: set[Transfer] = set()
         self._freed: collections.deque[Slot] = collections.deque()
+        self._died: collections.deque[weakref.ref[Slot]] = collections.deque()
         self._refusal: str | None = None
         self._make_locks()
         self._release_all = release_all
@@ -72,7 +78,7 @@ class QueuedTier(abc.ABC):
 
     def _make_locks(self) -> None:
         self._lock = threading.Lock()
-        self._idle = threading.Condition(self._lock)
+        self._idle = Gate()
 
     # What a subclass says. `_reserve` and `_release` run under the lock.
 
@@ -130,10 +136,7 @@ class QueuedTier(abc.ABC):
             self._check_usable()
             self._collect()
             self._reserve(slot)
-            lost = self._taken.pop(id(slot), None)  # of a slot that died without being freed, at the same address
-            if lost is not None:
-                self._release(lost[1])
-            self._taken[id(slot)] = (weakref.ref(slot), slot.place)
+            self._own(slot)
             if slot.payload_bytes:
                 self._queue(slot, self._writer)
                 self._count(slot, slot)
@@ -160,9 +163,9 @@ class QueuedTier(abc.ABC):
             if slot.freed:
                 raise SpillError(f"a slot of the {self.name} tier was read after it was freed")
             load.fault = slot.fault
-            at_once = slot.finished.is_set() and (load.fault is not None or not load.payload_bytes)
+            at_once = slot.finished.is_open and (load.fault is not None or not load.payload_bytes)
             if not at_once:
-                if slot.finished.is_set():
+                if slot.finished.is_open:
                     self._queue(load, self._reader)
                 else:
                     slot.waiting.append(load)
@@ -177,20 +180,21 @@ class QueuedTier(abc.ABC):
 
     def drain(self) -> None:
         """See `SlowTier.drain`."""
-        with self._idle:
-            self._idle.wait_for(lambda: not self._under_way or self._refusal is not None)
-            self._collect()
-            # An interrupt may have struck before anybody who would free a slot got hold of it, or while it was freed.
-            for key, (slot, place) in list(self._taken.items()):
-                if slot() is None:
-                    del self._taken[key]
-                    self._release(place)
+        while True:
+            with self._lock:
+                if not self._under_way or self._refusal is not None:
+                    self._collect()
+                    return
+                if self._idle.is_open:
+                    self._idle = Gate()
+                idle = self._idle
+            idle.wait()
 
     def close(self) -> None:
         """See `SlowTier.close`. Closing twice does nothing."""
-        with self._idle:
+        with self._lock:
             self._refusal = self._refusal or f"the {self.name} tier is closed; make a new Budget"
-            self._idle.notify_all()
+            self._idle.open()
         self._shut()
 
     @property
@@ -231,7 +235,7 @@ class QueuedTier(abc.ABC):
         self._under_way.add(transfer)
 
     def _run_part(self, transfer: Slot | Load, start: int, stop: int, closing: bool) -> None:
-        pointless = isinstance(transfer, Slot) and transfer.freed and not transfer.waiting
+        pointless = isinstance(transfer, Slot) and transfer.unwanted and not transfer.waiting
         if transfer.fault is None and not pointless:
             with self._faults_of(transfer):
                 if closing:
@@ -266,7 +270,7 @@ class QueuedTier(abc.ABC):
         if slot.fault is None:
             slot.unwritten = None
         with self._lock:
-            slot.finished.set()
+            slot.finished.open()
             loads, slot.waiting = slot.waiting, []
             if slot.fault is None:
                 self.written.count(slot)
@@ -287,7 +291,7 @@ class QueuedTier(abc.ABC):
         if load.fault is None:
             with self._faults_of(load):
                 self._after_fetch(load)
-        load.finished.set()
+        load.finished.open()
         with self._lock:
             if load.fault is None:
                 self.read_back.count(load)
@@ -301,26 +305,35 @@ class QueuedTier(abc.ABC):
             self._collect()
             self._under_way.discard(transfer)
             if not self._under_way:
-                self._idle.notify_all()
+                self._idle.open()
+
+    def _own(self, slot: Slot) -> None:
+        """The place of ``slot`` is taken for as long as it lives, or until it is freed. Under the lock."""
+        self._taken[weakref.ref(slot, self._died.append)] = slot.place
+
+    def _disown(self, slot: weakref.ref[Slot]) -> None:
+        place = self._taken.pop(slot, None)
+        if place is not None:  # an interrupt before this line may lose a place, but none is given back twice
+            self._release(place)
 
     def _collect(self) -> None:
-        """Look at the slots that were freed. Under the lock; see rule 2."""
+        """Look at the slots that were freed or died. Under the lock; see rule 3."""
         while self._freed:
             slot = self._freed.popleft()
             slot.freed = True
             self._give_back(slot)
+        while self._died:
+            self._disown(self._died.popleft())
 
     def _give_back(self, slot: Slot) -> None:
-        if slot.freed and not slot.under_way and slot.place is not None:
-            # In this order: an interrupt in between may lose a place, but never gives one back twice.
-            place, slot.place = slot.place, None
-            del self._taken[id(slot)]
-            self._release(place)
+        if slot.freed and not slot.under_way:
+            self._disown(weakref.ref(slot))
 
     def abandon(self) -> None:
         """In a child process: close what was inherited and refuse to be used. See NOTE [Fork] in `lanes.py`."""
         self._make_locks()
-        self._freed = collections.deque(maxlen=0)  # what is freed here is the parent's
+        self._freed = collections.deque(maxlen=0)  # what is freed here is the parent's, and so is what dies
+        self._taken.clear()
         self._refusal = f"the {self.name} tier was made in another process; make a Budget in this one"
         if self._shut.detach() is not None:
             self._release_all()

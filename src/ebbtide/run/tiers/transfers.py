@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import threading
 import time
+import weakref
 from typing import Any, Protocol
 
 import torch
 
 from ebbtide.errors import SpillError
 from ebbtide.machine import TierKind
+from ebbtide.run.tiers.gate import Gate
 from ebbtide.units import format_bytes
 
 
@@ -32,7 +33,7 @@ class Transfer:
         self.parts_left = 0
         self.queued_seconds = math.inf
         self.after: tuple[Any, ...] = ()
-        self.finished = threading.Event()
+        self.finished = Gate()
         self._process = os.getpid()
 
     def join(self) -> None:
@@ -41,7 +42,7 @@ class Transfer:
         Raises:
             SpillError: if it failed, or if it belongs to another process and cannot end in this one.
         """
-        if not self.finished.is_set():
+        if not self.finished.is_open:
             if self._process != os.getpid():
                 raise SpillError("a transfer of a spill that was made in another process; make a Budget in this one")
             self.finished.wait()
@@ -80,6 +81,7 @@ class Slot(Transfer):
         size_bytes: bytes of the storage.
         device: of the storage.
         unwritten: the storage, until its copy is there; for good if the copy failed, so that its bytes are not lost.
+        owner: when it dies without having freed the slot, nobody wants what is not written yet.
     """
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
@@ -90,12 +92,18 @@ class Slot(Transfer):
         self.place: Any = None
         self.under_way: set[Transfer] = set()
         self.freed = False
+        self.owner: weakref.ref[Any] | None = None
         self.waiting: list[Load] = []
 
     @property
     def written(self) -> bool:
         """Whether the whole copy is there."""
-        return self.finished.is_set() and self.fault is None
+        return self.finished.is_open and self.fault is None
+
+    @property
+    def unwanted(self) -> bool:
+        """Whether nobody will ask for the copy, unless somebody has."""
+        return self.freed or (self.owner is not None and self.owner() is None)
 
     def wait(self) -> None:
         """Wait until the copy is there. Raises `SpillError` if it could not be made; `unwritten` is then still set."""
@@ -115,7 +123,7 @@ class Load(Transfer):
     @property
     def ready(self) -> bool:
         """Whether `wait` would return at once."""
-        return self.finished.is_set()
+        return self.finished.is_open
 
     @property
     def storage(self) -> torch.UntypedStorage:
