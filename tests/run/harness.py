@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -66,10 +67,12 @@ class Program:
 
     Attributes:
         steady: all steps are of one kind and lie inside ``with memory.step()``, so the plan's peak can be measured.
+        holds_more: some step holds much that others of its kind do not, and may pass a limit: that is warned of.
         offloads, recomputes: whether a tight plan is expected to contain such decisions.
     """
 
     steady = True
+    holds_more = False
     offloads = True
     recomputes = True
 
@@ -219,7 +222,9 @@ def _run_within(
 ) -> Trial:
     program = build()
     states: list[str] = []
-    with ebbtide.Budget(limit, spill=spill, machine=machine) as memory:
+    with ebbtide.Budget(limit, spill=spill, machine=machine) as memory, warnings.catch_warnings():
+        if program.holds_more:
+            warnings.filterwarnings("ignore", "a step held .* more than others", UserWarning)
         prepare(memory)
         for index, record in enumerate(expected):
             counts = metered and program.steady and index in METERED

@@ -339,6 +339,7 @@ class BackwardAfter(Chain):
     """In later steps the backward comes when the step is over, or in the next step, before or after its forward."""
 
     steady = False
+    holds_more = True
     late: Tensor
 
     def compute(self, index: int, guard: Guard) -> Record:

@@ -116,7 +116,7 @@ class Ledger:
             self.resting_bytes += record.size_bytes
         else:
             self.made_bytes += record.size_bytes
-            self.peak_made_bytes = max(self.peak_made_bytes, self.made_bytes)
+            self.reached(self.made_bytes)
 
         def died(_: weakref.ref[torch.UntypedStorage]) -> None:
             # The address may be in use again when this runs late: only this very record is forgotten.
@@ -130,6 +130,10 @@ class Ledger:
 
         record.reference = weakref.ref(storage, died)
         return record
+
+    def reached(self, made_bytes: int) -> None:
+        """So many bytes of storages that the ledger saw made were alive at once."""
+        self.peak_made_bytes = max(self.peak_made_bytes, made_bytes)
 
     def close(self) -> None:
         """Stop counting. Deaths after this are not reported."""

@@ -75,12 +75,14 @@ class PeakMeter(DispatchMode):
         if self._hidden:
             return run()
         self._touch(inputs)
+        before = self._ledger.made_bytes
         self._hidden = True
         try:
             result = run()
         finally:
             self._hidden = False
-        self._make(result)
+        # A graph drops inputs while it runs, nobody knows when: they count until all of its results are there.
+        self._ledger.reached(before + self._make(result))
         return result
 
     def _touch(self, items: Iterable[Any]) -> None:
@@ -88,10 +90,14 @@ class PeakMeter(DispatchMode):
             if has_storage(tensor):
                 self._ledger.touch(tensor.untyped_storage())
 
-    def _make(self, result: Any) -> None:
+    def _make(self, result: Any) -> int:
+        """Count what an op returned; the bytes of what it made."""
+        made_bytes = 0
         for tensor in tensors_in(result if isinstance(result, (list, tuple)) else (result,)):
             if has_storage(tensor):
-                self._ledger.make(tensor.untyped_storage())
+                record, new = self._ledger.make(tensor.untyped_storage())
+                made_bytes += record.size_bytes if new else 0
+        return made_bytes
 
 
 class AllocatedMeter:
