@@ -228,6 +228,83 @@ def test_a_rehearsed_step_leaves_no_pages() -> None:
     assert allocator.rss_bytes() < before + 8 * MIB
 
 
+def repeat(places: Rehearsed, sizes: list[int], times: int = 1) -> None:
+    for _ in range(times):
+        places.begin()
+        ladder(sizes)
+        places.end(exact=True)
+
+
+def test_kinds_that_take_turns_have_the_same_pages() -> None:
+    before = allocator.rss_bytes()
+    one, other = Rehearsed(), Rehearsed()
+    repeat(one, [8 * MIB] * 12, 2)
+    between = torch.ones(MIB)  # which lies outside, wherever there is room
+    repeat(other, [7 * MIB] * 12, 2)
+    for _ in range(2):
+        repeat(one, [8 * MIB] * 12)
+        repeat(other, [7 * MIB] * 12)
+    assert one.layout is not None
+    assert allocator.rss_bytes() < before + one.layout.footprint_bytes + between.nbytes + 8 * MIB
+
+
+def test_of_kinds_whose_places_are_apart_only_one_has_pages() -> None:
+    one, other = Rehearsed(), Rehearsed()
+    repeat(one, [8 * MIB] * 12, 2)
+    one.begin()
+    _, kept = ladder([8 * MIB] * 12, kept=6)
+    one.end(exact=True)
+    repeat(other, [7 * MIB] * 12, 2)
+    before = allocator.rss_bytes()
+    for _ in range(2):
+        repeat(one, [8 * MIB])
+        repeat(other, [7 * MIB] * 12)
+    assert one.serves
+    assert other.serves
+    assert abs(one._start - other._start) >= 8 * MIB
+    assert allocator.rss_bytes() < before + 12 * MIB
+    assert kept is not None
+    assert bool((kept == 6).all())
+
+
+def test_a_step_that_loses_its_way_takes_the_pages_of_the_planned_places() -> None:
+    places = Rehearsed()
+    repeat(places, [8 * MIB] * 12, 3)
+    before = allocator.rss_bytes()
+    places.begin()
+    ladder([5 * MIB] * 16)
+    assert allocator.rss_bytes() < before + 8 * MIB
+    places.end(exact=False)
+    repeat(places, [8 * MIB] * 12)
+    assert places.serves
+    assert allocator.rss_bytes() < before + 8 * MIB
+
+
+def test_a_step_without_places_leaves_those_of_others_no_pages() -> None:
+    places = Rehearsed()
+    repeat(places, [8 * MIB] * 12, 3)
+    before = allocator.rss_bytes()
+    Rehearsed().begin(rehearses=False)
+    assert allocator.rss_bytes() < before - 3 * 7 * MIB
+
+
+def test_an_observed_step_leaves_the_planned_places_no_pages(tmp_path: Path) -> None:
+    with ebbtide.Budget("150%", spill=tmp_path, machine=FAST_DISK) as memory:
+        gained: dict[str, int] = {}
+        for number in range(20):
+            x = torch.ones(2 * MIB if number < 10 else MIB, requires_grad=True)
+            state, before = memory.state, allocator.rss_bytes()
+            with memory.step():
+                gained[state] = allocator.rss_bytes() - before
+                if number < 10:
+                    x = (x * x).exp()
+                x.sin().square().sum().backward()
+            if number == 9:
+                assert state == "idle"
+                assert gained["observe"] >= 0
+        assert gained["observe"] < -3 * 7 * MIB
+
+
 def test_a_counted_step_is_not_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The meter is a dispatch mode, under which attention takes blocks that it does not take otherwise."""
     learnt: list[int] = []

@@ -120,6 +120,13 @@ def trim() -> None:
         _LIBRARY.malloc_trim(0)
 
 
+def leave_regions() -> None:
+    """A step begins whose blocks have no planned places: give the pages of all others' places back to the system."""
+    library = arena_library()
+    if library is not None:
+        library.ebbtide_arena_leave_regions()
+
+
 class _ProcFile:
     """A file under /proc/self that is read again and again."""
 

@@ -47,7 +47,7 @@ class Rehearsed:
         self._strays = 0
         self._failures = 0
         self._sizes = self._offsets = np.zeros(0, dtype=np.int64)
-        self._start = self._reach_bytes = 0
+        self._start = 0
 
     @property
     def serves(self) -> bool:
@@ -70,9 +70,10 @@ class Rehearsed:
             if arena.ebbtide_arena_left_outside() > SLACK_SHARE * self.layout.footprint_bytes:
                 arena.ebbtide_arena_trim(0)  # the places of whatever ran since, or lived on when the last step ended
             pointers = self._sizes.ctypes.data, self._offsets.ctypes.data
-            reach = self._start, self._reach_bytes, self.layout.footprint_bytes
-            arena.ebbtide_arena_follow(*pointers, len(self._sizes), *reach)
-        elif rehearses and self._failures < FAILURES:
+            arena.ebbtide_arena_follow(*pointers, len(self._sizes), self._start, self.layout.footprint_bytes)
+            return
+        arena.ebbtide_arena_leave_regions()
+        if rehearses and self._failures < FAILURES:
             self._recording = True
             arena.ebbtide_arena_record(1)
 
@@ -113,8 +114,8 @@ class Rehearsed:
         sizes, born, dies, written = columns
         dies[dies < 0] = FOREVER
         blocks = [Block(*block) for block in zip(sizes.tolist(), born.tolist(), dies.tolist(), strict=True)]
-        layout, offsets, self._reach_bytes = _spread(blocks, written.astype(bool))
-        self._start = arena.ebbtide_arena_new_region(self._reach_bytes)
+        layout, offsets, reach_bytes = _spread(blocks, written.astype(bool))
+        self._start = arena.ebbtide_arena_new_region(reach_bytes)
         if self._start:
             self._sizes, self._offsets = sizes, offsets
             self.layout = layout

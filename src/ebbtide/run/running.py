@@ -105,6 +105,8 @@ class Running:
             self._places = kind.places
             # Under a meter, which is a dispatch mode, some ops take other blocks.
             self._places.begin(rehearses=self._meter is None)
+        elif loop.tunes:
+            allocator.leave_regions()
 
     def _conduct(self, kind: Kind, script: Script, plan: Plan, library: Library) -> None:
         loop, memory = self._loop, self._ground.memory

@@ -85,7 +85,9 @@ DLManagedTensor* ebbtide_arena_take(std::size_t size, std::size_t alignment, std
   return &adopted->tensor;
 }
 
-void ebbtide_arena_trim(int region_too) { arena().trim(region_too != 0); }
+void ebbtide_arena_trim(int regions_too) { arena().trim(regions_too != 0); }
+
+void ebbtide_arena_leave_regions() { arena().leave_regions(); }
 
 std::size_t ebbtide_arena_left_outside() { return arena().left_outside(); }
 
@@ -126,11 +128,11 @@ std::size_t ebbtide_arena_recorded(std::int64_t* sizes, std::int64_t* born, std:
 
 Address ebbtide_arena_new_region(std::size_t size) { return arena().new_region(size); }
 
-// From now on put the n-th block at `start + offsets[n]` if it has `sizes[n]` bytes. All lie in `start + [0, size)`, those
-// that are written to in `start + [0, written)`.
+// From now on put the n-th block at `start + offsets[n]` if it has `sizes[n]` bytes. Those that are written to lie in
+// `start + [0, written)`.
 void ebbtide_arena_follow(const std::int64_t* sizes, const std::int64_t* offsets, std::size_t count, Address start,
-                          std::size_t size, std::size_t written) {
-  arena().follow(sizes, offsets, count, start, size, written);
+                          std::size_t written) {
+  arena().follow(sizes, offsets, count, start, written);
 }
 
 // Place blocks freely again. Returns the bytes that were not put where the plan wanted them.

@@ -9,7 +9,11 @@
 // A step that repeats itself can do better than best fit. `record` writes down which blocks it takes and when they go;
 // whoever reads that works out a place for each of them, and with `follow` the n-th block goes to its place. A block of
 // another size than expected, or one whose place is taken, goes outside the region of the planned places, so that it
-// spoils no other one's.
+// spoils no other one's; but in a step that has lost its way there is nothing to spoil, and it takes the region's pages.
+//
+// Regions have the upper half of the addresses to themselves. Where steps of several kinds take turns, those of all of
+// them begin at the same address, and have the same pages. If what outlives a step is in the way of that, a region lies
+// higher; then the pages of one are given up when a step begins that follows another.
 //
 // Between two such steps the region of the planned places lies idle, with its pages. An optimizer's temporaries go there:
 // blocks of sizes that were seen to come and go between steps, and for long not to be there when the next one began.
@@ -47,6 +51,7 @@ constexpr std::size_t kPage = 4096;
 constexpr std::size_t kSizes = 4096;      // different sizes to remember
 constexpr int kSteps = 64;                // planned steps for which a size that stayed is taken to stay again
 constexpr std::size_t kLookahead = 16;  // blocks that a step may leave out without losing its place in the plan
+constexpr std::size_t kLost = 8;         // a step has lost its way when one part in so many of its region went astray
 
 // A block of a recorded step. Times count what is taken and given back; -1: still there.
 struct Recorded {
@@ -73,7 +78,8 @@ struct Planned {
 
 struct Arena {
   std::mutex lock;
-  Address base = 0, end = 0, top = 0;                 // [base, top) is taken or hole
+  Address base = 0, top = 0;                          // [base, top) is taken or hole
+  Address middle = 0, regions_end = 0, end = 0;       // [middle, regions_end), of which regions are parts, as well
   std::map<Address, std::size_t> holes;               // by address
   std::set<std::pair<std::size_t, Address>> by_size;  // the same, by size
   std::unordered_map<Address, Taken> taken;
@@ -93,8 +99,9 @@ struct Arena {
   bool following = false;
   std::vector<Planned> plan;
   std::size_t next = 0, astray = 0;  // astray: bytes that did not go to a planned place
-  Address region = 0, region_end = 0, written_end = 0;  // what lies from `written_end` on is never written to
-  std::size_t outside = 0, outside_most = 0;  // bytes taken outside the region; the most since the last trim
+  Address region = 0, written_end = 0;        // of the planned places, those that are written to
+  bool regions_idle = true;                   // nothing of them has been used since their pages were given up
+  std::size_t outside = 0, outside_most = 0;  // bytes taken where no regions are; the most since the last trim
 
   std::unordered_map<Address, std::size_t> between;  // blocks taken since the last planned step, and their sizes
   std::unordered_set<std::size_t> passing;       // sizes that were given back before the next
@@ -107,6 +114,7 @@ struct Arena {
       if (memory != MAP_FAILED) {
         madvise(memory, size + kHuge, MADV_HUGEPAGE);  // advice: without huge pages it works, too
         base = top = (Address(memory) + kHuge - 1) / kHuge * kHuge;
+        middle = regions_end = base + size / 2;
         end = base + size;
         return true;
       }
@@ -132,7 +140,7 @@ struct Arena {
 
   using Hole = std::map<Address, std::size_t>::iterator;
 
-  bool in_region(Address at, std::size_t size) const { return at < region_end && at + size > region; }
+  bool is_lost() const { return following && astray > (written_end - region) / kLost; }
 
   void* carve(Hole hole, Address at, std::size_t size) {
     Address start = hole->first, stop = start + hole->second;
@@ -158,12 +166,11 @@ struct Arena {
     return nullptr;
   }
 
-  // The smallest hole that fits, inside the region of the plan or outside of it.
-  void* take_hole(std::size_t size, std::size_t alignment, std::size_t offset, bool inside) {
+  // The smallest hole that fits, where regions are or elsewhere.
+  void* take_hole(std::size_t size, std::size_t alignment, std::size_t offset, bool among_regions) {
     for (auto it = by_size.lower_bound({size, 0}); it != by_size.end(); ++it) {
       Address start = it->second, stop = start + it->first, at = place(start, alignment, offset);
-      if (!inside && in_region(at, size)) at = place(std::max(at, region_end), alignment, offset);
-      if (at + size <= stop) return carve(holes.find(start), at, size);
+      if (at + size <= stop && (start >= middle) == among_regions) return carve(holes.find(start), at, size);
     }
     return nullptr;
   }
@@ -179,10 +186,10 @@ struct Arena {
   }
 
   void* take_top(std::size_t size, std::size_t alignment, std::size_t offset) {
-    auto last = holes.empty() ? holes.end() : std::prev(holes.end());
-    bool grow = last != holes.end() && last->first + last->second == top && !in_region(last->first, last->second);
+    auto after = holes.lower_bound(top), last = after == holes.begin() ? holes.end() : std::prev(after);
+    bool grow = last != holes.end() && last->first + last->second == top;
     Address start = grow ? last->first : top, at = place(start, alignment, offset);
-    if (at + size > end) return nullptr;
+    if (at + size + kHuge > middle) return nullptr;  // no hole reaches from one side to the other
     if (grow) drop_hole(last);
     if (at > start) add_hole(start, at - start);
     top = at + size;
@@ -193,12 +200,11 @@ struct Arena {
     size = (size + kGrain - 1) / kGrain * kGrain;
     std::lock_guard<std::mutex> guard(lock);
     void* memory = following ? take_planned(size, alignment, offset) : nullptr;
-    if (!following && !recording && written_end > region && passing.contains(size) && !staying.contains(size)) {
-      memory = take_idle(size, alignment, offset);
-    }
+    bool passes = !following && !recording && passing.contains(size) && !staying.contains(size);
+    if (memory == nullptr && written_end > region && (passes || is_lost())) memory = take_idle(size, alignment, offset);
     if (memory == nullptr) memory = take_hole(size, alignment, offset, false);
     if (memory == nullptr) memory = take_top(size, alignment, offset);
-    // What stays within the region takes planned blocks their places: only where no addresses are left.
+    // What stays within a region takes planned blocks their places: only where no addresses are left.
     return memory != nullptr || following ? memory : take_hole(size, alignment, offset, true);
   }
 
@@ -214,7 +220,7 @@ struct Arena {
     taken.emplace(at, Taken{size, recorded, marked, stepping.take(size)});
     if (!following && !recording) between.emplace(at, size);
     live += size;
-    if (!in_region(at, size)) outside_most = std::max(outside_most, outside += size);
+    if (at < middle) outside_most = std::max(outside_most, outside += size);
     return reinterpret_cast<void*>(at);
   }
 
@@ -245,7 +251,7 @@ struct Arena {
     stepping.give_back(size, block->second.turn);
     taken.erase(block);
     live -= size;
-    if (!in_region(start, size)) outside -= size;
+    if (start < middle) outside -= size;
     auto next = holes.lower_bound(start);
     if (next != holes.end() && next->first == start + size) {
       size += next->second;
@@ -298,40 +304,32 @@ struct Arena {
     recording = on;
   }
 
-  // Let nothing but planned blocks go to `start + [0, size)` from now on.
-  void claim(Address start, std::size_t size) {
-    if (region != start || region_end != start + size) {
-      region = start;
-      region_end = start + size;
-      outside = 0;
-      for (const auto& [address, block] : taken) outside += in_region(address, block.size) ? 0 : block.size;
-      outside_most = std::max(outside_most, outside);
+  // A region of `size` bytes in which nothing is taken now. Returns its start, or 0 if there are not so many addresses.
+  Address new_region(std::size_t size) {
+    std::lock_guard<std::mutex> guard(lock);
+    Address start = middle, above = middle;
+    bool free = true;
+    for (const auto& [address, block] : taken) {
+      if (address < middle) continue;
+      free = free && address >= start + size;
+      above = std::max(above, address + block.size);
     }
-    if (top < region_end) {
-      Address from = top;
-      top = region_end;
+    if (!free) start = (above + kHuge - 1) / kHuge * kHuge;
+    if (start + size > end) return 0;
+    if (start + size > regions_end) {
       auto last = holes.empty() ? holes.end() : std::prev(holes.end());
+      Address from = regions_end;
+      regions_end = start + size;
       if (last != holes.end() && last->first + last->second == from) {
         from = last->first;
         drop_hole(last);
       }
-      add_hole(from, top - from);
+      add_hole(from, regions_end - from);
     }
-  }
-
-  // A region of `size` bytes above all that is taken now. Returns its start, or 0 if there are not so many addresses.
-  Address new_region(std::size_t size) {
-    std::lock_guard<std::mutex> guard(lock);
-    Address start = base;
-    for (const auto& [address, block] : taken) start = std::max(start, address + block.size);
-    start = (start + kHuge - 1) / kHuge * kHuge;
-    if (start + size > end) return 0;
-    claim(start, size);
-    written_end = start;  // none of it has pages before the first step that follows the plan
     return start;
   }
 
-  void follow(const std::int64_t* sizes, const std::int64_t* offsets, std::size_t count, Address start, std::size_t size,
+  void follow(const std::int64_t* sizes, const std::int64_t* offsets, std::size_t count, Address start,
               std::size_t written) {
     std::lock_guard<std::mutex> guard(lock);
     for (auto& [bytes, steps] : staying) --steps;
@@ -340,10 +338,12 @@ struct Arena {
       if (staying.size() < kSizes) staying[bytes] = kSteps;
     }
     between.clear();
+    if (start != region) give_up_regions(start, start + written);
+    region = start;
+    regions_idle = false;
     written_end = start + written;
     plan.resize(count);
     for (std::size_t i = 0; i < count; ++i) plan[i] = {std::size_t(sizes[i]), start + Address(offsets[i])};
-    claim(start, size);
     next = astray = 0;
     following = true;
   }
@@ -360,22 +360,33 @@ struct Arena {
     if (stop > start) madvise(reinterpret_cast<void*>(start), stop - start, MADV_DONTNEED);
   }
 
-  // Gives the whole pages of the holes back to the system: of all of them, or of those outside the planned region.
-  void trim(bool region_too) {
-    std::lock_guard<std::mutex> guard(lock);
-    for (const auto& [start, size] : holes) {
-      Address stop = start + size;
-      if (region_too || !in_region(start, size)) {
-        give_up(start, stop);
-      } else {
-        give_up(start, std::min(stop, region));
-        give_up(std::max(start, region_end), stop);
-      }
+  // Give up the pages of what is not taken where regions are, except those of [from, to).
+  void give_up_regions(Address from, Address to) {
+    for (auto hole = holes.lower_bound(middle); hole != holes.end(); ++hole) {
+      Address start = hole->first, stop = start + hole->second;
+      give_up(start, std::min(stop, from));
+      give_up(std::max(start, to), stop);
     }
+  }
+
+  // A step begins that follows no plan: it needs none of their pages.
+  void leave_regions() {
+    std::lock_guard<std::mutex> guard(lock);
+    if (!regions_idle) give_up_regions(middle, middle);
+    regions_idle = true;
+  }
+
+  // Gives the whole pages of the holes back to the system: of all of them, or of those where no regions are.
+  void trim(bool regions_too) {
+    std::lock_guard<std::mutex> guard(lock);
+    for (auto hole = holes.begin(); hole != holes.lower_bound(middle); ++hole) {
+      give_up(hole->first, hole->first + hole->second);
+    }
+    if (regions_too) give_up_regions(middle, middle);
     outside_most = outside;
   }
 
-  // Bytes outside the planned region that nobody holds, and that are resident still as they were held since the last trim.
+  // Bytes where no regions are that nobody holds, and that are resident still as they were held since the last trim.
   std::size_t left_outside() {
     std::lock_guard<std::mutex> guard(lock);
     return outside_most - outside;
