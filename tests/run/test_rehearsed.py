@@ -26,6 +26,9 @@ def arena() -> Iterator[None]:
     """Tensors of 64 KiB and more come from the arena."""
     assert arena_library() is not None
     with allocator.tuned():
+        places = Rehearsed()
+        repeat(places, [MIB] * 4)  # what is loaded to place blocks is there, and does not count
+        places.forget()
         yield
 
 
