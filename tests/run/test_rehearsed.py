@@ -242,7 +242,7 @@ def test_kinds_that_take_turns_have_the_same_pages() -> None:
     before = allocator.rss_bytes()
     one, other = Rehearsed(), Rehearsed()
     repeat(one, [8 * MIB] * 12, 2)
-    between = torch.ones(MIB)  # which lies outside, wherever there is room
+    between = torch.ones(MIB + 4112)  # of a size never seen to come and go, so it lies outside
     repeat(other, [7 * MIB] * 12, 2)
     for _ in range(2):
         repeat(one, [8 * MIB] * 12)
