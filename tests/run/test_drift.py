@@ -14,7 +14,7 @@ from ebbtide.decisions import Offload
 from ebbtide.machine import Machine
 from ebbtide.run.drift import FASTER, SLOWER, Drift, drifted
 from ebbtide.run.tiers.disk import DiskTier
-from ebbtide.run.tiers.transfers import Load, Slot, Traffic
+from ebbtide.run.tiers.transfers import QueuedLoad, Slot, Traffic
 from tests.run.harness import FAST_DISK, compare
 from tests.run.programs import Chain
 
@@ -103,7 +103,7 @@ def test_a_disk_that_becomes_slow_is_planned_for_anew(tmp_path: Path, monkeypatc
             time.sleep(slow[0])
             super()._store(slot, start, stop)
 
-        def _fetch(self, load: Load, start: int, stop: int) -> None:
+        def _fetch(self, load: QueuedLoad, start: int, stop: int) -> None:
             time.sleep(slow[0])
             super()._fetch(load, start, stop)
 

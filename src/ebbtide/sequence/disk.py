@@ -22,7 +22,7 @@ import torch
 from ebbtide.errors import SpillError
 from ebbtide.run.tiers.disk import PLACE_ALIGNMENT_BYTES, READERS, DiskPlace, DiskTier, memory_view
 from ebbtide.run.tiers.queued import PART_BYTES
-from ebbtide.run.tiers.transfers import Load, Slot
+from ebbtide.run.tiers.transfers import Load, QueuedLoad, Slot
 from ebbtide.sequence import aio
 from ebbtide.sequence.codec import Codec
 
@@ -210,7 +210,7 @@ class StateDisk(DiskTier):
         place.packed[start] = len(packed)
         self._move(self._pwrite, view, place.offset_bytes + start)
 
-    def _fetch(self, load: Load, start: int, stop: int) -> None:
+    def _fetch(self, load: QueuedLoad, start: int, stop: int) -> None:
         place: StatePlace = load.slot.place
         if start not in place.packed:
             super()._fetch(load, start, stop)

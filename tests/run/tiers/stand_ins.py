@@ -30,7 +30,7 @@ def bytes_of(storage: torch.UntypedStorage) -> bytes:
     return ctypes.string_at(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else b""
 
 
-class Gate:
+class HeldCall:
     """Stands in for a system call of a tier: holds it back until opened, then lets it through."""
 
     def __init__(self, tier: DiskTier, monkeypatch: pytest.MonkeyPatch, call: str) -> None:

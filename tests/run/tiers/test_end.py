@@ -20,7 +20,7 @@ from ebbtide.errors import SpillError
 from ebbtide.run.tiers import DiskTier, QueuedTier
 from ebbtide.run.tiers.queued import PART_BYTES
 from tests.conftest import open_files
-from tests.run.tiers.stand_ins import Gate, bytes_of, storage_of
+from tests.run.tiers.stand_ins import HeldCall, bytes_of, storage_of
 
 
 class TestEnd:
@@ -56,7 +56,7 @@ class TestEnd:
         assert tier.places_in_use == 0
 
     def test_what_has_not_started_fails(self, disk: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-        gate = Gate(disk, monkeypatch, "_pwrite")
+        gate = HeldCall(disk, monkeypatch, "_pwrite")
         slots = [disk.write(storage_of(50_000)) for _ in range(3)]
         load = disk.read(slots[2])
         assert gate.entered.wait(20)

@@ -21,7 +21,7 @@ from ebbtide.run.tiers.disk import open_unlinked, switch_to_direct
 from ebbtide.run.tiers.memory import take_memory
 from ebbtide.run.tiers.queued import PART_BYTES
 from tests.conftest import open_files
-from tests.run.tiers.stand_ins import MIB, Gate, bytes_of, failing, storage_of
+from tests.run.tiers.stand_ins import MIB, HeldCall, bytes_of, failing, storage_of
 
 
 class TestFaults:
@@ -60,7 +60,7 @@ class TestFaults:
     def test_error_while_writing_reaches_a_read_that_waits(
         self, disk: DiskTier, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        gate = Gate(disk, monkeypatch, "_pwrite")
+        gate = HeldCall(disk, monkeypatch, "_pwrite")
         slot = disk.write(storage_of(50_000))
         load = disk.read(slot)
         gate.open.set()

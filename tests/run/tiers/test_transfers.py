@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import random
 import threading
@@ -22,13 +23,13 @@ from ebbtide.run.tiers import queued as queued_module
 from ebbtide.run.tiers.places import Places
 from ebbtide.run.tiers.queued import PART_BYTES
 from ebbtide.run.tiers.transfers import Slot
-from tests.run.tiers.stand_ins import MIB, Gate, bytes_of, resident_bytes, storage_of
+from tests.run.tiers.stand_ins import MIB, HeldCall, bytes_of, resident_bytes, storage_of
 
 
-def wait_for_places(disk: DiskTier, count: int) -> None:
+def wait_for_places(tier: QueuedTier, count: int) -> None:
     """Wait until so many are in use: a worker lets go of a transfer only after it has ended."""
     deadline = time.monotonic() + 20
-    while disk.places_in_use != count:
+    while tier.places_in_use != count:
         assert time.monotonic() < deadline, "places on the disk are left"
         time.sleep(0.001)
 
@@ -246,7 +247,7 @@ class TestFree:
         assert first.place.offset_bytes != second.place.offset_bytes
 
     def test_while_it_is_written(self, disk: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-        gate = Gate(disk, monkeypatch, "_pwrite")
+        gate = HeldCall(disk, monkeypatch, "_pwrite")
         slot = disk.write(storage_of(2 * PART_BYTES))
         assert gate.entered.wait(20)
         disk.free(slot)
@@ -259,7 +260,7 @@ class TestFree:
 
     def test_while_it_is_read(self, disk: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
         slot = disk.write(storage := storage_of(100_000))
-        gate = Gate(disk, monkeypatch, "_preadv")
+        gate = HeldCall(disk, monkeypatch, "_preadv")
         load = disk.read(slot)
         assert gate.entered.wait(20)
         disk.free(slot)
@@ -273,7 +274,7 @@ class TestFree:
         assert disk.places_in_use == 1
 
     def test_a_read_that_waits_for_its_write_survives(self, disk: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-        gate = Gate(disk, monkeypatch, "_pwrite")
+        gate = HeldCall(disk, monkeypatch, "_pwrite")
         slot = disk.write(storage := storage_of(50_000))
         load = disk.read(slot)
         disk.free(slot)
@@ -294,6 +295,24 @@ class TestFree:
         del load
         wait_for_places(disk, 0)
 
+    def test_what_a_holding_fetched_and_nobody_asked_for_goes_with_it(self, tier: QueuedTier) -> None:
+        holding = Holding()
+        holding.fill(torch.ones(4096))
+        holding.send(tier)
+        holding.release()
+        holding.fetch()
+        assert holding.load is not None
+        memory = weakref.ref(holding.load.storage)
+        gc.collect()
+        gc.disable()  # memory of a device does not wait for it
+        try:
+            del holding
+            wait_for_places(tier, 0)
+            tier.drain()
+            assert memory() is None
+        finally:
+            gc.enable()
+
     def test_what_no_holding_wants_is_not_written(self, disk: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
         holdings = [Holding() for _ in range(3)]
         store, stored = disk._store, []
@@ -303,7 +322,7 @@ class TestFree:
             store(slot, start, stop)
 
         monkeypatch.setattr(disk, "_store", note)
-        gate = Gate(disk, monkeypatch, "_pwrite")
+        gate = HeldCall(disk, monkeypatch, "_pwrite")
         for index, holding in enumerate(holdings):
             holding.fill(torch.zeros(4096 * (1 + index)))
             holding.send(disk)

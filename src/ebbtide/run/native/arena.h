@@ -379,7 +379,7 @@ struct Arena {
   // Gives the whole pages of the holes back to the system: of all of them, or of those where no regions are.
   void trim(bool regions_too) {
     std::lock_guard<std::mutex> guard(lock);
-    for (auto hole = holes.begin(); hole != holes.lower_bound(middle); ++hole) {
+    for (auto hole = holes.begin(), stop = holes.lower_bound(middle); hole != stop; ++hole) {
       give_up(hole->first, hole->first + hole->second);
     }
     if (regions_too) give_up_regions(middle, middle);

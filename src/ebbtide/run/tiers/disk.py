@@ -29,7 +29,7 @@ from ebbtide.machine import TierKind
 from ebbtide.run.tiers.memory import CONGRUENCE_BYTES
 from ebbtide.run.tiers.places import Places
 from ebbtide.run.tiers.queued import QueuedTier
-from ebbtide.run.tiers.transfers import Load, Slot
+from ebbtide.run.tiers.transfers import QueuedLoad, Slot
 from ebbtide.units import format_bytes
 
 PLACE_ALIGNMENT_BYTES = 4096
@@ -113,7 +113,7 @@ class DiskTier(QueuedTier):
         place: DiskPlace = slot.place
         self._put(place, slot.pointer + place.head_bytes + start, start, stop)
 
-    def _fetch(self, load: Load, start: int, stop: int) -> None:
+    def _fetch(self, load: QueuedLoad, start: int, stop: int) -> None:
         place: DiskPlace = load.slot.place
         self._get(place, load.pointer + place.head_bytes + start, start, stop)
 
@@ -140,7 +140,7 @@ class DiskTier(QueuedTier):
         place.head = ctypes.string_at(slot.pointer, place.head_bytes)
         place.tail = ctypes.string_at(slot.pointer + end, slot.size_bytes - end)
 
-    def _after_fetch(self, load: Load) -> None:
+    def _after_fetch(self, load: QueuedLoad) -> None:
         place: DiskPlace = load.slot.place
         ctypes.memmove(load.pointer, place.head, len(place.head))
         ctypes.memmove(load.pointer + load.size_bytes - len(place.tail), place.tail, len(place.tail))
@@ -165,7 +165,7 @@ class DiskTier(QueuedTier):
     def _preadv(self, fd: int, view: memoryview, offset_bytes: int) -> int:
         return os.preadv(fd, [view], offset_bytes)
 
-    def _explain(self, fault: BaseException, transfer: Slot | Load) -> str:
+    def _explain(self, fault: BaseException, transfer: Slot | QueuedLoad) -> str:
         return self.explain(fault, transfer.size_bytes, "writing" if isinstance(transfer, Slot) else "reading")
 
     def explain(self, fault: BaseException, size_bytes: int, doing: str) -> str:

@@ -12,7 +12,8 @@ NOTE [Who holds what]
 4. Faults are kept without their tracebacks: the frames in them would keep storages alive.
 5. Ctrl-C may interrupt `write` and `read` anywhere. So a transfer counts as under way only after all of it is queued:
    one that was interrupted is known to nobody, and nobody waits for it.
-6. Nobody waits on a `threading.Condition`, or an `Event`: Ctrl-C in one ends in "release unlocked lock". See `Gate`.
+6. Who asks for transfers waits on no `threading.Condition` or `Event`: Ctrl-C in one ends in "release unlocked lock".
+   See `Gate`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from ebbtide.machine import TierKind
 from ebbtide.run.tiers.gate import Gate
 from ebbtide.run.tiers.lanes import Lane
 from ebbtide.run.tiers.memory import CONGRUENCE_BYTES, take_memory
-from ebbtide.run.tiers.transfers import Load, Slot, Traffic, Transfer, check_device, check_memory
+from ebbtide.run.tiers.transfers import Load, QueuedLoad, Slot, Traffic, Transfer, check_device, check_memory
 from ebbtide.units import format_bytes
 
 PART_BYTES = 8 << 20
@@ -95,10 +96,10 @@ class QueuedTier(abc.ABC):
         """Copy a part out."""
 
     @abc.abstractmethod
-    def _fetch(self, load: Load, start: int, stop: int) -> None:
+    def _fetch(self, load: QueuedLoad, start: int, stop: int) -> None:
         """Copy a part back."""
 
-    def _announce(self, transfer: Slot | Load) -> None:  # noqa: B027
+    def _announce(self, transfer: Slot | QueuedLoad) -> None:  # noqa: B027
         """Called in the thread that asks for a transfer, before any of it is under way."""
 
     def _take_memory(self, slot: Slot) -> torch.UntypedStorage:
@@ -109,16 +110,16 @@ class QueuedTier(abc.ABC):
             size = format_bytes(slot.size_bytes)
             raise SpillError(f"no RAM to bring {size} back from the {self.name} tier ({fault})") from fault
 
-    def _make_load(self, slot: Slot, storage: torch.UntypedStorage) -> Load:
-        return Load(slot, storage)
+    def _make_load(self, slot: Slot, storage: torch.UntypedStorage) -> QueuedLoad:
+        return QueuedLoad(slot, storage)
 
     def _after_store(self, slot: Slot) -> None:  # noqa: B027
         """Called when all parts are out."""
 
-    def _after_fetch(self, load: Load) -> None:  # noqa: B027
+    def _after_fetch(self, load: QueuedLoad) -> None:  # noqa: B027
         """Called when all parts are back."""
 
-    def _explain(self, fault: BaseException, transfer: Slot | Load) -> str:
+    def _explain(self, fault: BaseException, transfer: Slot | QueuedLoad) -> str:
         """Say what happened to a transfer and what to do about it."""
         return f"moving {format_bytes(transfer.size_bytes)} in the {self.name} tier failed: {fault!r}"
 
@@ -220,7 +221,7 @@ class QueuedTier(abc.ABC):
         if self._refusal is not None:
             raise SpillError(self._refusal)
 
-    def _queue(self, transfer: Slot | Load, lane: Lane) -> None:
+    def _queue(self, transfer: Slot | QueuedLoad, lane: Lane) -> None:
         """Queue the parts of a transfer."""
         transfer.queued_seconds = time.perf_counter()
         starts = range(0, transfer.payload_bytes, PART_BYTES)
@@ -229,12 +230,12 @@ class QueuedTier(abc.ABC):
             stop = min(start + PART_BYTES, transfer.payload_bytes)
             lane.submit(functools.partial(self._run_part, transfer, start, stop))
 
-    def _count(self, transfer: Slot | Load, slot: Slot) -> None:
+    def _count(self, transfer: Slot | QueuedLoad, slot: Slot) -> None:
         """A transfer of ``slot`` is under way. Under the lock, after `_queue`: see rule 5."""
         slot.under_way.add(transfer)
         self._under_way.add(transfer)
 
-    def _run_part(self, transfer: Slot | Load, start: int, stop: int, closing: bool) -> None:
+    def _run_part(self, transfer: Slot | QueuedLoad, start: int, stop: int, closing: bool) -> None:
         pointless = isinstance(transfer, Slot) and transfer.unwanted and not transfer.waiting
         if transfer.fault is None and not pointless:
             with self._faults_of(transfer):
@@ -254,7 +255,7 @@ class QueuedTier(abc.ABC):
             self._end_read(transfer)
 
     @contextlib.contextmanager
-    def _faults_of(self, transfer: Slot | Load) -> Iterator[None]:
+    def _faults_of(self, transfer: Slot | QueuedLoad) -> Iterator[None]:
         try:
             yield
         except BaseException as fault:  # whatever it is, it belongs to whoever waits for the transfer
@@ -278,7 +279,7 @@ class QueuedTier(abc.ABC):
             self._resume(load, slot.fault)
         self._settle(slot, slot)
 
-    def _resume(self, load: Load, fault: SpillError | None) -> None:
+    def _resume(self, load: QueuedLoad, fault: SpillError | None) -> None:
         """What ``load`` waited for is written, or cannot be."""
         load.fault = fault
         if fault is None and load.payload_bytes:
@@ -287,7 +288,7 @@ class QueuedTier(abc.ABC):
         if load.fault is not None or not load.payload_bytes:
             self._end_read(load)
 
-    def _end_read(self, load: Load) -> None:
+    def _end_read(self, load: QueuedLoad) -> None:
         if load.fault is None:
             with self._faults_of(load):
                 self._after_fetch(load)
@@ -297,7 +298,7 @@ class QueuedTier(abc.ABC):
                 self.read_back.count(load)
         self._settle(load, load.slot)
 
-    def _settle(self, transfer: Slot | Load, slot: Slot) -> None:
+    def _settle(self, transfer: Slot | QueuedLoad, slot: Slot) -> None:
         """A transfer of ``slot`` has ended."""
         with self._lock:
             slot.under_way.discard(transfer)

@@ -21,13 +21,13 @@ from ebbtide.run.tiers.disk import PLACE_ALIGNMENT_BYTES, READERS, DiskPlace, Di
 from ebbtide.run.tiers.memory import CONGRUENCE_BYTES
 from ebbtide.run.tiers.pinned import pinned_memory
 from ebbtide.run.tiers.queued import PART_BYTES
-from ebbtide.run.tiers.transfers import Load, Slot
+from ebbtide.run.tiers.transfers import QueuedLoad, Slot
 
 WRITERS = 2
 """While one part is written, the next is copied to its stage."""
 
 
-class StagedLoad(Load):
+class StagedLoad(QueuedLoad):
     """See `Load`. The host waits for what comes from a disk.
 
     Attributes:
@@ -76,7 +76,7 @@ class StagedTier(DiskTier):
         """See `SlowTier.expect`."""
         self._backend.streams.note()
 
-    def _announce(self, transfer: Slot | Load) -> None:
+    def _announce(self, transfer: Slot | QueuedLoad) -> None:
         home = self._backend.streams.note()
         if isinstance(transfer, StagedLoad):
             transfer.after = (home.record_event(),)
@@ -87,7 +87,7 @@ class StagedTier(DiskTier):
     def _take_memory(self, slot: Slot) -> torch.UntypedStorage:
         return self._backend.allocate(slot.size_bytes, slot.pointer)
 
-    def _make_load(self, slot: Slot, storage: torch.UntypedStorage) -> Load:
+    def _make_load(self, slot: Slot, storage: torch.UntypedStorage) -> QueuedLoad:
         return StagedLoad(slot, storage, self._backend)
 
     def _reserve(self, slot: Slot) -> None:
@@ -106,7 +106,7 @@ class StagedTier(DiskTier):
             self._backend.finish(self._out)
             self._put(slot.place, stage.data_ptr(), start, stop)
 
-    def _fetch(self, load: Load, start: int, stop: int) -> None:
+    def _fetch(self, load: QueuedLoad, start: int, stop: int) -> None:
         self._backend.adopt_thread()
         with self._stage() as stage:
             self._get(load.slot.place, stage.data_ptr(), start, stop)
@@ -118,7 +118,7 @@ class StagedTier(DiskTier):
     def _after_store(self, slot: Slot) -> None:
         """The stages held all of it."""
 
-    def _after_fetch(self, load: Load) -> None:
+    def _after_fetch(self, load: QueuedLoad) -> None:
         """The stages held all of it."""
 
     @contextlib.contextmanager
@@ -130,6 +130,6 @@ class StagedTier(DiskTier):
             self._stages.put(stage)
 
 
-def _follow(stream: Stream, transfer: Slot | Load) -> None:
+def _follow(stream: Stream, transfer: Slot | QueuedLoad) -> None:
     for event in transfer.after:
         stream.wait_event(event)

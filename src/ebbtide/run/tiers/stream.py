@@ -54,13 +54,16 @@ class StreamSlot(Slot):
             self.unwritten = None
 
     def __del__(self) -> None:
-        # One that was lost on the way to whoever would have freed it: an interrupt struck there.
+        # Its holding has died, or an interrupt struck before there was one.
         if not self.freed:
             self.tier.free(self)
 
 
 class StreamLoad(Load):
     """See `Load`. Its `wait` makes compute wait, not the host.
+
+    The slot keeps it until somebody has waited, and so it does not keep the slot: the two would wait for the garbage
+    collector, and with them the memory of the device.
 
     Attributes:
         home: the stream that the memory belongs to; None if it is the caller's business.
@@ -69,7 +72,9 @@ class StreamLoad(Load):
 
     def __init__(self, slot: StreamSlot, storage: torch.UntypedStorage, home: Stream | None) -> None:
         super().__init__(slot, storage)
-        self._slot = slot
+        self._backend = slot.tier.backend
+        self._left_at = slot.pointer
+        self._unwaited = slot.unwaited
         self.home = home
         self.arrived: Any = None
 
@@ -80,13 +85,13 @@ class StreamLoad(Load):
 
     def wait(self) -> torch.UntypedStorage:
         """The storage, for what is queued on the compute stream from now on."""
-        backend = self._slot.tier.backend
+        backend = self._backend
         backend.compute().wait_event(self.arrived)
         if self.home is not None:
-            self._storage = seen_on(backend, self.home, self._storage, self._slot.pointer)
+            self._storage = seen_on(backend, self.home, self._storage, self._left_at)
             self.home = backend.compute()
-        if self in self._slot.unwaited:
-            self._slot.unwaited.remove(self)
+        if self in self._unwaited:
+            self._unwaited.remove(self)
         return self._storage
 
 

@@ -93,7 +93,7 @@ class Slot(Transfer):
         self.under_way: set[Transfer] = set()
         self.freed = False
         self.owner: weakref.ref[Any] | None = None
-        self.waiting: list[Load] = []
+        self.waiting: list[QueuedLoad] = []
 
     @property
     def written(self) -> bool:
@@ -116,7 +116,6 @@ class Load(Transfer):
     def __init__(self, slot: Slot, storage: torch.UntypedStorage) -> None:
         super().__init__(slot.size_bytes)
         self.payload_bytes = slot.payload_bytes
-        self.slot = slot
         self.pointer = storage.data_ptr()
         self._storage = storage
 
@@ -134,6 +133,14 @@ class Load(Transfer):
         """The storage, once its bytes are there. Raises `SpillError` if they could not be read."""
         self.join()
         return self._storage
+
+
+class QueuedLoad(Load):
+    """A load that workers make, for whom its slot lives as long as it does."""
+
+    def __init__(self, slot: Slot, storage: torch.UntypedStorage) -> None:
+        super().__init__(slot, storage)
+        self.slot = slot
 
 
 class SlowTier(Protocol):
