@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -33,6 +34,7 @@ Made = TypeVar("Made")
 
 STEPS = 8
 """Enough for every state of a budget (it observes, verifies and audits first) and a few planned steps."""
+HELD_MORE = "a step held .* more than others that save the same tensors, and passed the limit"
 METERED = (STEPS - 3, STEPS - 1)
 """Steps that run under a `PeakMeter`; the one between them shows that the result does not depend on the meter."""
 
@@ -67,7 +69,8 @@ class Program:
 
     Attributes:
         steady: all steps are of one kind and lie inside ``with memory.step()``, so the plan's peak can be measured.
-        holds_more: some step holds much that others of its kind do not, and may pass a limit: that is warned of.
+        holds_more: some step holds much that others of its kind do not, and may pass a limit: what is warned of has
+            to be so.
         offloads, recomputes: whether a tight plan is expected to contain such decisions.
     """
 
@@ -222,13 +225,13 @@ def _run_within(
 ) -> Trial:
     program = build()
     states: list[str] = []
-    with ebbtide.Budget(limit, spill=spill, machine=machine) as memory, warnings.catch_warnings():
-        if program.holds_more:
-            warnings.filterwarnings("ignore", "a step held .* more than others", UserWarning)
+    with ebbtide.Budget(limit, spill=spill, machine=machine) as memory:
         prepare(memory)
         for index, record in enumerate(expected):
             counts = metered and program.steady and index in METERED
             guard = (lambda: _metered_step(memory)) if counts else memory.step
+            if program.holds_more:
+                guard = lambda: _rightly_warned_step(memory)  # noqa: E731
             states.append(memory.state)
             compare(record, program.run(index, guard), f"step {index} ({states[-1]}), limit {limit}")
         assert memory.limit_bytes is not None
@@ -280,3 +283,16 @@ def _metered_step(memory: ebbtide.Budget) -> Iterator[None]:
     assert memory.plan is not None, f"still without a plan ({memory.state})"
     assert meter.peak_bytes == memory.plan.peak_bytes, "the measured peak is not the planned one"
     assert meter.peak_bytes <= memory.plan.limit_bytes, "above the budget"
+
+
+@contextlib.contextmanager
+def _rightly_warned_step(memory: ebbtide.Budget) -> Iterator[None]:
+    """A step that may hold more than others of its kind: if that is warned of, it passed the limit."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("always", HELD_MORE, UserWarning)
+        with PeakMeter() as meter, memory.step():
+            yield
+    assert memory.limit_bytes is not None or not caught
+    for warning in caught:
+        assert re.match(HELD_MORE, str(warning.message))
+        assert meter.peak_bytes > (memory.limit_bytes or 0), f"warned of for nothing: {warning.message}"
