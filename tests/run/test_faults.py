@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,99 +16,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import ebbtide
-from ebbtide.decisions import Offload
 from ebbtide.errors import BudgetError, EbbtideError, OutOfMemoryError, SpillError, StepError
 from ebbtide.run.tiers import DiskTier
 from ebbtide.units import format_bytes
-from tests.conftest import hooks_left, modes_left, open_files, runtime_threads
-from tests.run.harness import FAST_DISK, SLOW_DISK, STEPS, Guard, Record, compare
+from tests.conftest import open_files, runtime_threads
+from tests.run.faults import OBSERVED, PLANNED, VERIFIED, Steps, assert_clean, survive
+from tests.run.harness import FAST_DISK, STEPS, Guard, Record, compare
 from tests.run.programs import Chain
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
-
-OBSERVED, VERIFIED, PLANNED = 0, 2, STEPS - 1
-"""Steps at which a budget observes, verifies its recipes, and runs its plan."""
-Act = Callable[[], None]
-
-
-class Steps(Chain):
-    """A program in which something happens in the forward or the backward pass of step ``at``."""
-
-    def __init__(self, at: int, *, forward: Act | None = None, backward: Act | None = None) -> None:
-        super().__init__()
-        self.at, self.in_forward, self.in_backward = at, forward, backward
-
-    def forward(self, index: int) -> Tensor:
-        h = self.model[:6](self.data(index, 256, 64))
-        if index == self.at and self.in_forward is not None:
-            self.in_forward()
-        if index == self.at and self.in_backward is not None:
-            act = self.in_backward
-            h.register_hook(lambda grad: act())
-        return self.model[6:](h)
-
-    def attempt(self, guard: Guard) -> None:
-        """Run step ``at``, which may fail; nothing is learnt from it."""
-        try:
-            self.compute(self.at, guard)
-        finally:
-            self.optimizer.zero_grad()
-
-    def look(self, index: int, guard: Guard) -> Record:
-        """Loss and gradients of a step from which nothing is learnt."""
-        record = self.compute(index, guard)
-        record |= {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
-        self.optimizer.zero_grad()
-        return record
-
-
-def assert_clean(memory: ebbtide.Budget) -> None:
-    """Between steps there are no hooks, no dispatch modes, and no places taken on the disk."""
-    assert (hooks_left(), modes_left()) == (0, 0), "saved-tensor hooks or dispatch modes are left"
-    gc.collect()
-    for tier in memory.tiers.values():
-        assert isinstance(tier, DiskTier)
-        deadline = time.monotonic() + 20
-        tier.drain()
-        while tier.places_in_use and time.monotonic() < deadline:
-            time.sleep(0.001)  # a transfer that was interrupted while it was queued is waited for by nobody
-            tier.drain()
-        assert tier.places_in_use == 0, "places on the disk are left"
-
-
-def survive(
-    memory: ebbtide.Budget,
-    program: Steps,
-    error: type[BaseException],
-    match: str,
-    around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
-) -> None:
-    """Run with a fault in step ``program.at``; all other steps are as in a plain run without that step."""
-    plain = Steps(at=-1)
-    for index in range(STEPS + 3):
-        if index == program.at:
-            with around(), pytest.raises(error, match=match):
-                program.attempt(memory.step)
-        else:
-            expected = plain.run(index, contextlib.nullcontext)
-            compare(expected, program.run(index, memory.step), f"step {index} ({memory.state})")
-        assert_clean(memory)
-
-
-@pytest.fixture(params=["fast", "slow"])
-def memory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ebbtide.Budget]:
-    """A budget whose plans offload, and one whose plans recompute."""
-    with ebbtide.Budget("60%", spill=tmp_path, machine=FAST_DISK if request.param == "fast" else SLOW_DISK) as budget:
-        yield budget
-    assert runtime_threads() == []
-
-
-@pytest.fixture
-def offloading(tmp_path: Path) -> Iterator[ebbtide.Budget]:
-    """A budget whose plans offload."""
-    with ebbtide.Budget("60%", spill=tmp_path, machine=FAST_DISK) as budget:
-        yield budget
-
 
 # --- the user's own faults -----------------------------------------------------------------------------------------
 
@@ -281,142 +193,6 @@ def test_nothing_grows(memory: ebbtide.Budget, tmp_path: Path) -> None:
     first, second = measure(settling), measure(settling + 12)
     assert first == second
     assert list(tmp_path.iterdir()) == []
-
-
-# --- the disk's faults ---------------------------------------------------------------------------------------------
-
-Patch = Callable[[Any], None]
-
-
-def _failing_write(code: int) -> Patch:
-    def patch(tier: Any) -> None:
-        def fail(*_: object) -> int:
-            raise OSError(code, os.strerror(code))
-
-        tier._pwrite = fail
-
-    return patch
-
-
-def _failing_read(tier: Any) -> None:
-    def fail(*_: object) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    tier._preadv = fail
-
-
-def _ending_read(tier: Any) -> None:
-    tier._preadv = lambda *_: 0
-
-
-DISK_FAULTS: dict[str, tuple[Patch, str]] = {
-    "disk full": (_failing_write(errno.ENOSPC), "is full"),
-    "write error": (_failing_write(errno.EIO), "writing a tensor .* failed"),
-    "read error": (_failing_read, "reading a tensor .* failed"),
-    "short read": (_ending_read, "bytes could be moved"),
-}
-
-
-@contextlib.contextmanager
-def patched(memory: ebbtide.Budget, patch: Patch) -> Iterator[None]:
-    """The disk misbehaves."""
-    tier = memory.tiers["disk"]
-    patch(tier)
-    try:
-        yield
-    finally:
-        for name in ("_pwrite", "_preadv"):
-            tier.__dict__.pop(name, None)
-
-
-@pytest.mark.parametrize("fault", DISK_FAULTS)
-def test_disk_fault_in_a_planned_step(offloading: ebbtide.Budget, fault: str) -> None:
-    patch, message = DISK_FAULTS[fault]
-    survive(offloading, Steps(PLANNED), SpillError, message, lambda: patched(offloading, patch))
-    assert offloading.plan is not None
-    assert any(isinstance(decision, Offload) for decision in offloading.plan.decisions)
-
-
-@pytest.mark.parametrize("fault", DISK_FAULTS)
-def test_disk_fault_in_an_observed_step(fault: str, tmp_path: Path) -> None:
-    patch, message = DISK_FAULTS[fault]
-    with ebbtide.Budget("60%", spill=tmp_path, machine=FAST_DISK) as probe:
-        for index in range(3):
-            Steps(at=-1).look(index, probe.step)
-        limit_bytes = probe.limit_bytes
-    assert limit_bytes is not None
-    with ebbtide.Budget(limit_bytes, spill=tmp_path, machine=FAST_DISK) as memory:
-        survive(memory, Steps(OBSERVED), SpillError, message, lambda: patched(memory, patch))
-
-
-def test_wrong_bytes_are_seen_by_checksums(tmp_path: Path) -> None:
-    def corrupt(tier: Any) -> None:
-        read = type(tier)._preadv
-
-        def flip(fd: int, view: memoryview, offset_bytes: int) -> int:
-            count = int(read(tier, fd, view, offset_bytes))
-            view[0] ^= 1
-            return count
-
-        tier._preadv = flip
-
-    with ebbtide.Budget("60%", spill=tmp_path, machine=FAST_DISK, checksum=True) as memory:
-        survive(memory, Steps(PLANNED), SpillError, "other than they were written", lambda: patched(memory, corrupt))
-
-
-def _in_pieces(tier: Any) -> None:
-    """Every call moves some sectors only, as the system may."""
-    write, read = type(tier)._pwrite, type(tier)._preadv
-    tier._pwrite = lambda fd, view, offset_bytes: write(tier, fd, view[:8192], offset_bytes)
-    tier._preadv = lambda fd, view, offset_bytes: read(tier, fd, view[:8192], offset_bytes)
-
-
-def _slowly(tier: Any) -> None:
-    """Every transfer is late, whatever the plan expects."""
-    write, read = type(tier)._pwrite, type(tier)._preadv
-
-    def late(call: Any, fd: int, view: memoryview, offset_bytes: int) -> int:
-        time.sleep(0.004)
-        return int(call(tier, fd, view, offset_bytes))
-
-    tier._pwrite = lambda *arguments: late(write, *arguments)
-    tier._preadv = lambda *arguments: late(read, *arguments)
-
-
-@pytest.mark.parametrize("patch", [_in_pieces, _slowly])
-def test_an_odd_disk_changes_no_numbers(offloading: ebbtide.Budget, patch: Patch) -> None:
-    plain, program = Steps(at=-1), Steps(at=-1)
-    with patched(offloading, patch):
-        for index in range(STEPS + 2):
-            expected = plain.run(index, contextlib.nullcontext)
-            compare(expected, program.run(index, offloading.step), f"step {index} ({offloading.state})")
-    disk = offloading.tiers["disk"]
-    assert isinstance(disk, DiskTier)
-    assert disk.read_bytes > 0
-
-
-@pytest.mark.parametrize("make", ["missing", "a file", "not writable"])
-def test_a_directory_that_cannot_be_used(make: str, tmp_path: Path) -> None:
-    spill = tmp_path / "spill"
-    if make == "a file":
-        spill.touch()
-    elif make == "not writable":
-        spill.mkdir(mode=0o500)
-        if os.geteuid() == 0:  # whom no mode stops
-            spill = Path("/proc")
-    with pytest.raises(SpillError, match=str(spill)):
-        ebbtide.Budget("60%", spill=spill, machine=FAST_DISK)
-
-
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a tmpfs at /dev/shm")
-def test_a_directory_in_ram_is_warned_about_and_works() -> None:
-    plain, program = Steps(at=-1), Steps(at=-1)
-    with pytest.warns(UserWarning, match="tmpfs"):
-        memory = ebbtide.Budget("60%", spill="/dev/shm", machine=FAST_DISK)
-    with memory:
-        for index in range(STEPS):
-            expected = plain.run(index, contextlib.nullcontext)
-            compare(expected, program.run(index, memory.step), f"step {index} ({memory.state})")
 
 
 # --- budgets that are too small ------------------------------------------------------------------------------------

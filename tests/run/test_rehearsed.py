@@ -47,6 +47,13 @@ def ladder(sizes: list[int], *, kept: int | None = None) -> tuple[list[int], tor
     return places, result
 
 
+def repeat(places: Rehearsed, sizes: list[int], times: int = 1) -> None:
+    for _ in range(times):
+        places.begin()
+        ladder(sizes)
+        places.end(exact=True)
+
+
 def sizes_of(seed: int) -> list[int]:
     return [KIB * random.Random(seed * 1000 + i).randrange(64, 512) for i in range(60)]
 
@@ -103,10 +110,7 @@ def test_a_step_that_strays_twice_is_rehearsed_again_and_one_that_always_does_gi
 
 def test_what_ran_between_two_steps_is_given_back() -> None:
     places, sizes = Rehearsed(), sizes_of(3)
-    for _ in range(2):
-        places.begin()
-        ladder(sizes)
-        places.end(exact=True)
+    repeat(places, sizes, 2)
     between = [torch.ones(4 << 20) for _ in range(4)]  # far more than the step's own places hold
     del between
     before = allocator.rss_bytes()
@@ -212,10 +216,7 @@ def test_a_planned_step_takes_its_places(tmp_path: Path) -> None:
 
 def test_a_layout_that_is_forgotten_leaves_no_pages() -> None:
     places, sizes = Rehearsed(), [8 * MIB] * 12
-    for _ in range(3):
-        places.begin()
-        ladder(sizes)
-        places.end(exact=True)
+    repeat(places, sizes, 3)
     before = allocator.rss_bytes()
     places.forget()
     assert allocator.rss_bytes() < before - 3 * 7 * MIB
@@ -229,13 +230,6 @@ def test_a_rehearsed_step_leaves_no_pages() -> None:
     places.end(exact=True)
     assert places.serves
     assert allocator.rss_bytes() < before + 8 * MIB
-
-
-def repeat(places: Rehearsed, sizes: list[int], times: int = 1) -> None:
-    for _ in range(times):
-        places.begin()
-        ladder(sizes)
-        places.end(exact=True)
 
 
 def test_kinds_that_take_turns_have_the_same_pages() -> None:
