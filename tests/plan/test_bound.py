@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -196,6 +198,16 @@ def test_a_program_stopped_early_still_gives_a_bound() -> None:
     assert solve_program(whole, 1.0).value == pytest.approx(1.5)
     for multiplier in (-1.0, 0.0, 0.2, 0.5, 0.7, 5.0):
         assert whole.certify(np.array([multiplier])) <= 1.5
+
+
+def test_the_solver_prints_nothing(tmp_path: Path) -> None:
+    """Some versions of HiGHS print who they are, once in a process."""
+    program = (
+        "import numpy as np; from ebbtide.plan.linear import Program, solve_program; p = Program(); "
+        "p.put(p.rows(1.0, np.inf, 1), p.columns(1, 2.0, cost=1.0), 1.0); print(solve_program(p.assemble(), 1.0).value)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("1.0\n", "")
 
 
 def test_near_plans_within_the_least_peak() -> None:

@@ -15,7 +15,9 @@ not the solver's objective. So the value is a bound also where the solver stoppe
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from typing import Any
 
 import numpy as np
 
@@ -113,8 +115,7 @@ def solve_program(program: Assembled, seconds: float) -> Solution:
     model.a_matrix_.start_ = np.searchsorted(program.rows, np.arange(height + 1)).astype(np.int32)
     model.a_matrix_.index_ = program.columns.astype(np.int32)
     model.a_matrix_.value_ = program.values
-    solver = highspy.Highs()
-    solver.silent()
+    solver = _silent_solver()()
     if solver.setOptionValue("solver", "ipx") != highspy.HighsStatus.kOk:  # older ones know no other, and not its name
         solver.setOptionValue("solver", "ipm")
     solver.setOptionValue("time_limit", seconds)
@@ -129,6 +130,19 @@ def solve_program(program: Assembled, seconds: float) -> Solution:
     if len(columns) != count:
         columns = np.zeros(count)
     return Solution(program.certify(multipliers), multipliers, columns)
+
+
+@functools.cache
+def _silent_solver() -> Any:
+    """A class of solvers that print nothing. Some versions print who they are as soon as they take callbacks."""
+    import highspy
+
+    class Silent(highspy.Highs):
+        def enableCallbacks(self) -> None:  # noqa: N802 - the name is highspy's
+            self.silent()
+            super().enableCallbacks()  # type: ignore[no-untyped-call]
+
+    return Silent
 
 
 def _filled(count: int, values: Scalars) -> Floats:
