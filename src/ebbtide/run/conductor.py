@@ -39,7 +39,7 @@ from ebbtide.run.garbage import expect_objects
 from ebbtide.run.holdings import PLAIN_TYPES, Holding, Kept, View, is_plain, keep, version_of, view_of
 from ebbtide.run.passes import in_pass, tell_no_more, tell_of_passes
 from ebbtide.run.recipes import Recipe
-from ebbtide.run.safe import SafePolicy
+from ebbtide.run.safe import LEAST_MOVED_BYTES, SafePolicy
 from ebbtide.run.script import NOBODY, Actions, Saving, Script, Treatment
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.verify import Truth
@@ -92,7 +92,7 @@ class Conductor:
         self._outdated: list[CaptureMode] = []
         self._place = self._objects = 0
         self._event = 0
-        self._exact = self._whole = True
+        self._exact = self._alike = self._whole = True
         self._held: dict[int, weakref.ref[Holding]] = {}
         self._capture = CaptureMode(script.known, self._differs) if script.remakes else None
         self._calls = compiled_calls()
@@ -135,18 +135,19 @@ class Conductor:
 
     @property
     def finished(self) -> bool:
-        """Whether everything that the script expects has happened, as it expects it, from the beginning on."""
+        """Whether everything that the script expects has happened, as it expects it, from the beginning on. Tensors
+        that are small anyway, such as what a loss makes of the boxes in an image, may have been smaller."""
         return self.went_through and not self.differs
 
     @property
     def followed(self) -> bool:
-        """The same, but that tensors may have been smaller."""
+        """The same, but that any tensors may have been smaller."""
         return self._is_through() and not self.differs
 
     @property
     def went_through(self) -> bool:
         """The same as `finished`, but that ops may have been others."""
-        return self._exact and self._is_through()
+        return self._alike and self._is_through()
 
     def _is_through(self) -> bool:
         return self._whole and not self.left and self._event == len(self.script.expected)
@@ -364,9 +365,13 @@ class Conductor:
         if is_like(tensor, saving):
             return self._same_value(tensor, saving)
         if is_smaller(tensor, saving) and not (self._exact and self._match(number, tensor)):
-            self._exact = False
+            self._note_smaller(saving)
             return self._same_value(tensor, saving)
         return False
+
+    def _note_smaller(self, saving: Saving) -> None:
+        self._exact = False
+        self._alike = self._alike and saving.shape.numel() * saving.dtype.itemsize < LEAST_MOVED_BYTES
 
     def _same_value(self, tensor: torch.Tensor, saving: Saving) -> bool:
         """Whether a value that was saved before is saved again, if that is what the script expects."""
@@ -385,7 +390,8 @@ class Conductor:
         other = self._match(number, tensor) if self._exact and number >= 0 else None
         if other is None and self._exact and tensor is not None:
             other = self._library.larger(former, self._event, tensor)
-            self._exact = other is None
+            if other is not None:
+                self._note_smaller(other.script.savings[number])
         names = renumbered(former, other.script, count) if other is not None else None
         if other is None or names is None:
             return False
