@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from ebbtide.decisions import Plan
 from ebbtide.machine import Machine
 from ebbtide.plan import plain_peak_bytes
 from ebbtide.run.meter import PeakMeter
+from ebbtide.run.native import arena_library
 from ebbtide.run.roomy import has_largest, roomy
 from ebbtide.step import Step, check_step
 from ebbtide.structure import structure
@@ -85,6 +87,47 @@ def test_experts_that_take_other_rows_in_each_step(machine: Machine, tmp_path: P
     assert [(i, peak) for i, peak in enumerate(peaks) if planned[i] and peak > limit_bytes] == []
 
 
+class Boxes(nn.Module):
+    """Layers that are the same in each step, and a loss of as many boxes as there are in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
+
+    def forward(self, x: Tensor, step: int, boxes: int) -> Tensor:
+        h = x + self.layers(x)
+        rows = torch.randint(ROWS, (boxes,), generator=torch.Generator().manual_seed(step))
+        return h[:, :1][rows].tanh().mean() + h.square().mean()
+
+
+@pytest.mark.usefixtures("nothing_left", "quick_plans")
+@pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["moves", "recomputes"])
+def test_where_only_trifles_vary_one_plan_serves_with_places(machine: Machine, tmp_path: Path) -> None:
+    data = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    dice = random.Random(0)
+    boxes = [dice.randrange(20, 40) for _ in range(20)] + [dice.randrange(100, 200) for _ in range(20)]
+    plain, model = Boxes(), Boxes()
+    planned, places = [], []
+    with ebbtide.Budget("75%", spill=tmp_path, machine=machine) as memory:
+        for step, count in enumerate(boxes):
+            plain(data, step, count).backward()
+            planned.append(memory.state == "planned")
+            kind = memory._loop.expected
+            places.append(kind is not None and kind.places.serves)
+            with PeakMeter() as meter, memory.step():
+                model(data, step, count).backward()
+            for one, other in zip(gradients(plain), gradients(model), strict=True):
+                assert torch.equal(one, other)
+            planned[-1] = planned[-1] and not memory.measured[-1].left
+            assert memory.limit_bytes is None or not planned[-1] or meter.peak_bytes <= memory.limit_bytes
+        assert memory.plan is not None
+        assert memory.plan.binds
+    for settled in (planned, places) if arena_library() is not None else (planned,):
+        assert all(settled[10:20]), "kinds of steps were told by trifles"
+        assert all(settled[32:]), "no more room was made when there were more boxes"
+
+
 @pytest.mark.usefixtures("nothing_left")
 def test_where_there_is_no_plan_for_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_plans: Callable[..., Plan]
@@ -92,9 +135,9 @@ def test_where_there_is_no_plan_for_all(
     """Steps run by the safe policy where a plan with so much room cannot be made, and it is tried but once."""
     tried: list[int] = []
 
-    def huge(steps: Sequence[Step]) -> Step:
-        tried.append(len(steps))
-        step = roomy(steps)
+    def huge(steps: Sequence[Step], times: float = 1.0) -> Step:
+        tried.extend([len(steps)] if times == 1 else [])
+        step = roomy(steps, times)
         values = tuple(dataclasses.replace(value, size_bytes=100 * value.size_bytes) for value in step.values)
         return dataclasses.replace(step, values=values)
 

@@ -15,6 +15,8 @@ from ebbtide.run.forks import Library
 from ebbtide.run.held import Audited, Held
 from ebbtide.run.pace import Pace, without_slowdown
 from ebbtide.run.rehearsed import Rehearsed
+from ebbtide.run.roomy import varying_bytes
+from ebbtide.run.safe import LEAST_MOVED_BYTES
 from ebbtide.run.script import Script, signature, write_script
 from ebbtide.run.tiers.layouts import planned_places
 from ebbtide.run.tiers.pinned import PlannedPlaces
@@ -45,6 +47,7 @@ class Kind:
     Attributes:
         step: as observed; its durations are refined as planned steps run.
         samples: steps of other sizes each that this one stands for (see `ebbtide.run.roomy`); none if it was observed.
+        varies: whether the sizes differ of tensors that are not small anyway, so that steps take other blocks each.
         plan, script: None until planned.
         state: what the next step of this kind is for.
         banned: absences that must not be computed again: their recomputation was seen to differ.
@@ -60,6 +63,7 @@ class Kind:
     def __init__(self, step: Step, samples: Sequence[Step] = ()) -> None:
         self.step = step
         self.samples = tuple(samples)
+        self.varies = bool(samples) and max(varying_bytes(samples, step), default=0) >= LEAST_MOVED_BYTES
         self.calls_compiled = False
         self.key = hash(tuple(signature(saved) for saved in step.saved))
         self.plan: Plan | None = None
@@ -252,7 +256,7 @@ class Kind:
     @property
     def is_timed(self) -> bool:
         """Whether the next planned step is to be watched for its durations: not where each has other sizes."""
-        return not self.pace.done and not self.samples
+        return not self.pace.done and not self.varies
 
     def watch(self, machine: Machine, between: Sequence[float], verify: bool) -> None:
         """A step ran as planned: now and then refine the durations, and what the plan predicts from them; and plan anew

@@ -18,7 +18,8 @@ from ebbtide.run.drift import Drift
 from ebbtide.run.forks import Known, Library
 from ebbtide.run.gauges import likely_device
 from ebbtide.run.kinds import CHANGED_LOOKS, Kind
-from ebbtide.run.roomy import has_largest, roomy
+from ebbtide.run.roomy import has_largest, roomy, varying_bytes
+from ebbtide.run.safe import LEAST_MOVED_BYTES
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.tiers.choose import machine_on
 from ebbtide.step import Step
@@ -40,6 +41,9 @@ MOST_STRANGERS = 8
 planned for once they come again, or all at once if they differ in sizes alone."""
 MOST_SAMPLES = 16
 """Steps that such a plan is made from: more would tell little more of how sizes vary."""
+TRIFLES_SHARE, TRIFLES_TIMES = 0.01, 2.0
+"""Share of the limit that all tensors together may take that differ in size, if they are small, for kinds to be planned
+for as one, and how much larger than any that was seen they may be then."""
 _SETTLING_STEPS = 5
 _STEPS_BETWEEN_RESTS = 64
 """How often the resident size at rest is measured anew, in steps."""
@@ -258,14 +262,14 @@ class Loop:
         is_one_of_many = (
             kind.meetings == 1 and sum(other.meetings == 1 for other in self.kinds.values()) > MOST_STRANGERS
         )
-        if self._plan_for_all_like(kind, is_one_of_many) or is_one_of_many:
-            self.observations_left = 0
-            return
         if self.observations_left > 0 and len(self.kinds) == 1:
             return  # look once more, without the page faults of the first time
         if self.limit_bytes is None:
             assert self._fraction is not None
             self.limit_bytes = int(self._fraction * plain_peak_bytes(step))
+        if self._plan_for_all_like(kind, is_one_of_many) or is_one_of_many:
+            self.observations_left = 0
+            return
         limit_bytes = self.within
         assert limit_bytes is not None
         try:
@@ -292,16 +296,21 @@ class Loop:
 
     def _plan_for_all_like(self, kind: Kind, is_one_of_many: bool) -> bool:
         """Whether one plan serves from now on for all steps that differ from those of ``kind`` in sizes alone: where
-        there are many, and none has the largest tensors throughout, or where there is such a plan already."""
+        what differs is a trifle, where there are many, and none has the largest tensors throughout, or where there is
+        such a plan already."""
         limit_bytes = self.within
         like = [known for known in self.kinds.values() if known.structure == kind.structure]
         samples = [step for known in like for step in known.observed][-MOST_SAMPLES:]
         is_planned_for = any(known.samples for known in like)
         if limit_bytes is None or kind.structure in self._too_large or len(samples) < 2:
             return False
-        if not is_planned_for and (not is_one_of_many or has_largest(samples)):
-            return False
-        one = Kind(roomy(samples), samples)
+        room = roomy(samples, TRIFLES_TIMES)
+        varying = varying_bytes(samples, room)
+        if max(varying, default=0) >= LEAST_MOVED_BYTES or sum(varying) > TRIFLES_SHARE * limit_bytes:
+            if not is_planned_for and (not is_one_of_many or has_largest(samples)):
+                return False
+            room = roomy(samples)
+        one = Kind(room, samples)
         one.calls_compiled = kind.calls_compiled
         try:
             one.make_plan(self.machine, limit_bytes, self.verify)

@@ -2,7 +2,8 @@
 
 Experts take as many rows as they are sent, so that hardly two steps are of the same sizes, and no step is the largest
 in each of its tensors. What is planned for one as large as all of them, and with some room, holds for whatever steps
-come that are smaller: see NOTE [Leaving the plan] in `ebbtide.run.conductor`.
+come that are smaller: see NOTE [Leaving the plan] in `ebbtide.run.conductor`. Where images have each so many boxes in
+them, what a loss makes of the boxes varies, beside hundreds of larger tensors that do not: room for that costs nothing.
 """
 
 from __future__ import annotations
@@ -27,16 +28,24 @@ def has_largest(steps: Sequence[Step]) -> bool:
     return bool((sizes == sizes.max(axis=0)).all(axis=1).any())
 
 
-def roomy(steps: Sequence[Step]) -> Step:
+def varying_bytes(steps: Sequence[Step], room: Step) -> list[int]:
+    """How large values are in ``room``, which is what `roomy` made of ``steps``, that differ in size between them."""
+    sizes = _value_sizes(steps)
+    varying = np.flatnonzero(sizes.min(axis=0) < sizes.max(axis=0))
+    return [room.values[value].size_bytes for value in varying.tolist()]
+
+
+def roomy(steps: Sequence[Step], times: float = 1.0) -> Step:
     """A step as large as each of ``steps`` in each tensor, with room for others that vary as they do.
 
     Durations are medians. Saved tensors that vary have the shape of their largest, but for one dimension.
 
     Args:
         steps: two or more, of one structure (see `ebbtide.structure.structure`).
+        times: there is room for at least so many times the largest, where sizes differ.
     """
-    shapes = _roomy_shapes([[saved.shape for saved in step.saved] for step in steps])
-    sizes = _with_room(_value_sizes(steps))
+    shapes = _roomy_shapes([[saved.shape for saved in step.saved] for step in steps], times)
+    sizes = _with_room(_value_sizes(steps), times)
     for number, (saved, shape) in enumerate(zip(steps[0].saved, shapes, strict=True)):
         # A step whose saved tensors fit must fit all in all: a value has room for the largest tensor that may show it.
         per_element = max(s.values[saved.value].size_bytes / max(1, math.prod(s.saved[number].shape)) for s in steps)
@@ -54,8 +63,9 @@ def _value_sizes(steps: Sequence[Step]) -> NDArray[np.int64]:
     return np.array([[value.size_bytes for value in step.values] for step in steps], np.int64)
 
 
-def _with_room(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """By column the largest of all rows, and more where they differ: what a normal distribution hardly ever passes.
+def _with_room(numbers: NDArray[np.int64], times: float) -> NDArray[np.int64]:
+    """By column the largest of all rows, and more where they differ: what a normal distribution hardly ever passes, and
+    so many times the largest.
 
     A few rows tell little of how a column varies: it is taken to vary as all do on average, by share of its mean, or
     more if it does.
@@ -66,13 +76,14 @@ def _with_room(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         mean, deviation = numbers[:, varies].mean(axis=0), numbers[:, varies].std(axis=0, ddof=1)
         deviation = np.maximum(deviation, mean * np.sqrt(np.mean((deviation / mean) ** 2)))
         deviations = statistics.NormalDist().inv_cdf(1 - EXCEEDED_SHARE / np.count_nonzero(varies))
-        most[varies] = np.maximum(most[varies] + 1, np.ceil(mean + deviations * deviation).astype(np.int64))
+        least = np.maximum(most[varies] + 1, np.ceil(times * most[varies]).astype(np.int64))
+        most[varies] = np.maximum(least, np.ceil(mean + deviations * deviation).astype(np.int64))
     return most
 
 
-def _roomy_shapes(shapes: Sequence[Sequence[tuple[int, ...]]]) -> list[tuple[int, ...]]:
+def _roomy_shapes(shapes: Sequence[Sequence[tuple[int, ...]]], times: float) -> list[tuple[int, ...]]:
     """For each saved tensor, of each step's shapes the largest, longer in one of the dimensions that vary."""
-    elements = _with_room(np.array([list(map(math.prod, row)) for row in shapes], np.int64)).tolist()
+    elements = _with_room(np.array([list(map(math.prod, row)) for row in shapes], np.int64), times).tolist()
     return [_longer(column, room) for column, room in zip(zip(*shapes, strict=True), elements, strict=True)]
 
 

@@ -94,14 +94,14 @@ class Running:
             self._observe()
         else:
             library = loop.library
-            if loop.tunes and not kind.samples:
+            if loop.tunes and not kind.varies:
                 self._turn = held.begin()
             if self._state == "idle" and not kind.looks_closely(library):
                 self._light = LightWatch(next(iter(kind.step.saved), None))
                 push_hooks(self._light.pack, self._light.unpack)
             else:
                 self._conduct(kind, kind.script, kind.plan, library)
-        if kind is not None and not kind.samples and self._state in ("rehearse", *FINAL_STATES) and loop.tunes:
+        if kind is not None and not kind.varies and self._state in ("rehearse", *FINAL_STATES) and loop.tunes:
             self._places = kind.places
             # Under a meter, which is a dispatch mode, some ops take other blocks.
             self._places.begin(rehearses=self._meter is None)
@@ -283,7 +283,7 @@ class Running:
             kind.audited = Audited(peak, self._held)
         kind.audits += 1
         if kind.state == "audit" and (conductor.finished or kind.audits >= _AUDITS_OF_SMALLER):
-            rehearses = loop.tunes and arena_library() is not None and not kind.samples
+            rehearses = loop.tunes and arena_library() is not None and not kind.varies
             kind.state = "rehearse" if rehearses else "planned"
 
 
