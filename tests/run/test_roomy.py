@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from ebbtide.machine import Machine
 from ebbtide.plan import plain_peak_bytes
 from ebbtide.run.meter import PeakMeter
 from ebbtide.run.native import arena_library
-from ebbtide.run.roomy import has_largest, roomy
+from ebbtide.run.roomy import largest_of, roomy
 from ebbtide.step import Step, check_step
 from ebbtide.structure import structure
 from tests.plan.random_steps import KIB, Tape
@@ -135,14 +136,14 @@ def test_where_there_is_no_plan_for_all(
     """Steps run by the safe policy where a plan with so much room cannot be made, and it is tried but once."""
     tried: list[int] = []
 
-    def huge(steps: Sequence[Step], times: float = 1.0) -> Step:
-        tried.extend([len(steps)] if times == 1 else [])
-        step = roomy(steps, times)
+    def huge(steps: Sequence[Step], least: float = 1.0, most: float = math.inf) -> Step:
+        tried.extend([len(steps)] if least == 1 else [])
+        step = roomy(steps, least, most)
         values = tuple(dataclasses.replace(value, size_bytes=100 * value.size_bytes) for value in step.values)
         return dataclasses.replace(step, values=values)
 
     monkeypatch.setattr("ebbtide.run.loop.MOST_STRANGERS", 2)
-    monkeypatch.setattr("ebbtide.run.loop.roomy", huge)
+    monkeypatch.setattr("ebbtide.run.roomy.roomy", huge)
     data = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
     plain, model = Experts(), Experts()
     with ebbtide.Budget(int(0.9 * plain_peak(data)), spill=tmp_path, machine=FAST_DISK) as memory:
@@ -173,8 +174,8 @@ def chain(*rows: int, width: int = 256) -> Step:
 def test_structures() -> None:
     assert structure(chain(3, 5)) == structure(chain(7, 1))
     assert structure(chain(3, 5)) != structure(chain(3, 5, 7))
-    assert not has_largest([chain(3, 5), chain(4, 4)])
-    assert has_largest([chain(3, 5), chain(4, 6), chain(4, 2)])
+    assert largest_of([chain(3, 5), chain(4, 4)]) is None
+    assert largest_of([chain(3, 5), chain(4, 6), chain(4, 2)]) == chain(4, 6)
 
 
 @hypothesis.given(st.lists(st.tuples(*[st.integers(0, 300)] * 3), min_size=2, max_size=6), st.data())

@@ -18,8 +18,7 @@ from ebbtide.run.drift import Drift
 from ebbtide.run.forks import Known, Library
 from ebbtide.run.gauges import likely_device
 from ebbtide.run.kinds import CHANGED_LOOKS, Kind
-from ebbtide.run.roomy import has_largest, roomy, varying_bytes
-from ebbtide.run.safe import LEAST_MOVED_BYTES
+from ebbtide.run.roomy import MOST_SIZES, in_place_of, latest_and_largest
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.tiers.choose import machine_on
 from ebbtide.step import Step
@@ -39,11 +38,6 @@ MOST_KINDS = 256
 MOST_STRANGERS = 8
 """Kinds that came but once. Where there are more of them, each step may be another one, and a plan of no use: kinds are
 planned for once they come again, or all at once if they differ in sizes alone."""
-MOST_SAMPLES = 16
-"""Steps that such a plan is made from: more would tell little more of how sizes vary."""
-TRIFLES_SHARE, TRIFLES_TIMES = 0.01, 2.0
-"""Share of the limit that all tensors together may take that differ in size, if they are small, for kinds to be planned
-for as one, and how much larger than any that was seen they may be then."""
 _SETTLING_STEPS = 5
 _STEPS_BETWEEN_RESTS = 64
 """How often the resident size at rest is measured anew, in steps."""
@@ -296,32 +290,28 @@ class Loop:
 
     def _plan_for_all_like(self, kind: Kind, is_one_of_many: bool) -> bool:
         """Whether one plan serves from now on for all steps that differ from those of ``kind`` in sizes alone: where
-        what differs is a trifle, where there are many, and none has the largest tensors throughout, or where there is
-        such a plan already."""
+        what differs is a trifle, where there are many, or where there is such a plan already."""
         limit_bytes = self.within
         like = [known for known in self.kinds.values() if known.structure == kind.structure]
-        samples = [step for known in like for step in known.observed][-MOST_SAMPLES:]
-        is_planned_for = any(known.samples for known in like)
+        samples = latest_and_largest([step for known in like for step in known.observed])
         if limit_bytes is None or kind.structure in self._too_large or len(samples) < 2:
             return False
-        room = roomy(samples, TRIFLES_TIMES)
-        varying = varying_bytes(samples, room)
-        if max(varying, default=0) >= LEAST_MOVED_BYTES or sum(varying) > TRIFLES_SHARE * limit_bytes:
-            if not is_planned_for and (not is_one_of_many or has_largest(samples)):
-                return False
-            room = roomy(samples)
-        one = Kind(room, samples)
-        one.calls_compiled = kind.calls_compiled
-        try:
-            one.make_plan(self.machine, limit_bytes, self.verify)
-        except BudgetError:  # with so much room there is none: each runs by the safe policy
+        is_many = is_one_of_many or len(like) > MOST_SIZES or any(known.samples for known in like)
+        for step in in_place_of(samples, limit_bytes, is_many):
+            one = Kind(step, samples)
+            one.calls_compiled = kind.calls_compiled
+            try:
+                one.make_plan(self.machine, limit_bytes, self.verify)
+            except BudgetError:
+                continue
+            for known in like:
+                self._forget(known)
+            self.kinds[one.key] = one
+            self.met(one)
+            return True
+        if is_many:  # with so much room there is no plan: each runs by its own, or by the safe policy
             self._too_large.add(kind.structure)
-            return False
-        for known in like:
-            self._forget(known)
-        self.kinds[one.key] = one
-        self.met(one)
-        return True
+        return False
 
     def _stop_compiling(self, error: BudgetError) -> None:
         """A compiled graph needs all that it reads at once; its ops, one by one, may do with less."""

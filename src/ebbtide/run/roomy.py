@@ -11,21 +11,32 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ebbtide.plan import plain_peak_bytes
+from ebbtide.run.safe import LEAST_MOVED_BYTES
 from ebbtide.step import Op, Saved, Step, Value
 
 EXCEEDED_SHARE = 0.01
 """Share of steps that may turn out to be larger in some tensor, if sizes vary at random."""
+MOST_SIZES, MOST_TIMES = 4, 1.15
+"""Kinds that differ in sizes alone to plan for one by one; more, and there is one plan for all, with room for tensors
+so much larger than any that was seen, if one of the kinds has the largest throughout, as texts of other lengths do."""
+MOST_SAMPLES = 16
+"""Steps that such a plan is made from: more would tell little more of how sizes vary."""
+TRIFLES_SHARE, TRIFLES_TIMES = 0.01, 2.0
+"""Share of the limit that all tensors together may take that differ in size, if they are small, for kinds to be planned
+for as one, and how much larger than any that was seen they may be then."""
 
 
-def has_largest(steps: Sequence[Step]) -> bool:
-    """Whether one of ``steps``, of the same structure, is at least as large as all others in each value."""
+def largest_of(steps: Sequence[Step]) -> Step | None:
+    """The one of ``steps``, of the same structure, that is at least as large as all others in each value, if any is."""
     sizes = _value_sizes(steps)
-    return bool((sizes == sizes.max(axis=0)).all(axis=1).any())
+    found = np.flatnonzero((sizes == sizes.max(axis=0)).all(axis=1))
+    return steps[found[0]] if len(found) else None
 
 
 def varying_bytes(steps: Sequence[Step], room: Step) -> list[int]:
@@ -35,17 +46,17 @@ def varying_bytes(steps: Sequence[Step], room: Step) -> list[int]:
     return [room.values[value].size_bytes for value in varying.tolist()]
 
 
-def roomy(steps: Sequence[Step], times: float = 1.0) -> Step:
+def roomy(steps: Sequence[Step], least: float = 1.0, most: float = math.inf) -> Step:
     """A step as large as each of ``steps`` in each tensor, with room for others that vary as they do.
 
     Durations are medians. Saved tensors that vary have the shape of their largest, but for one dimension.
 
     Args:
         steps: two or more, of one structure (see `ebbtide.structure.structure`).
-        times: there is room for at least so many times the largest, where sizes differ.
+        least, most: where sizes differ, there is room for at least and at most so many times the largest.
     """
-    shapes = _roomy_shapes([[saved.shape for saved in step.saved] for step in steps], times)
-    sizes = _with_room(_value_sizes(steps), times)
+    shapes = _roomy_shapes([[saved.shape for saved in step.saved] for step in steps], least, most)
+    sizes = _with_room(_value_sizes(steps), least, most)
     for number, (saved, shape) in enumerate(zip(steps[0].saved, shapes, strict=True)):
         # A step whose saved tensors fit must fit all in all: a value has room for the largest tensor that may show it.
         per_element = max(s.values[saved.value].size_bytes / max(1, math.prod(s.saved[number].shape)) for s in steps)
@@ -59,31 +70,53 @@ def roomy(steps: Sequence[Step], times: float = 1.0) -> Step:
     )
 
 
+def latest_and_largest(steps: Sequence[Step]) -> list[Step]:
+    """Of steps that differ in sizes alone, those that tell how sizes vary now, and the largest of all."""
+    largest = max(steps, key=plain_peak_bytes, default=None)
+    latest = list(steps[-MOST_SAMPLES:])
+    return latest if largest is None or any(step is largest for step in latest) else [largest, *latest[1:]]
+
+
+def in_place_of(samples: Sequence[Step], limit_bytes: int, is_many: bool) -> Iterator[Step]:
+    """Steps to plan for in the place of all ``samples``, the one with most room first; none where they are few, unless
+    it is trifles that vary."""
+    room = roomy(samples, least=TRIFLES_TIMES)
+    varying = varying_bytes(samples, room)
+    if max(varying, default=0) < LEAST_MOVED_BYTES and sum(varying) <= TRIFLES_SHARE * limit_bytes:
+        yield room
+    elif is_many:
+        largest = largest_of(samples)
+        yield roomy(samples, most=MOST_TIMES if largest is not None else math.inf)
+        if largest is not None:
+            yield largest
+
+
 def _value_sizes(steps: Sequence[Step]) -> NDArray[np.int64]:
     return np.array([[value.size_bytes for value in step.values] for step in steps], np.int64)
 
 
-def _with_room(numbers: NDArray[np.int64], times: float) -> NDArray[np.int64]:
-    """By column the largest of all rows, and more where they differ: what a normal distribution hardly ever passes, and
-    so many times the largest.
+def _with_room(numbers: NDArray[np.int64], least: float, most: float) -> NDArray[np.int64]:
+    """By column the largest of all rows, and more where they differ: what a normal distribution hardly ever passes, but
+    at least and at most so many times the largest.
 
     A few rows tell little of how a column varies: it is taken to vary as all do on average, by share of its mean, or
     more if it does.
     """
-    most: NDArray[np.int64] = numbers.max(axis=0)
-    varies = numbers.min(axis=0) < most
+    room: NDArray[np.int64] = numbers.max(axis=0)
+    varies = numbers.min(axis=0) < room
     if varies.any():
+        largest = room[varies]
         mean, deviation = numbers[:, varies].mean(axis=0), numbers[:, varies].std(axis=0, ddof=1)
         deviation = np.maximum(deviation, mean * np.sqrt(np.mean((deviation / mean) ** 2)))
         deviations = statistics.NormalDist().inv_cdf(1 - EXCEEDED_SHARE / np.count_nonzero(varies))
-        least = np.maximum(most[varies] + 1, np.ceil(times * most[varies]).astype(np.int64))
-        most[varies] = np.maximum(least, np.ceil(mean + deviations * deviation).astype(np.int64))
-    return most
+        enough = np.clip(mean + deviations * deviation, least * largest, most * largest)
+        room[varies] = np.maximum(largest + 1, np.ceil(enough).astype(np.int64))
+    return room
 
 
-def _roomy_shapes(shapes: Sequence[Sequence[tuple[int, ...]]], times: float) -> list[tuple[int, ...]]:
+def _roomy_shapes(shapes: Sequence[Sequence[tuple[int, ...]]], least: float, most: float) -> list[tuple[int, ...]]:
     """For each saved tensor, of each step's shapes the largest, longer in one of the dimensions that vary."""
-    elements = _with_room(np.array([list(map(math.prod, row)) for row in shapes], np.int64), times).tolist()
+    elements = _with_room(np.array([list(map(math.prod, row)) for row in shapes], np.int64), least, most).tolist()
     return [_longer(column, room) for column, room in zip(zip(*shapes, strict=True), elements, strict=True)]
 
 
