@@ -129,6 +129,47 @@ def test_where_only_trifles_vary_one_plan_serves_with_places(machine: Machine, t
         assert all(settled[32:]), "no more room was made when there were more boxes"
 
 
+class Words(Boxes):
+    """The same layers, and a large head for as many words as are masked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 8 * WIDTH)
+
+    def forward(self, x: Tensor, step: int, words: int) -> Tensor:
+        h = x + self.layers(x)
+        rows = torch.randint(ROWS, (words,), generator=torch.Generator().manual_seed(step))
+        loss: Tensor = self.head(h[rows]).logsumexp(-1).mean()
+        return loss
+
+
+@pytest.mark.usefixtures("nothing_left", "quick_plans")
+@pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["moves", "recomputes"])
+def test_more_than_four_sizes_share_a_plan_though_one_is_the_largest(machine: Machine, tmp_path: Path) -> None:
+    data = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    dice = random.Random(0)
+    plain, model = Words(), Words()
+    with PeakMeter() as meter:
+        plain(data, 0, 140).backward()
+    plain.zero_grad()
+    limit_bytes = int(0.8 * meter.peak_bytes)
+    planned = []
+    with ebbtide.Budget(limit_bytes, spill=tmp_path, machine=machine) as memory:
+        for step in range(40):
+            words = dice.randrange(100, 140)
+            plain(data, step, words).backward()
+            planned.append(memory.state == "planned")
+            with PeakMeter() as meter, memory.step():
+                model(data, step, words).backward()
+            for one, other in zip(gradients(plain), gradients(model), strict=True):
+                assert torch.equal(one, other)
+            planned[-1] = planned[-1] and not memory.measured[-1].left
+            assert not planned[-1] or meter.peak_bytes <= limit_bytes
+        assert memory.plan is not None
+        assert memory.plan.binds
+    assert planned[-12:].count(True) >= 11
+
+
 @pytest.mark.usefixtures("nothing_left")
 def test_where_there_is_no_plan_for_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_plans: Callable[..., Plan]

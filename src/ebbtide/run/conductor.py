@@ -370,6 +370,7 @@ class Conductor:
         return False
 
     def _note_smaller(self, saving: Saving) -> None:
+        """A tensor is smaller than expected: the step is still like the planned one if what was expected is small."""
         self._exact = False
         self._alike = self._alike and saving.shape.numel() * saving.dtype.itemsize < LEAST_MOVED_BYTES
 

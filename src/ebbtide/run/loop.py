@@ -293,9 +293,9 @@ class Loop:
         what differs is a trifle, where there are many, or where there is such a plan already."""
         limit_bytes = self.within
         like = [known for known in self.kinds.values() if known.structure == kind.structure]
-        samples = latest_and_largest([step for known in like for step in known.observed])
-        if limit_bytes is None or kind.structure in self._too_large or len(samples) < 2:
+        if limit_bytes is None or kind.structure in self._too_large or len(like) < 2:
             return False
+        samples = latest_and_largest([step for known in like for step in known.observed])
         is_many = is_one_of_many or len(like) > MOST_SIZES or any(known.samples for known in like)
         for step in in_place_of(samples, limit_bytes, is_many):
             one = Kind(step, samples)

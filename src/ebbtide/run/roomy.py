@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ebbtide.plan import plain_peak_bytes
 from ebbtide.run.safe import LEAST_MOVED_BYTES
 from ebbtide.step import Op, Saved, Step, Value
 
@@ -72,9 +71,9 @@ def roomy(steps: Sequence[Step], least: float = 1.0, most: float = math.inf) -> 
 
 def latest_and_largest(steps: Sequence[Step]) -> list[Step]:
     """Of steps that differ in sizes alone, those that tell how sizes vary now, and the largest of all."""
-    largest = max(steps, key=plain_peak_bytes, default=None)
+    largest = max(steps, key=lambda step: sum(value.size_bytes for value in step.values))
     latest = list(steps[-MOST_SAMPLES:])
-    return latest if largest is None or any(step is largest for step in latest) else [largest, *latest[1:]]
+    return latest if any(step is largest for step in latest) else [largest, *latest[1:]]
 
 
 def in_place_of(samples: Sequence[Step], limit_bytes: int, is_many: bool) -> Iterator[Step]:
