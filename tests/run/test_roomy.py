@@ -71,11 +71,12 @@ def test_experts_that_take_other_rows_in_each_step(machine: Machine, tmp_path: P
     data = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
     limit_bytes = int(0.75 * plain_peak(data))
     plain, model = Experts(), Experts()
-    planned, peaks = [], []
+    planned, places, peaks = [], [], []
     with ebbtide.Budget(limit_bytes, spill=tmp_path, machine=machine) as memory:
         for step in range(48):
             plain(data, step).backward()
-            state = memory.state
+            state, kind = memory.state, memory._loop.expected
+            places.append(kind is not None and kind.places.serves)
             with PeakMeter() as meter, memory.step():
                 model(data, step).backward()
             for one, other in zip(gradients(plain), gradients(model), strict=True):
@@ -85,6 +86,7 @@ def test_experts_that_take_other_rows_in_each_step(machine: Machine, tmp_path: P
         settled = memory.settled
     assert sum(planned[-16:]) >= 14, "hardly a step has no room in the plan"
     assert settled
+    assert arena_library() is None or sum(places[-16:]) >= 14, "blocks have no places where their sizes vary"
     assert [(i, peak) for i, peak in enumerate(peaks) if planned[i] and peak > limit_bytes] == []
 
 

@@ -73,7 +73,7 @@ class Kind:
         self.audited_peak_bytes: int | None = None
         self.audited: Audited | None = None
         self.pace = Pace()
-        self.places = Rehearsed()
+        self.places = Rehearsed(varies=self.varies)
         self._more_times = 0
         self.follower, self.last_met, self.meetings, self.audits = self, -1, 0, 0
         self._idle_steps = self._counts = 0

@@ -6,20 +6,19 @@ is taken and given back. From that `ebbtide.place` works out where each block li
 hardly more memory than it has bytes alive: a page is touched once and then used again and again, none is given back
 and faulted in anew; and of such layouts one in which the threads that compute find most lines in their own caches.
 Blocks that ops take and never write to lie beyond all others, and cost addresses only. A step that strays from what was
-rehearsed takes what it needs elsewhere, and is rehearsed again.
+rehearsed takes what it needs elsewhere, and is rehearsed again. Where sizes vary from step to step, a number of steps
+are rehearsed, and what varies has room: see `ebbtide.run.recordings`.
 """
 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ebbtide.place import Block, Layout, keep_local, place
-from ebbtide.place.layout import FOREVER, Ints
+from ebbtide.place.layout import Ints
 from ebbtide.run.native import arena_library
-
-Bools = npt.NDArray[np.bool_]
+from ebbtide.run.recordings import Recording, expected
 
 STRAY_SHARE = 0.02
 """Share of a step's footprint that may lie outside its region: more, and the step strayed."""
@@ -31,22 +30,29 @@ HUGE_PAGE_BYTES = 2 << 20
 """What lies on one of these becomes resident together."""
 FAILURES = 4
 """Rehearsals of no use, one after the other, before it is given up: each step takes other blocks."""
+ENOUGH, MOST_RECORDINGS = 4, 16
+"""Where sizes vary: steps that are rehearsed, of the same order of blocks, and how many there are at most of any."""
 
 
 class Rehearsed:
     """Records steps of one kind, then gives their blocks planned places.
+
+    Args:
+        varies: whether blocks are of other sizes in each step.
 
     Attributes:
         layout: the planned places of what is written to; None until a step was rehearsed, and while it is to be
             rehearsed again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, varies: bool = False) -> None:
         self.layout: Layout | None = None
+        self._enough, self._most = (ENOUGH, MOST_RECORDINGS) if varies else (1, 1)
+        self._recordings: list[Recording] = []
         self._recording = False
         self._strays = 0
         self._failures = 0
-        self._sizes = self._offsets = np.zeros(0, dtype=np.int64)
+        self._least = self._sizes = self._offsets = np.zeros(0, dtype=np.int64)
         self._start = 0
 
     @property
@@ -56,6 +62,10 @@ class Rehearsed:
 
     def forget(self) -> None:
         """Steps will take other blocks from now on: the next one is rehearsed again, and needs none of these pages."""
+        self._recordings.clear()
+        self._give_up_places()
+
+    def _give_up_places(self) -> None:
         arena = arena_library()
         if arena is not None and self.layout is not None:
             arena.ebbtide_arena_trim(1)
@@ -69,7 +79,8 @@ class Rehearsed:
         if self.layout is not None:
             if arena.ebbtide_arena_left_outside() > SLACK_SHARE * self.layout.footprint_bytes:
                 arena.ebbtide_arena_trim(0)  # the places of whatever ran since, or lived on when the last step ended
-            pointers = self._sizes.ctypes.data, self._offsets.ctypes.data
+            columns = self._least, self._sizes, self._offsets
+            pointers = (column.ctypes.data for column in columns)
             arena.ebbtide_arena_follow(*pointers, len(self._sizes), self._start, self.layout.footprint_bytes)
             return
         arena.ebbtide_arena_leave_regions()
@@ -97,7 +108,7 @@ class Rehearsed:
             return
         self._strays += exact
         if self._strays >= STRAYS:
-            self.forget()
+            self._give_up_places()
             self._strays = 0
             self._failures += 1
             return
@@ -106,28 +117,30 @@ class Rehearsed:
         arena.ebbtide_arena_trim(0)
 
     def _learn(self) -> None:
+        self._recordings = [*self._recordings, Recording.taken()][-self._most :]
+        found = expected(self._recordings, self._enough)
+        if found is None:
+            self._failures += len(self._recordings) == self._most
+            return
+        layout, offsets, reach_bytes = _spread(found.blocks)
         arena = arena_library()
         assert arena is not None
-        count = arena.ebbtide_arena_recorded(None, None, None, None, 0)
-        columns = np.zeros((4, count), dtype=np.int64)
-        arena.ebbtide_arena_recorded(*(column.ctypes.data for column in columns), count)
-        sizes, born, dies, written = columns
-        dies[dies < 0] = FOREVER
-        blocks = [Block(*block) for block in zip(sizes.tolist(), born.tolist(), dies.tolist(), strict=True)]
-        layout, offsets, reach_bytes = _spread(blocks, written.astype(bool))
         self._start = arena.ebbtide_arena_new_region(reach_bytes)
         if self._start:
-            self._sizes, self._offsets = sizes, offsets
+            self._least, self._sizes, self._offsets = found.least, found.blocks.sizes, offsets
             self.layout = layout
             arena.ebbtide_arena_trim(1)  # nobody reuses what the rehearsed step took
 
 
-def _spread(blocks: list[Block], written: Bools) -> tuple[Layout, Ints, int]:
+def _spread(recording: Recording) -> tuple[Layout, Ints, int]:
     """Places for all blocks, those that nobody writes to above all others, on pages that never become resident.
 
     Returns:
         The layout of the blocks that are written to, the offsets of all, and the end of the highest block.
     """
+    columns = recording.sizes, recording.born, recording.dies
+    blocks = [Block(*block) for block in zip(*(column.tolist() for column in columns), strict=True)]
+    written = recording.written
     written_blocks = [block for block, touched in zip(blocks, written, strict=True) if touched]
     layout = keep_local(written_blocks, place(written_blocks), torch.get_num_threads())
     ghosts = place([block for block, touched in zip(blocks, written, strict=True) if not touched])

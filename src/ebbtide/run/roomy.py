@@ -38,6 +38,17 @@ def largest_of(steps: Sequence[Step]) -> Step | None:
     return steps[found[0]] if len(found) else None
 
 
+def sizes_with_room(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """By column what has room for each of ``sizes`` and for others that vary as they do; no more than `MOST_TIMES` the
+    largest if one row has the largest throughout. What does not vary has no room.
+
+    Args:
+        sizes: one row for each step, of the same things in each.
+    """
+    is_one_largest = bool((sizes == sizes.max(axis=0)).all(axis=1).any())
+    return _with_room(sizes, 1.0, MOST_TIMES if is_one_largest else math.inf)
+
+
 def varying_bytes(steps: Sequence[Step], room: Step) -> list[int]:
     """How large values are in ``room``, which is what `roomy` made of ``steps``, that differ in size between them."""
     sizes = _value_sizes(steps)

@@ -101,7 +101,7 @@ class Running:
                 push_hooks(self._light.pack, self._light.unpack)
             else:
                 self._conduct(kind, kind.script, kind.plan, library)
-        if kind is not None and not kind.varies and self._state in ("rehearse", *FINAL_STATES) and loop.tunes:
+        if kind is not None and self._state in ("rehearse", *FINAL_STATES) and loop.tunes:
             self._places = kind.places
             # Under a meter, which is a dispatch mode, some ops take other blocks.
             self._places.begin(rehearses=self._meter is None)
@@ -192,10 +192,16 @@ class Running:
             self._meter.leave()
         self._held = held.end(self._turn)
         if self._places is not None:
-            went_through = self._conductor.finished if self._conductor is not None else self._light is not None
-            self._places.end(exact=went_through and self._meter is None)
+            self._places.end(exact=self._went_through() and self._meter is None)
         if self._light is None or self._light.watching:
             pop_hooks()
+
+    def _went_through(self) -> bool:
+        """Whether the step has taken the blocks that steps of its kind take."""
+        if self._conductor is None:
+            return self._light is not None
+        varies = self._kind is not None and self._kind.varies
+        return self._conductor.followed if varies else self._conductor.finished
 
     def _note(self, ended: Any) -> None:
         loop, kind, conductor = self._loop, self._kind, self._conductor
@@ -267,7 +273,7 @@ class Running:
             return  # what else there is to find out begins with the step
         elif peak is not None:
             self._note_audit(kind, conductor, peak)
-        elif self._state == "rehearse" and conductor.finished:
+        elif self._state == "rehearse" and self._went_through():
             kind.state = "planned"
 
     def _note_audit(self, kind: Kind, conductor: Conductor, peak: int) -> None:
@@ -283,7 +289,7 @@ class Running:
             kind.audited = Audited(peak, self._held)
         kind.audits += 1
         if kind.state == "audit" and (conductor.finished or kind.audits >= _AUDITS_OF_SMALLER):
-            rehearses = loop.tunes and arena_library() is not None and not kind.varies
+            rehearses = loop.tunes and arena_library() is not None
             kind.state = "rehearse" if rehearses else "planned"
 
 

@@ -46,7 +46,7 @@ def arena_library() -> ctypes.CDLL | None:
     library.ebbtide_arena_count.restype = ctypes.c_int64
     library.ebbtide_arena_most_counted.argtypes = [ctypes.c_int64, *[ctypes.POINTER(ctypes.c_size_t)] * 2]
     library.ebbtide_arena_follow.restype = None
-    library.ebbtide_arena_follow.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_size_t] * 3
+    library.ebbtide_arena_follow.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_size_t] * 3
     for name in ("unfollow", "mark", "most", "left_outside"):
         getattr(library, f"ebbtide_arena_{name}").restype = ctypes.c_size_t
     return library

@@ -128,11 +128,11 @@ std::size_t ebbtide_arena_recorded(std::int64_t* sizes, std::int64_t* born, std:
 
 Address ebbtide_arena_new_region(std::size_t size) { return arena().new_region(size); }
 
-// From now on put the n-th block at `start + offsets[n]` if it has `sizes[n]` bytes. Those that are written to lie in
-// `start + [0, written)`.
-void ebbtide_arena_follow(const std::int64_t* sizes, const std::int64_t* offsets, std::size_t count, Address start,
-                          std::size_t written) {
-  arena().follow(sizes, offsets, count, start, written);
+// From now on put the n-th block at `start + offsets[n]` if it has `least[n]` to `most[n]` bytes. Those that are written
+// to lie in `start + [0, written)`.
+void ebbtide_arena_follow(const std::int64_t* least, const std::int64_t* most, const std::int64_t* offsets,
+                          std::size_t count, Address start, std::size_t written) {
+  arena().follow(least, most, offsets, count, start, written);
 }
 
 // Place blocks freely again. Returns the bytes that were not put where the plan wanted them.

@@ -7,9 +7,10 @@
 // Smaller blocks are the default allocator's business.
 //
 // A step that repeats itself can do better than best fit. `record` writes down which blocks it takes and when they go;
-// whoever reads that works out a place for each of them, and with `follow` the n-th block goes to its place. A block of
-// another size than expected, or one whose place is taken, goes outside the region of the planned places, so that it
-// spoils no other one's; but in a step that has lost its way there is nothing to spoil, and it takes the region's pages.
+// whoever reads that works out a place for each of them, and with `follow` the n-th block goes to its place, which may
+// have room for blocks of other sizes, too. A block of another size than expected, or one whose place is taken, goes
+// outside the region of the planned places, so that it spoils no other one's; but in a step that has lost its way there
+// is nothing to spoil, and it takes the region's pages.
 //
 // Regions have the upper half of the addresses to themselves. Where steps of several kinds take turns, those of all of
 // them begin at the same address, and have the same pages. If what outlives a step is in the way of that, a region lies
@@ -72,7 +73,7 @@ struct Change {
 };
 
 struct Planned {
-  std::size_t size;
+  std::size_t least, most;  // sizes that may lie there
   Address place;
 };
 
@@ -153,11 +154,11 @@ struct Arena {
   // The place that the plan has for the next block, if it is free.
   void* take_planned(std::size_t size, std::size_t alignment, std::size_t offset) {
     for (std::size_t i = next; i < plan.size() && i < next + kLookahead; ++i) {
-      if (plan[i].size != size) continue;
+      if (size < plan[i].least || size > plan[i].most) continue;
       next = i + 1;
-      Address at = plan[i].place;
+      Address at = place(plan[i].place, alignment, offset);
       auto hole = holes.upper_bound(at);
-      if (at % alignment != offset || hole == holes.begin()) break;
+      if (at + size > plan[i].place + plan[i].most || hole == holes.begin()) break;
       --hole;
       if (hole->first + hole->second < at + size) break;
       return carve(hole, at, size);
@@ -329,8 +330,8 @@ struct Arena {
     return start;
   }
 
-  void follow(const std::int64_t* sizes, const std::int64_t* offsets, std::size_t count, Address start,
-              std::size_t written) {
+  void follow(const std::int64_t* least, const std::int64_t* most, const std::int64_t* offsets, std::size_t count,
+              Address start, std::size_t written) {
     std::lock_guard<std::mutex> guard(lock);
     for (auto& [bytes, steps] : staying) --steps;
     std::erase_if(staying, [](const auto& size) { return size.second == 0; });
@@ -343,7 +344,9 @@ struct Arena {
     regions_idle = false;
     written_end = start + written;
     plan.resize(count);
-    for (std::size_t i = 0; i < count; ++i) plan[i] = {std::size_t(sizes[i]), start + Address(offsets[i])};
+    for (std::size_t i = 0; i < count; ++i) {
+      plan[i] = {std::size_t(least[i]), std::size_t(most[i]), start + Address(offsets[i])};
+    }
     next = astray = 0;
     following = true;
   }
