@@ -75,7 +75,9 @@ def run(places: Rehearsed, sizes: Sequence[int]) -> list[int]:
     for number, size in enumerate(sizes):
         block = torch.full((size,), number % 251, dtype=torch.uint8)
         seen.append(block.data_ptr())
-        assert not any(other.data_ptr() < seen[-1] + size and seen[-1] < other.data_ptr() + len(other) for other in alive)
+        assert not any(
+            other.data_ptr() < seen[-1] + size and seen[-1] < other.data_ptr() + len(other) for other in alive
+        )
         alive = [*alive[-2:], block]
     assert all(bool((block == block[0]).all()) for block in alive)
     del alive, block
@@ -121,13 +123,11 @@ def test_blocks_too_small_for_the_arena_are_left_out(places: Rehearsed) -> None:
 def test_larger_steps_are_rehearsed_and_all_have_places_then(places: Rehearsed) -> None:
     for share in (0.4, 0.45, 0.5, 0.5):
         run(places, scaled(2, share))
-    for _ in range(STRAYS):
-        assert places.serves
-        run(places, scaled(2, 1.0))
-    assert not places.serves
-    run(places, scaled(2, 1.0))
-    assert places.serves
-    large = run(places, scaled(2, 1.0))
+    served = []
+    for _ in range(STRAYS + 2):
+        served.append(places.serves)
+        large = run(places, scaled(2, 1.0))
+    assert served == [*[True] * STRAYS, False, True]
     assert run(places, scaled(2, 0.45)) == large
 
 

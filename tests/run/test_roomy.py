@@ -172,6 +172,34 @@ def test_more_than_four_sizes_share_a_plan_though_one_is_the_largest(machine: Ma
     assert planned[-12:].count(True) >= 11
 
 
+@pytest.mark.usefixtures("nothing_left", "quick_plans")
+def test_what_the_plan_has_room_for_is_not_planned_for_again(tmp_path: Path) -> None:
+    data = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    model = Words()
+    with PeakMeter() as meter:
+        model(data, 0, 140).backward()
+    model.zero_grad()
+    with ebbtide.Budget(int(0.8 * meter.peak_bytes), spill=tmp_path, machine=FAST_DISK) as memory:
+
+        def step(number: int, words: int) -> None:
+            with memory.step():
+                model(data, number, words).backward()
+
+        for number in range(30):
+            step(number, 100 + number % 10)
+        assert memory.state == "planned"
+        kinds, kind, plan = list(memory._loop.kinds.values()), memory._loop.current, memory.plan
+        memory._loop.observations_left = 1
+        step(30, 95)
+        assert memory.measured[-1].state == "observe"
+        assert (list(memory._loop.kinds.values()), memory.plan, memory.state) == (kinds, plan, "planned")
+        memory._loop.observations_left = 1
+        step(31, 140)
+        assert memory.measured[-1].state == "observe"
+        assert memory.plan is not plan
+        assert kind not in memory._loop.kinds.values()
+
+
 @pytest.mark.usefixtures("nothing_left")
 def test_where_there_is_no_plan_for_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_plans: Callable[..., Plan]

@@ -15,7 +15,7 @@ from ebbtide.run.forks import Library
 from ebbtide.run.held import Audited, Held
 from ebbtide.run.pace import Pace, without_slowdown
 from ebbtide.run.rehearsed import Rehearsed
-from ebbtide.run.roomy import varying_bytes
+from ebbtide.run.roomy import fits, varying_bytes
 from ebbtide.run.safe import LEAST_MOVED_BYTES
 from ebbtide.run.script import Script, signature, write_script
 from ebbtide.run.tiers.layouts import planned_places
@@ -93,6 +93,12 @@ class Kind:
         if self._structure is None:
             self._structure = structure(self.observed[0])
         return self._structure
+
+    def has_room_for(self, other: Kind) -> bool:
+        """Whether steps of the other kind are among those that the plan was made for: of the same structure, and no
+        larger in anything."""
+        is_like = other.structure == self.structure and (self.calls_compiled or not other.calls_compiled)
+        return bool(self.samples) and self.plan is not None and is_like and fits(other.step, self.step)
 
     def observed_again(self, step: Step, *, calls_compiled: bool = False) -> None:
         """Take the later observation, since the first step of a loop makes gradients and optimizer state that later

@@ -242,6 +242,12 @@ class Loop:
         """A step was observed: plan it, or take it as a second look at a known kind."""
         self.observations_left = max(0, self.observations_left - 1)
         seen = Kind(step)
+        seen.calls_compiled = calls_compiled
+        roomy = next((known for known in self.kinds.values() if known.has_room_for(seen)), None)
+        if roomy is not None:
+            self.met(roomy)
+            self._vain_looks += 1
+            return
         kind = self.kinds.setdefault(seen.key, seen)
         self.met(kind)
         if kind.plan is not None:

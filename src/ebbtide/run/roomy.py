@@ -38,6 +38,16 @@ def largest_of(steps: Sequence[Step]) -> Step | None:
     return steps[found[0]] if len(found) else None
 
 
+def fits(step: Step, room: Step) -> bool:
+    """Whether a step is at most as large as ``room``, of the same structure, in each value, saved tensor and workspace;
+    ``room`` may hold values besides."""
+    return (
+        all(a.size_bytes <= b.size_bytes for a, b in zip(step.values, room.values, strict=False))
+        and all(math.prod(a.shape) <= math.prod(b.shape) for a, b in zip(step.saved, room.saved, strict=True))
+        and all(a.workspace_bytes <= b.workspace_bytes for a, b in zip(step.ops, room.ops, strict=True))
+    )
+
+
 def sizes_with_room(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
     """By column what has room for each of ``sizes`` and for others that vary as they do; no more than `MOST_TIMES` the
     largest if one row has the largest throughout. What does not vary has no room.
