@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+import ebbtide
 from ebbtide.decisions import Recompute
+from ebbtide.errors import RecipeError
 from ebbtide.observe.schema import operator_info
 from ebbtide.run.calls import KnownOp, capture
 from ebbtide.run.holdings import Holding
@@ -97,3 +100,58 @@ def test_cudnn_updates_running_statistics_once(tmp_path: Path) -> None:
 def test_statistics_over_devices_are_gathered_once(name: str) -> None:
     """Synchronised batch norm writes them, and its schema says nothing of it."""
     assert operator_info(getattr(torch.ops.aten, name).default).replay == "opaque"
+
+
+class Scale(nn.Module):
+    """Its parameter has no memory between its forward and its backward pass, as where parameters are sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(256, 128))
+        self.shard = torch.empty(0)
+        self.register_full_backward_pre_hook(lambda _module, _gradients: self.gather())
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = x * self.scale
+        self.shard = self.scale.detach().clone()
+        self.scale.untyped_storage().resize_(0)
+        return scaled
+
+    def gather(self) -> None:
+        self.scale.untyped_storage().resize_(4 * self.scale.numel())
+        with torch.no_grad(), _unsafe_preserve_version_counter(self.scale):
+            self.scale.copy_(self.shard)
+
+
+class Sharded(Program):
+    """What is saved of a scaled tensor is wanted before the scale is there again."""
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(*(part for _ in range(4) for part in (Scale(), nn.GELU(), nn.Linear(128, 128), nn.Tanh())))
+
+    def loss(self, index: int) -> Tensor:
+        loss: Tensor = self.model(self.data(index, 256, 128).requires_grad_()).square().mean()
+        return loss
+
+
+@pytest.mark.usefixtures("nothing_left", "quick_plans")
+@pytest.mark.parametrize("verify", [True, False])
+def test_what_reads_emptied_storages_is_never_run_again(verify: bool, tmp_path: Path) -> None:
+    def prepare(memory: ebbtide.Budget) -> None:
+        memory._loop.verify = verify
+
+    trial = run_within(Sharded, run_plain(Sharded), "60%", SLOW_DISK, tmp_path, prepare)
+    assert trial.states[-1] == "planned"
+    assert not trial.banned
+    assert any(isinstance(decision, Recompute) for decision in trial.decisions)
+
+
+def test_a_leaf_that_was_emptied_is_no_leaf() -> None:
+    external = torch.ones(4)
+    known = KnownOp("aten.mul.Tensor", (0,), (1,), (), frozenset({0}), batch_norm=False)
+    call, _ = capture(torch.ops.aten.mul.Tensor, (external, 2.0), {}, known)
+    recipe = Recipe(1, [call], {}, ())
+    assert torch.equal(recipe.replay(), external * 2)
+    external.untyped_storage().resize_(0)
+    with pytest.raises(RecipeError, match="memory taken from it"):
+        recipe.replay()

@@ -60,6 +60,12 @@ class StorageRecord:
         self.cdata = cdata
         self.reference: weakref.ref[torch.UntypedStorage] | None = None
 
+    @property
+    def is_emptied(self) -> bool:
+        """Whether it lives, and somebody has taken its memory from it."""
+        storage = self.reference() if self.reference is not None else None
+        return storage is not None and self.size_bytes > 0 and not storage.nbytes()
+
 
 class Ledger:
     """Counts live bytes, exactly: external storages for as long as the ledger runs, made ones until they die.

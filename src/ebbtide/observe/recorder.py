@@ -11,6 +11,8 @@ NOTE [What is a value, and when does it die]
    again, if the graph is kept for another backward pass. What hooks give it must be a tensor of its own for that.
 5. A saved storage that was moved out under the safe policy (and so died) is the same value still: it lives until the
    last saved tensor that shows it is dropped and its restored storage has died.
+6. Whoever shards parameters empties their storages between the forward and the backward pass, by no op. What reads such
+   a storage is never run again. They are looked for as autograd first asks for something, and in the end.
 """
 
 from __future__ import annotations
@@ -89,6 +91,7 @@ class Recorder(DispatchMode):
         self._storages: list[SeenStorage] = []
         self._no_storage: SeenStorage | None = None
         self._watched: dict[int, SeenStorage] = {}
+        self._emptied: dict[int, SeenStorage] = {}
         self._ops: list[OpDraft] = []
         self._values: list[ValueDraft] = []
         self._saved: list[Saved] = []
@@ -269,6 +272,20 @@ class Recorder(DispatchMode):
         storage.versions.append(len(self._values) - 1)
         return len(self._values) - 1
 
+    def _look_for_emptied(self) -> None:
+        """Storages that live and have no memory any more: see 6."""
+        for record, storage in self._records.items():
+            if record.is_emptied:
+                self._emptied[storage.number] = storage
+
+    def _spare_emptied(self) -> None:
+        """What reads storages that are emptied is never run again."""
+        self._look_for_emptied()
+        for storage in self._emptied.values():
+            for tick in (tick for value in storage.versions for tick in self._values[value].uses):
+                if self._ops[tick].replay != "view":
+                    self._ops[tick].replay = "opaque"
+
     def _died(self, record: StorageRecord) -> None:
         storage = self._records.pop(record, None)
         if storage is not None and not storage.evicted:
@@ -305,6 +322,8 @@ class Recorder(DispatchMode):
         if number < 0 or not self.ledger.open:
             return
         self._tick_over()
+        if not self._passes:
+            self._look_for_emptied()
         self._events.append(Event("unpack", len(self._ops), number))
         self._unpacked[number].append(self._clock)
         self._passes[self._clock] = torch._C._current_graph_task_id()
@@ -359,6 +378,7 @@ class Recorder(DispatchMode):
 
     def finish(self) -> Step:
         """The step that was recorded, up to now. Waits until the device is done with it."""
+        self._spare_emptied()
         moments = len(self._ops) + len(self._events)
         ops = tuple(draft.op(total_seconds(self._time, draft.spans)) for draft in self._ops)
         values = tuple(draft.value(moments) for draft in self._values)

@@ -122,6 +122,12 @@ def _unchanged(external: torch.Tensor, version: int) -> torch.Tensor:
             "and backward; change it after the backward pass, or leave verify on: such values are then found in the "
             "first planned step and kept"
         )
+    if external.numel() and not external.untyped_storage().nbytes():
+        raise RecipeError(
+            f"a tensor {list(external.shape)} that a value is computed again from had its memory taken from it between "
+            "forward and backward, which was not so in the step that was observed; leave verify on: such values are "
+            "then found in the first planned step and kept"
+        )
     return external.detach()
 
 
