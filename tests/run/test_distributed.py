@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -46,29 +47,73 @@ def network() -> nn.Sequential:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(128, 10))
 
 
-def replicated(model: nn.Sequential) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(model)
+Step = Callable[[Tensor], Tensor]
+"""Forward and backward on a batch; returns the loss, or nought where another process knows it."""
 
 
-def replicated_in_views(model: nn.Sequential) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, find_unused_parameters=True)
+def whole(model: nn.Module) -> Step:
+    """A step of a model that looks like any other."""
+
+    def step(batch: Tensor) -> Tensor:
+        loss: Tensor = model(batch).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    return step
 
 
-def sharded(model: nn.Sequential) -> nn.Module:
+def replicated(model: nn.Sequential) -> tuple[nn.Module, Step]:
+    parallel = nn.parallel.DistributedDataParallel(model)
+    return parallel, whole(parallel)
+
+
+def replicated_in_views(model: nn.Sequential) -> tuple[nn.Module, Step]:
+    parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, find_unused_parameters=True)
+    return parallel, whole(parallel)
+
+
+def sharded(model: nn.Sequential) -> tuple[nn.Module, Step]:
     from torch.distributed.fsdp import fully_shard
 
     for module in model.modules():
         if isinstance(module, (nn.Conv2d, nn.BatchNorm2d)):  # each has its parameters while it runs, and no longer
             fully_shard(module)
     fully_shard(model)
-    return model
+    return model, whole(model)
 
 
-WAYS: dict[str, Callable[[nn.Sequential], nn.Module]] = {
+def pipelined(model: nn.Sequential) -> tuple[nn.Module, Step]:
+    """Half of the layers, on a quarter of the batch at a time, forward and backward by turns."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    rank = dist.get_rank()
+    for block in list(model)[:4]:
+        # Shapes are found by a pass over memory that nobody has written to, which running statistics would remember.
+        cast(nn.Sequential, block)[1] = nn.GroupNorm(2, 8)
+    half = model[2:] if rank else model[:2]
+    stage = PipelineStage(half, rank, PROCESSES, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=lambda output, _target: output.square().mean())
+
+    def step(batch: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        if rank:
+            schedule.step(target=batch, losses=losses)
+        else:
+            schedule.step(batch)
+        return torch.stack(losses).detach().mean() if losses else torch.zeros(())
+
+    return half, step
+
+
+WAYS: dict[str, Callable[[nn.Sequential], tuple[nn.Module, Step]]] = {
     "replicated": replicated,
     "replicated in views": replicated_in_views,
     "sharded": sharded,
+    "pipelined": pipelined,
 }
+
+
+LIMITS = dict.fromkeys(WAYS, "65%") | {"pipelined": "85%"}  # half a model has less to save
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -77,8 +122,8 @@ def local(tensor: Tensor) -> Tensor:
     return part.detach().clone()
 
 
-def train(wrap: Callable[[nn.Sequential], nn.Module], memory: ebbtide.Budget | None) -> Trained:
-    model = wrap(network())
+def train(way: str, memory: ebbtide.Budget | None) -> Trained:
+    model, run = WAYS[way](network())
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     torch.manual_seed(1 + dist.get_rank())
     data, losses, peak_bytes = torch.randn(8, 8, 48, 48), [], 0
@@ -89,10 +134,8 @@ def train(wrap: Callable[[nn.Sequential], nn.Module], memory: ebbtide.Budget | N
             meter if step == METERED else contextlib.nullcontext(),
             memory.step() if memory else contextlib.nullcontext(),
         ):
-            loss = model(data + step).square().mean()
-            loss.backward()
+            losses.append(run(data + step))
         optimizer.step()
-        losses.append(loss.detach())
         peak_bytes = meter.peak_bytes if step == METERED else 0
     state = {name: local(tensor) for name, tensor in model.state_dict().items()}
     trained = Trained(state, losses, torch.get_rng_state(), peak_bytes=peak_bytes)
@@ -110,12 +153,12 @@ def work(rank: int, directory: Path) -> None:
     """One of the processes: trains in all ways, plain and within a budget, and writes down what became of it."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory / 'store'}", rank=rank, world_size=PROCESSES)
-    for way, wrap in WAYS.items():
-        runs = {"plain": train(wrap, None)}
+    for way in WAYS:
+        runs = {"plain": train(way, None)}
         for name, machine in MACHINES.items():
             verify = name == "moves"  # without, what is computed again is right from the first time on
-            with ebbtide.Budget("65%", spill=directory, machine=machine, verify=verify) as memory:
-                runs[name] = train(wrap, memory)
+            with ebbtide.Budget(LIMITS[way], spill=directory, machine=machine, verify=verify) as memory:
+                runs[name] = train(way, memory)
         torch.save(runs, directory / f"{way} {rank}.pt")
     dist.destroy_process_group()
 
