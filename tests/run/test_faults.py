@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import ebbtide
 from ebbtide.errors import BudgetError, EbbtideError, OutOfMemoryError, SpillError, StepError
+from ebbtide.observe.drafts import SeenStorage
+from ebbtide.observe.recorder import Recorder
 from ebbtide.run.tiers import DiskTier
 from ebbtide.units import format_bytes
 from tests.conftest import open_files, runtime_threads
@@ -59,7 +62,8 @@ def test_no_memory_left_for_python(offloading: ebbtide.Budget) -> None:
     survive(offloading, Steps(PLANNED, backward=_none_left), OutOfMemoryError, match)
 
 
-def test_interrupt_at_any_moment(memory: ebbtide.Budget) -> None:
+@pytest.mark.parametrize("observes", [False, True], ids=["planned", "observe"])
+def test_interrupt_at_any_moment(observes: bool, memory: ebbtide.Budget) -> None:
     plain, program, inside = Steps(at=-1), Steps(at=0), False
     raised, caught = 0, 0
 
@@ -83,7 +87,8 @@ def test_interrupt_at_any_moment(memory: ebbtide.Budget) -> None:
     try:
         for index in range(40):
             if index >= STEPS:
-                signal.setitimer(signal.ITIMER_REAL, 2e-4 * (index - STEPS + 1))
+                memory._loop.observations_left = int(observes)
+                signal.setitimer(signal.ITIMER_REAL, (1e-3 if observes else 2e-4) * (index - STEPS + 1))
                 try:
                     program.attempt(guard)
                 except KeyboardInterrupt:
@@ -95,6 +100,27 @@ def test_interrupt_at_any_moment(memory: ebbtide.Budget) -> None:
             compare(expected, program.look(index, memory.step), f"step {index} ({memory.state})")
     finally:
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("at", [OBSERVED, 1])
+def test_interrupt_in_a_finalizer(memory: ebbtide.Budget, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where steps are observed, finalizers are Python code; what is raised there would be printed and lost."""
+    shown = Recorder.shown
+
+    def interrupted(recorder: Recorder, storage: SeenStorage, views: int) -> None:
+        shown(recorder, storage, views)
+        if views < 0:
+            raise KeyboardInterrupt("within a finalizer")
+
+    @contextlib.contextmanager
+    def around() -> Iterator[None]:
+        with monkeypatch.context() as patched:
+            patched.setattr(Recorder, "shown", interrupted)
+            yield
+
+    hook = sys.unraisablehook
+    survive(memory, Steps(at), KeyboardInterrupt, "within a finalizer", around)
+    assert sys.unraisablehook is hook
 
 
 def test_nested_step_is_refused(memory: ebbtide.Budget) -> None:

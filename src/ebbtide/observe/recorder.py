@@ -32,6 +32,7 @@ from ebbtide.observe.clock import Clock, HostClock, Span, total_seconds
 from ebbtide.observe.compiled_calls import compiled_calls
 from ebbtide.observe.drafts import OpDraft, SeenStorage, ValueDraft, absences_of
 from ebbtide.observe.inductor import unwatch_compiling, watch_compiling
+from ebbtide.observe.interrupts import Interrupts
 from ebbtide.observe.ledger import Ledger, StorageRecord, has_storage, is_traceable, sizes, tensors_in
 from ebbtide.observe.mode import DispatchMode
 from ebbtide.observe.modules import ModuleTrail
@@ -66,6 +67,7 @@ class Recorder(DispatchMode):
         hidden: while true, ops are run without being recorded; the runtime sets it around its own ops.
         calls_compiled: whether anything was called that `torch.compile` returned. Known in the end.
         lock: held by the thread of autograd that runs an op, or a hook that reports here: there may be several.
+        interrupts: what was raised in finalizers; it is raised again at the next op or hook, or in `finish`.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Recorder(DispatchMode):
         super().__init__()
         self.hidden = False
         self.lock = threading.RLock()
+        self.interrupts = Interrupts()
         self.ledger = Ledger(self._died) if memory is None else Ledger(self._died, memory.size_of)
         self._memory = memory
         self._oldest = 2 if collects_all else 1
@@ -110,12 +113,14 @@ class Recorder(DispatchMode):
         self._trail.start()
         watch_compiling(self)
         self._calls = compiled_calls()
+        self.interrupts.enter()
         super().__enter__()
         self._left = self._mark()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
+        self.interrupts.leave()
         unwatch_compiling(self)
         self.calls_compiled = compiled_calls() != self._calls
         self._trail.stop()
@@ -125,7 +130,10 @@ class Recorder(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with self.lock:
-            return func(*args, **(kwargs or {})) if self.hidden else self._record(func, args, kwargs or {})
+            if self.hidden:
+                return func(*args, **(kwargs or {}))
+            self.interrupts.raise_kept()
+            return self._record(func, args, kwargs or {})
 
     def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
         self._tick_over()
@@ -296,6 +304,7 @@ class Recorder(DispatchMode):
 
     def pack(self, tensor: torch.Tensor) -> int:
         """Record a save; returns the number of the saved tensor."""
+        self.interrupts.raise_kept()
         self._tick_over()
         followed = has_storage(tensor)
         storage = self._touch(tensor) if followed else self._nowhere()
@@ -321,6 +330,7 @@ class Recorder(DispatchMode):
         """Record that autograd asks for saved tensor ``number``."""
         if number < 0 or not self.ledger.open:
             return
+        self.interrupts.raise_kept()
         self._tick_over()
         if not self._passes:
             self._look_for_emptied()
@@ -378,6 +388,7 @@ class Recorder(DispatchMode):
 
     def finish(self) -> Step:
         """The step that was recorded, up to now. Waits until the device is done with it."""
+        self.interrupts.raise_kept()
         self._spare_emptied()
         moments = len(self._ops) + len(self._events)
         ops = tuple(draft.op(total_seconds(self._time, draft.spans)) for draft in self._ops)

@@ -160,14 +160,15 @@ class Running:
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        loop, short = self._loop, None
+        loop, short, late = self._loop, None, None
         try:
             try:
                 ended = self._ground.clock.mark()
             finally:  # a device that has failed may not even take the time
                 self._take_down()
-            if fault is not None:
-                if is_out_of_memory(fault):
+            late = self._recorder.interrupts.kept if self._recorder is not None and fault is None else None
+            if fault is not None or late is not None:
+                if fault is not None and is_out_of_memory(fault):
                     short = loop.run_short(fault, self._kind)
                 forget_failed_backward()
                 for tier in loop.tiers.values():
@@ -177,6 +178,8 @@ class Running:
         finally:
             self._compiled.__exit__(None, None, None)
             loop.running = None
+        if late is not None:
+            raise late
         if short is not None:
             try:
                 raise short from fault

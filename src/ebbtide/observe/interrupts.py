@@ -1,0 +1,48 @@
+"""Interrupts that come while a finalizer runs, where Python prints them and goes on.
+
+While a step is observed, finalizers of ours run for each tensor that dies, as a rule at the end of an op. A signal that
+comes during the op is handled in the first Python code after it: there. What its handler raises is kept, to be raised
+again where it can be.
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+class Interrupts:
+    """Keeps what is raised in ebbtide's finalizers between `enter` and `leave`.
+
+    Attributes:
+        kept: what was raised last; None if nothing was, or it was raised again.
+    """
+
+    def __init__(self) -> None:
+        self.kept: BaseException | None = None
+        self._on = False
+        self._hook = self._see
+
+    def enter(self) -> None:
+        """Begin to look at what is raised in finalizers."""
+        self._former = sys.unraisablehook
+        sys.unraisablehook = self._hook
+        self._on = True
+
+    def leave(self) -> None:
+        """Look at it no more; what is kept stays."""
+        self._on = False
+        if sys.unraisablehook is self._hook:
+            sys.unraisablehook = self._former
+
+    def raise_kept(self) -> None:
+        """Raise what is kept, if anything is."""
+        fault, self.kept = self.kept, None
+        if fault is not None:
+            raise fault
+
+    def _see(self, lost: sys.UnraisableHookArgs, /) -> None:
+        module = getattr(lost.object, "__module__", None)
+        if self._on and lost.exc_value is not None and isinstance(module, str) and module.startswith("ebbtide."):
+            self.kept = lost.exc_value
+        else:
+            self._former(lost)
