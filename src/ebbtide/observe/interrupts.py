@@ -34,11 +34,21 @@ class Interrupts:
         if sys.unraisablehook is self._hook:
             sys.unraisablehook = self._former
 
+    def take(self) -> BaseException | None:
+        """What is kept, for whoever raises it."""
+        fault, self.kept = self.kept, None
+        return fault
+
     def raise_kept(self) -> None:
         """Raise what is kept, if anything is."""
-        fault, self.kept = self.kept, None
-        if fault is not None:
+        if self.kept is None:
+            return
+        fault = self.take()
+        assert fault is not None
+        try:
             raise fault
+        finally:
+            del fault  # it and this frame would keep each other
 
     def _see(self, lost: sys.UnraisableHookArgs, /) -> None:
         module = getattr(lost.object, "__module__", None)
