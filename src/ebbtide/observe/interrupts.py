@@ -8,6 +8,10 @@ again where it can be.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import Any
+
+Hook = Callable[[Any], Any]
 
 
 class Interrupts:
@@ -19,20 +23,19 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.kept: BaseException | None = None
-        self._on = False
-        self._hook = self._see
+        self._hook: Hook | None = None
+        self._former: Hook = sys.__unraisablehook__
 
     def enter(self) -> None:
         """Begin to look at what is raised in finalizers."""
         self._former = sys.unraisablehook
-        sys.unraisablehook = self._hook
-        self._on = True
+        self._hook = sys.unraisablehook = self._see
 
     def leave(self) -> None:
         """Look at it no more; what is kept stays."""
-        self._on = False
         if sys.unraisablehook is self._hook:
             sys.unraisablehook = self._former
+        self._hook = None
 
     def take(self) -> BaseException | None:
         """What is kept, for whoever raises it."""
@@ -52,7 +55,12 @@ class Interrupts:
 
     def _see(self, lost: sys.UnraisableHookArgs, /) -> None:
         module = getattr(lost.object, "__module__", None)
-        if self._on and lost.exc_value is not None and isinstance(module, str) and module.startswith("ebbtide."):
+        if (
+            self._hook is not None
+            and lost.exc_value is not None
+            and isinstance(module, str)
+            and module.startswith("ebbtide.")
+        ):
             self.kept = lost.exc_value
         else:
             self._former(lost)

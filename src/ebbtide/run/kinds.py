@@ -97,8 +97,9 @@ class Kind:
     def has_room_for(self, other: Kind) -> bool:
         """Whether steps of the other kind are among those that the plan was made for: of the same structure, and no
         larger in anything."""
-        is_like = other.structure == self.structure and (self.calls_compiled or not other.calls_compiled)
-        return bool(self.samples) and self.plan is not None and is_like and fits(other.step, self.step)
+        if not self.samples or self.plan is None or (other.calls_compiled and not self.calls_compiled):
+            return False
+        return other.structure == self.structure and fits(other.step, self.step)
 
     def observed_again(self, step: Step, *, calls_compiled: bool = False) -> None:
         """Take the later observation, since the first step of a loop makes gradients and optimizer state that later

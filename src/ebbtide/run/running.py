@@ -166,7 +166,7 @@ class Running:
                 ended = self._ground.clock.mark()
             finally:  # a device that has failed may not even take the time
                 self._take_down()
-            late = self._recorder.interrupts.take() if self._recorder is not None and fault is None else None
+            late = self._recorder.interrupts.take() if self._recorder is not None else None
             if fault is not None or late is not None:
                 if fault is not None and is_out_of_memory(fault):
                     short = loop.run_short(fault, self._kind)
@@ -178,16 +178,13 @@ class Running:
         finally:
             self._compiled.__exit__(None, None, None)
             loop.running = None
-        error = late if late is not None else short
+        error = late if late is not None and fault is None else short
         if error is not None:
             try:
                 raise error from fault
             finally:
-                del (
-                    error,
-                    late,
-                    short,
-                )  # they and this frame would keep each other, and with them the tensors of the step
+                # They and this frame would keep each other, and with them the tensors of the step.
+                del error, late, short
 
     def _take_down(self) -> None:
         if self._conductor is not None:
