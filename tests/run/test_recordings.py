@@ -33,6 +33,8 @@ def recording(sizes: Sequence[int], lives: int = 3, *, written: bool = True) -> 
 def test_an_order_has_to_be_seen_often_enough() -> None:
     few, many = [recording([5000, 7000])] * 2, [recording([100, 200], lives=1)] * 3
     assert expected([*few, *many], 4) is None
+    assert expected([*many, *few], 3) is None
+    assert expected([], 1) is None
     found = expected([*few, *many], 3)
     assert found is not None
     assert found.blocks.sizes.tolist() == [100, 200]
@@ -129,6 +131,17 @@ def test_larger_steps_are_rehearsed_and_all_have_places_then(places: Rehearsed) 
         large = run(places, scaled(2, 1.0))
     assert served == [*[True] * STRAYS, False, True]
     assert run(places, scaled(2, 0.45)) == large
+
+
+@arena_only
+def test_steps_that_take_another_order_from_now_on_have_places_again(places: Rehearsed) -> None:
+    dice, served = random.Random(0), []
+    for _ in range(ENOUGH):
+        run(places, scaled(3, dice.uniform(0.5, 1.0)))
+    for _ in range(STRAYS + ENOUGH + 4):
+        served.append(places.serves)
+        run(places, [*scaled(4, dice.uniform(0.5, 1.0)), *scaled(3, dice.uniform(0.5, 1.0))])
+    assert served == [*[True] * STRAYS, *[False] * ENOUGH, *[True] * 4]
 
 
 @arena_only

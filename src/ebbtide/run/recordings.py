@@ -68,13 +68,13 @@ class Expected:
 
 def expected(recordings: Sequence[Recording], enough: int) -> Expected | None:
     """What ``recordings`` say of the steps to come: those with the same order of blocks, ``enough`` of them at least,
-    that took most. None where no order was seen so often."""
+    that took most. None where the order of the last one was not seen so often: it may be that of all later ones."""
     orders: dict[bytes, list[Recording]] = {}
     for recording in recordings:
         orders.setdefault(recording.order, []).append(recording)
-    often = [alike for alike in orders.values() if len(alike) >= enough]
-    if not often:
+    if not recordings or len(orders[recordings[-1].order]) < enough:
         return None
+    often = [alike for alike in orders.values() if len(alike) >= enough]
     alike = max(often, key=lambda those: max(int(recording.sizes.sum()) for recording in those))
     sizes = np.array([recording.sizes for recording in alike])
     most = sizes_with_room(sizes)
