@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import math
 import os
 import sys
 import threading
@@ -96,6 +97,12 @@ def quick_plans(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
     quick = functools.partial(solve, seconds=0.05)
     monkeypatch.setattr("ebbtide.run.kinds.solve", quick)
     return quick
+
+
+@pytest.fixture
+def plans_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plan is replaced by one for durations as they are known later, which is a matter of how busy a machine is."""
+    monkeypatch.setattr("ebbtide.run.kinds.WORTH_SECONDS", math.inf)
 
 
 @pytest.fixture

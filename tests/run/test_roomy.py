@@ -104,7 +104,7 @@ class Boxes(nn.Module):
         return h[:, :1][rows].tanh().mean() + h.square().mean()
 
 
-@pytest.mark.usefixtures("nothing_left", "quick_plans")
+@pytest.mark.usefixtures("nothing_left", "quick_plans", "plans_stay")
 @pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["moves", "recomputes"])
 def test_where_only_trifles_vary_one_plan_serves_with_places(machine: Machine, tmp_path: Path) -> None:
     data = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
