@@ -361,3 +361,20 @@ class Double(Chain):
     def forward(self, index: int) -> Tensor:
         h = self.model[:6](self.data(index, 128, 64).double())
         return self.model[6:]((h * (0.5 + 0.1 * index)).tanh() * (index + 1.0))
+
+
+@program
+class Speech(Program):
+    """`ctc_loss` with lengths that are tensors, which autograd saves only where a dispatch mode is on."""
+
+    recomputes = False  # parts of what `ctc_loss` saves it never writes to
+
+    def build(self) -> nn.Module:
+        return nn.ModuleDict({"hear": nn.Conv1d(16, 64, 5, padding=2), "say": mlp(64, 128, 128, 30)})
+
+    def loss(self, index: int) -> Tensor:
+        heard = self.model["hear"](self.data(index, 8, 16, 64)).relu().transpose(1, 2)
+        said = self.model["say"](heard).log_softmax(-1).transpose(0, 1)
+        texts = self.integers(index, 29, 8, 12) + 1
+        lengths = 64 - self.integers(index + 1, 20, 8), 12 - self.integers(index + 2, 6, 8)
+        return F.ctc_loss(said, texts, *lengths) + said.mean()

@@ -8,6 +8,8 @@ from typing import Any, Self
 import torch.utils._python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ebbtide.observe.lengths import mode_is_off, mode_is_on
+
 _COMPILE_FLAG = "_is_in_any_mode_without_ignore_compile_internals"
 _FLAGS: dict[str, Callable[[Any], bool]] = {
     name: is_told
@@ -93,10 +95,12 @@ class DispatchMode(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         super().__enter__()  # type: ignore[no-untyped-call]
+        mode_is_on(self)
         return self
 
     def __exit__(self, *exception: Any) -> None:
         try:
+            mode_is_off(self)
             stack = modes_on()
             place = next((index for index, mode in enumerate(stack) if mode is self), None)
             if place is not None:
@@ -112,6 +116,7 @@ class DispatchMode(TorchDispatchMode):
 
     def _put_back(self) -> None:
         """Undo what PyTorch did of an `enter` or left of a `leave` that was interrupted."""
+        mode_is_off(self)
         _arrange([mode for mode in modes_on() if mode is not self])
         correct_notes()
 
