@@ -378,3 +378,17 @@ class Speech(Program):
         texts = self.integers(index, 29, 8, 12) + 1
         lengths = 64 - self.integers(index + 1, 20, 8), 12 - self.integers(index + 2, 6, 8)
         return F.ctc_loss(said, texts, *lengths) + said.mean()
+
+
+@program
+class OutOfInference(Chain):
+    """Leaves inference mode, as what is called from evaluations does, and goes on afterwards."""
+
+    def compute(self, index: int, guard: Guard) -> Record:
+        with guard():
+            h = self.model[:4](self.data(index, 256, 64))
+            with torch.inference_mode(False):
+                loss = self.model[4:](h).square().mean()
+                loss.backward()
+            more = loss.detach() + 1
+        return {"loss": loss, "more": more}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Self
 
+import torch
 import torch.utils._python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,6 +40,26 @@ def correct_notes() -> None:
         setattr(dispatch, name, any(map(is_told, stack)))
     if _set_compile_flag is not None:
         _set_compile_flag(getattr(dispatch, _COMPILE_FLAG))
+
+
+@functools.cache
+def stand_behind_inference_mode() -> None:
+    """Let PyTorch's dispatch keys say what is true of the modes on the stack as `torch.inference_mode` ends.
+
+    It puts back the keys that were on as it began. Where a mode was taken off in between, they would say that there is
+    one, and no op would run any more, in the step or after it; where one was put on, it would see nothing.
+    """
+    original = torch.inference_mode.__exit__
+
+    @functools.wraps(original)
+    def end(self: torch.inference_mode, *exception: Any) -> None:
+        original(self, *exception)
+        is_on = bool(modes_on())
+        for key in ("Python", "PythonTLSSnapshot"):
+            if torch._C._dispatch_tls_is_dispatch_key_included(key) is not is_on:
+                torch._C._dispatch_tls_set_dispatch_key_included(key, is_on)
+
+    torch.inference_mode.__exit__ = end  # type: ignore[method-assign]
 
 
 def _arrange(stack: Sequence[TorchDispatchMode]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ebbtide.errors import RecipeError
-from ebbtide.observe.mode import DispatchMode
+from ebbtide.observe.mode import DispatchMode, stand_behind_inference_mode
 from ebbtide.observe.schema import operator_info
 from ebbtide.run.calls import Call, KnownOp, capture
 
@@ -45,6 +45,7 @@ class CaptureMode(DispatchMode):
 
     def __init__(self, known: dict[int, KnownOp], on_mismatch: Callable[[str], None], place: int | None = None) -> None:
         super().__init__()
+        stand_behind_inference_mode()
         self.tick = OFF
         self.hidden = False
         self.entered = False
