@@ -45,6 +45,14 @@ class Blocks(nn.Module):
         return ended.square().mean()
 
 
+class Dropped(Blocks):
+    """The same, but that no step saves anything that the one with all blocks does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends = nn.ModuleList([self.ends[0]] * (BLOCKS + 1))
+
+
 Steps = Sequence[tuple[Sequence[int], int]]
 
 
@@ -64,9 +72,16 @@ def gradients(model: nn.Module) -> list[Tensor | None]:
     return found
 
 
-def run(steps: Steps, limit_bytes: int, machine: Machine, directory: Path, rows: Sequence[int] = ()) -> list[Seen]:
+def run(
+    steps: Steps,
+    limit_bytes: int,
+    machine: Machine,
+    directory: Path,
+    rows: Sequence[int] = (),
+    build: Callable[[], Blocks] = Blocks,
+) -> list[Seen]:
     """Steps under a budget, each with its number of ``rows``, if any; their gradients are those without a budget."""
-    plain, model, found = Blocks(), Blocks(), []
+    plain, model, found = build(), build(), []
     data = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(1))
     with ebbtide.Budget(limit_bytes, spill=directory, machine=machine) as memory:
         for (blocks, looks), count in zip(steps, rows or [BATCH] * len(steps), strict=True):
@@ -144,6 +159,38 @@ def test_a_kind_that_comes_now_and_then(each: int, machine: Machine, tmp_path: P
     assert {seen.state for seen in found[-each:]} <= {"planned", "idle"}
     before = [seen.state for seen in found[:-each]]
     assert before.count("audit") >= 2, "not each of the kinds was counted"
+
+
+@pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["moves", "recomputes"])
+@pytest.mark.parametrize("share", [0.5, 0.8])
+def test_what_leaves_out_some_is_run_by_the_plan_of_all(share: float, machine: Machine, tmp_path: Path) -> None:
+    """Blocks are dropped at random: each step may be of a kind that never came, and only the largest one is known."""
+    limit_bytes = int(share * plain_peak(EVERY))
+    dice = random.Random(0)
+    dropped = [(tuple(block for block in EVERY if dice.random() > 0.2), 0) for _ in range(20)]
+    found = run([*[(EVERY, 0)] * 9, *dropped], limit_bytes, machine, tmp_path, build=Dropped)
+    assert [seen.left for seen in found if seen.left] == []
+    assert {seen.state for seen in found[-20:]} == {"planned"}
+    assert_within(found, limit_bytes, steps=20)
+
+
+@pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["moves", "recomputes"])
+def test_where_kinds_come_in_no_order_the_largest_is_expected(machine: Machine, tmp_path: Path) -> None:
+    """To go over to another plan is dear, to leave out some is not."""
+    limit_bytes = int(0.7 * plain_peak(EVERY))
+    kinds = [(EVERY, 0), (EVERY[:-1], 0), (EVERY[:-3], 0)]
+    dice = random.Random(0)
+    known, last = mixed(kinds), [dice.choice(kinds) for _ in range(12)]
+    model = Dropped()
+    data = torch.randn(BATCH, WIDTH)
+    with ebbtide.Budget(limit_bytes, spill=tmp_path, machine=machine) as memory:
+        for index, (blocks, looks) in enumerate([*known, *last]):
+            if index >= len(known):
+                assert memory._loop.expected is max(memory._loop.kinds.values(), key=lambda kind: len(kind.step.saved))
+            with memory.step():
+                model(data, blocks, looks).backward()
+            model.zero_grad()
+        assert [measured.left for measured in memory.measured[-12:] if measured.left] == []
 
 
 def test_the_kind_that_came_longest_ago_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

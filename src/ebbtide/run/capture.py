@@ -67,6 +67,11 @@ class CaptureMode(DispatchMode):
         """Take the calls of another mode's, which looked for the ops in ``known``, that are the same here."""
         self.calls |= {tick: call for tick, call in other.calls.items() if self._known.get(tick) == known[tick]}
 
+    def lose_count(self) -> None:
+        """Capture nothing more until an event says which op comes next."""
+        if self.entered:
+            self.tick = _UNKNOWN
+
     def forget(self) -> None:
         """Capture nothing more; the mode itself stays until `end`."""
         self._known = {}

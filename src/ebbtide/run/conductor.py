@@ -5,12 +5,13 @@ between them. A dispatch mode runs only over the stretches of the forward pass i
 
 NOTE [Leaving the plan]
 If a tensor is saved, or asked for, that the script does not expect there, the conductor first looks for another script
-that agrees with all that happened so far, and goes on with that: see NOTE [Going over] in `ebbtide.run.forks`. A tensor
-that is only smaller than expected is no reason to leave, here or in the other script, as long as what was saved before
-the first such tensor is the same in both; nor are ops that are not the recorded ones, since the step may
-turn out to be of another kind: no more calls are captured then, and what they should make again moves out instead.
-Otherwise the plan is left: what is held stays valid (a holding never needs the script), new saves go to the safe
-policy, and what is asked for comes back on demand.
+that agrees with all that happened so far, and goes on with that, unless the rest of the step is but a part of what the
+script expects: see NOTE [Going over] and NOTE [Leaving out] in `ebbtide.run.forks`. A tensor that is only smaller than
+expected is no reason to leave, here or in the other script, as long as what was saved before the first such tensor is
+the same in both; nor are ops that are not the recorded ones, since the step may turn out to be of another kind: no more
+calls are captured then, and what they should make again moves out instead. Otherwise the plan is left: what is held
+stays valid (a holding never needs the script), new saves go to the safe policy, and what is asked for comes back on
+demand.
 
 NOTE [Threads of autograd]
 Autograd has a thread for each device, and uses the caller's for the CPU; they may call the hooks at once. Whatever
@@ -21,8 +22,8 @@ one, the plan is left.
 from __future__ import annotations
 
 import bisect
+import itertools
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -34,21 +35,22 @@ from ebbtide.observe.ledger import sizes
 from ebbtide.observe.mode import correct_notes, modes_on
 from ebbtide.run.allocator import Trimmer
 from ebbtide.run.capture import OFF, CaptureMode, is_between_ops
-from ebbtide.run.forks import Known, Library, catch_up, is_like, is_smaller, remade_alike, renumbered
+from ebbtide.run.forks import Known, Library, catch_up, is_like, is_smaller, next_like, remade_alike, renumbered
 from ebbtide.run.garbage import expect_objects
-from ebbtide.run.holdings import PLAIN_TYPES, Holding, Kept, View, is_plain, keep, version_of, view_of
+from ebbtide.run.holdings import PLAIN_TYPES, Kept, View, is_plain, keep, version_of
+from ebbtide.run.keeper import DisableTorchDispatch, Keeper
 from ebbtide.run.passes import in_pass, tell_no_more, tell_of_passes
-from ebbtide.run.recipes import Recipe
 from ebbtide.run.safe import LEAST_MOVED_BYTES, SafePolicy
-from ebbtide.run.script import NOBODY, Actions, Saving, Script, Treatment
+from ebbtide.run.script import NOBODY, Saving, Script, Treatment
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.verify import Truth
 
-_DisableTorchDispatch: Any = torch._C._DisableTorchDispatch
-"""No mode sees ops in a ``with`` block of it: they take a third of the time."""
+SOON = 64
+"""Requests within which what is asked for out of turn is to come, in a step that has left out some: what it saves may
+be taken for something like it that another node saves a little earlier, or later."""
 
 
-class Conductor:
+class Conductor(Keeper):
     """One planned step.
 
     Args:
@@ -65,7 +67,7 @@ class Conductor:
         script: the script that is followed, which may have changed since.
         left: why the plan was left, or an empty string.
         differs: why nothing more was captured, though the plan was not left, or an empty string.
-        truth: what is compared now.
+        missing: numbers of the saved tensors that the script expects and that this step leaves out.
         stamps: with a clock: for each event its marks before and after what the conductor did there.
     """
 
@@ -80,20 +82,21 @@ class Conductor:
         trimmer: Trimmer | None = None,
         clock: Clock | None = None,
     ) -> None:
+        super().__init__(tier, truth)
         self.script = script
         self.left = self.differs = ""
         self.stamps: list[Span] = []
         self._library = library
-        self._tier = tier
         self._safe = safe
-        self.truth = truth
         self._new_truth = new_truth
         self._trimmer = trimmer
         self._outdated: list[CaptureMode] = []
         self._place = self._objects = 0
         self._event = 0
         self._exact = self._alike = self._whole = True
-        self._held: dict[int, weakref.ref[Holding]] = {}
+        self.missing: set[int] = set()
+        self._shown_early: set[int] = set()
+        self._is_lost = False
         self._capture = CaptureMode(script.known, self._differs) if script.remakes else None
         self._calls = compiled_calls()
         self._lock = threading.RLock()  # a value that dies in a hook may call another
@@ -149,8 +152,14 @@ class Conductor:
         """The same as `finished`, but that ops may have been others."""
         return self._alike and self._is_through()
 
+    @property
+    def left_some_out(self) -> bool:
+        """Whether the step went through the script but for what it left out. See NOTE [Leaving out]."""
+        self._pass_by()
+        return bool(self.missing) and not self.left and self._event == len(self.script.expected)
+
     def _is_through(self) -> bool:
-        return self._whole and not self.left and self._event == len(self.script.expected)
+        return self._whole and not self.left and not self.missing and self._event == len(self.script.expected)
 
     def _shorten(self) -> None:
         """Choose the events at which the hooks may be short."""
@@ -184,7 +193,7 @@ class Conductor:
                 return keep(tensor, self._numbers[event])
             if counted == self._stretches[event] and type(tensor) in PLAIN_TYPES and compiled_calls() == self._calls:
                 self._event = event + 1
-                with _DisableTorchDispatch():
+                with DisableTorchDispatch():
                     return keep(tensor, self._numbers[event])
         with self._lock:
             return self._pack(tensor)
@@ -194,6 +203,7 @@ class Conductor:
         capture = self._capture
         if capture is not None:
             capture.hidden = True
+        self._pass_by()
         number = self._numbers[self._event]
         if not self.left and not self._fits(tensor, number) and not self._goes_over(number, tensor):
             self.leave(
@@ -202,6 +212,7 @@ class Conductor:
         if self.left:
             handle = self._safe.pack(tensor)
         else:
+            number = self._numbers[self._event]
             handle = self._hold_unseen(tensor, number, self.script.savings[number])
             stretch = self.script.stretches[self._event]
             self._act()
@@ -226,7 +237,13 @@ class Conductor:
         if self.left:
             return self._safe.unpack(handle)
         began = self._mark() if self._mark is not None else None
-        is_expected = self.script.expected[self._event : self._event + 1] == (~handle.number,)
+        self._pass_by()
+        is_expected = self._is_asked_for(handle.number)
+        if not is_expected and self._leaves_out_rest(handle.number):
+            is_expected = self._is_asked_for(handle.number)
+        if not is_expected and self.missing and self._comes_soon(handle.number):
+            self._shown_early.add(handle.number)
+            return handle.show()
         if not is_expected and not self._goes_over(handle.number):
             self.leave(f"saved tensor {handle.number} was asked for out of turn")
             return handle.show()
@@ -251,24 +268,6 @@ class Conductor:
         if self._trimmer is not None:
             self._trimmer.check(self.script.alive[event], self.script.headroom[event])
 
-    def _perform(self, actions: Actions) -> None:
-        for value in actions.drops:
-            holding = self._holding(value)
-            if holding is not None:
-                self._drop(holding)
-        for value in actions.releases:
-            holding = self._holding(value)
-            if holding is not None:
-                holding.release()
-        for value, tier in actions.outs:
-            holding = self._holding(value)
-            if holding is not None:
-                holding.send(self._tier(tier))
-        for value in actions.loads:
-            holding = self._holding(value)
-            if holding is not None:
-                holding.fetch()
-
     def _follow(self, stretch: int, tensor: torch.Tensor) -> None:
         """Put the capture mode on for the stretch that begins at this save, or take it off. See NOTE [Counting ops]."""
         assert self._capture is not None
@@ -285,75 +284,6 @@ class Conductor:
         elif between_ops:
             self._capture.end()
 
-    # --- holdings ------------------------------------------------------------------------------------------------
-
-    def _holding(self, value: int) -> Holding | None:
-        reference = self._held.get(value)
-        return reference() if reference is not None else None
-
-    def _hold_unseen(self, tensor: torch.Tensor, number: int, saving: Saving) -> Kept | View:
-        """`_hold`, without asking the capture mode whether it wants to see what is done there."""
-        if self._capture is None or not self._capture.entered or type(tensor) not in PLAIN_TYPES:
-            return self._hold(tensor, number, saving)
-        with _DisableTorchDispatch():
-            return self._hold(tensor, number, saving)
-
-    def _hold(self, tensor: torch.Tensor, number: int, saving: Saving) -> Kept | View:
-        stays = saving.treatment == Treatment.KEEP and number not in self._also_held
-        if stays or not is_plain(tensor):
-            return keep(tensor, number)
-        holding = self._holding(saving.value)
-        fresh = holding is None
-        if holding is None:
-            holding = Holding()
-            self._held[saving.value] = weakref.ref(holding)
-        if fresh or saving.first:  # the node that saved it first may be gone already, and the holding with it
-            holding.fill(tensor)
-            holding.recipes = self._recipes(saving, holding)
-            for tier in saving.tiers:
-                self._tier(tier).expect(tensor.device)
-            if saving.treatment == Treatment.REMAKE:
-                self._drop(holding)
-            elif saving.treatment == Treatment.MOVE and not saving.first:
-                holding.send(self._tier(saving.tiers[0]))  # its planned copy out went with the former holding
-        elif holding.empty or not holding.knows(version_of(tensor)):
-            return keep(tensor, number)
-        return view_of(holding, tensor, number)
-
-    def _recipes(self, saving: Saving, holding: Holding) -> tuple[Recipe, ...]:
-        """How the value is made again, each time that it is; empty if that was not captured, or not this value."""
-        recipes = []
-        for remake in saving.remakes:
-            assert self._capture is not None
-            calls = self._capture.calls_of(remake.ops)
-            leaves = {v: leaf for v in remake.leaves if (leaf := self._holding(v)) is not None}
-            if calls is None or len(leaves) < len(remake.leaves):
-                return ()
-            recipe = Recipe(saving.value, calls, leaves, remake.leaves)
-            if not recipe.makes(holding, self._holding):
-                return ()
-            recipes.append(recipe)
-        return tuple(recipes)
-
-    def _drop(self, holding: Holding) -> None:
-        """Let go of what the next recipe makes again; what has none moves out."""
-        if holding.recipes and holding.intact:
-            recipe, *later = holding.recipes
-            holding.recipes = tuple(later)
-            if self.truth is not None:
-                self.truth.watch(holding, recipe, self._tier(""))
-            else:
-                holding.drop(recipe)
-        elif holding.intact:
-            self._send(holding, "")
-            holding.release()
-
-    def _send(self, holding: Holding, tier: str) -> None:
-        """Queue the copy out of what the script does not move."""
-        if holding.tensor is not None:
-            self._tier(tier).expect(holding.tensor.device)
-            holding.send(self._tier(tier))
-
     # --- deviation -----------------------------------------------------------------------------------------------
 
     def _fits(self, tensor: torch.Tensor, number: int) -> bool:
@@ -362,12 +292,86 @@ class Conductor:
         if self._event >= len(script.expected) or script.expected[self._event] != number:
             return False
         saving = script.savings[number]
-        if is_like(tensor, saving):
-            return self._same_value(tensor, saving)
-        if is_smaller(tensor, saving) and not (self._exact and self._match(number, tensor)):
+        like = is_like(tensor, saving)
+        if like and self._same_value(tensor, saving):
+            self._is_sure()
+            return True
+        known = self._match(number, tensor) if self._exact else None
+        if not like and known is None and not self.missing and is_smaller(tensor, saving):
+            self._is_sure()
             self._note_smaller(saving)
             return self._same_value(tensor, saving)
-        return False
+        return self._leaves_out(tensor, known)
+
+    def _leaves_out(self, tensor: torch.Tensor, known: Known | None) -> bool:
+        """Go on at the next save of the script that is like this one, if that is the thing to do; ``known`` agrees with
+        all that happened so far."""
+        script = self.script
+        if in_pass() or not (self._exact or self.missing):
+            return False
+        if known is not None and not self._library.covers(script, known.script, self._event):
+            return False
+
+        def is_next(number: int) -> bool:
+            saving = script.savings[number]
+            return is_like(tensor, saving) and self._same_value(tensor, saving)
+
+        event = next_like(script, self._event, is_next)
+        if event is not None:
+            self._leave_out(event)
+        return event is not None
+
+    def _leaves_out_rest(self, number: int) -> bool:
+        """The same where saved tensor ``number`` is asked for, though more was to be saved before."""
+        script = self.script
+        if not (self._exact or self.missing) or self._event >= len(script.expected) or script.expected[self._event] < 0:
+            return False
+        known = self._match(number, None) if self._exact else None
+        if known is not None and not self._library.covers(script, known.script, self._event):
+            return False
+        saves = itertools.takewhile(lambda event: event >= 0, script.expected[self._event :])
+        self._leave_out(self._event + sum(1 for _ in saves))
+        self._pass_by()
+        return True
+
+    def _leave_out(self, event: int) -> None:
+        """What was to be saved before ``event`` is not."""
+        self.missing.update(self.script.expected[self._event : event])
+        self._exact = self._is_lost = False
+        self.differs = ""
+        self._do_without(event)
+        if self._capture is not None:
+            self._capture.lose_count()
+
+    def _do_without(self, event: int) -> None:
+        """Do what is to be done at the events before ``event``, which do not come."""
+        for actions in self.script.actions[self._event : event]:
+            if actions is not None:
+                self._perform(actions)
+        self._event = event
+
+    def _is_asked_for(self, number: int) -> bool:
+        """Whether a saved tensor is to be asked for now."""
+        return self.script.expected[self._event : self._event + 1] == (~number,)
+
+    def _comes_soon(self, number: int) -> bool:
+        """Whether a saved tensor is to be asked for soon, in a step that has left out some."""
+        expected = self.script.expected
+        coming = (expected[event] for event in range(self._event, len(expected)))
+        return ~number in itertools.islice((each for each in coming if ~each not in self.missing), SOON)
+
+    def _pass_by(self) -> None:
+        """Go on behind requests for what was left out, or asked for before its turn."""
+        expected, event = self.script.expected, self._event
+        while self.missing and event < len(expected) and expected[event] < 0:
+            number = ~expected[event]
+            if number in self._shown_early:
+                self._shown_early.remove(number)
+            elif number not in self.missing:
+                break
+            event += 1
+        if event > self._event:
+            self._do_without(event)
 
     def _note_smaller(self, saving: Saving) -> None:
         """A tensor is smaller than expected: the step is still like the planned one if what was expected is small."""
@@ -415,10 +419,19 @@ class Conductor:
         return True
 
     def _differs(self, reason: str) -> None:
-        """An op is not the recorded one. See NOTE [Leaving the plan]."""
+        """An op is not the recorded one: what is saved next tells whether some were left out. See NOTE [Leaving the
+        plan]."""
         self.differs = self.differs or reason
+        self._is_lost = True
         if self._capture is not None:
-            self._capture.forget()
+            self._capture.lose_count()
+
+    def _is_sure(self) -> None:
+        """What was to be saved was saved: if ops were others, then not because some were left out."""
+        if self._is_lost:
+            self._is_lost = False
+            if self._capture is not None:
+                self._capture.forget()
 
     def leave(self, reason: str) -> None:
         """Leave the plan. See NOTE [Leaving the plan]."""

@@ -12,6 +12,17 @@ Until then the step was run by a plan that is not its own, and what its own plan
    for longer than the new plan knows. To make it takes memory that no plan counts on, so all that is held moves out
    first, and comes back when it is asked for.
 4. So the bytes held are at most those of the new plan from then on.
+
+NOTE [Leaving out]
+To go over is dear, and what a step leaves out of another one, as layers that are dropped at random, needs no plan of
+its own: of what the larger step holds it holds a part. So where all that is left of the script that agrees, or of an
+unknown step as far as it has come, is part of the script that is followed, that one is gone on with, at the next save
+that is like this one. If there is any way to leave out parts so that the rest agrees, this one does.
+
+1. What is to be done at the saves and requests that do not come is done all the same, as far as there is anything.
+2. Ops are counted again from the next event on that says at which one it is. What was captured meanwhile leads to other
+   tensors than are saved, if to any, and is not used: see `Recipe.makes`.
+3. Nothing is learnt from such a step but that it came.
 """
 
 from __future__ import annotations
@@ -49,6 +60,7 @@ class Library:
     def __init__(self, known: Sequence[Known]) -> None:
         self.known = known
         self._also_held: dict[int, frozenset[int]] = {}
+        self._covered: dict[tuple[int, int, int], bool] = {}
 
     def others(self, script: Script) -> Iterator[Known]:
         """All but ``script``."""
@@ -87,6 +99,15 @@ class Library:
         ]
         return min(found, key=lambda other: other.script.savings[number].shape.numel(), default=None)
 
+    def covers(self, script: Script, other: Script, event: int) -> bool:
+        """Whether what ``other`` saves is a part of what ``script`` does, from the save at ``event`` of both on."""
+        key = id(script), id(other), event
+        if key not in self._covered:
+            count = script.numbers[event]
+            rest = iter(script.savings[count:])
+            self._covered[key] = all(any(_look_alike(one, two) for two in rest) for one in other.savings[count:])
+        return self._covered[key]
+
     def also_held(self, script: Script) -> frozenset[int]:
         """Numbers of saved tensors that ``script`` keeps and others, as far as they are alike, do something with."""
         key = id(script)  # of those that are known, or of the one that a step has begun with: they live as long
@@ -97,6 +118,22 @@ class Library:
                 found.update(held[: bisect.bisect_left(held, alike(script, other.script))] if held else ())
             self._also_held[key] = frozenset(n for n in found if script.savings[n].treatment == Treatment.KEEP)
         return self._also_held[key]
+
+
+def next_like(script: Script, event: int, is_next: Callable[[int], bool]) -> int | None:
+    """The first event, from ``event`` on and before anything is asked for, at which a tensor is saved that ``is_next``
+    says so of, by its number."""
+    for place in range(event, len(script.expected)):
+        number = script.expected[place]
+        if number < 0:
+            break
+        if is_next(number):
+            return place
+    return None
+
+
+def _look_alike(one: Saving, two: Saving) -> bool:
+    return one.dtype is two.dtype and one.shape == two.shape
 
 
 def is_like(tensor: torch.Tensor, saving: Saving) -> bool:
@@ -122,7 +159,7 @@ def alike(one: Script, other: Script) -> int:
     if same < most or not most:
         return max(same - 1, 0)
     last, last_other = one.savings[most - 1], other.savings[most - 1]
-    return most - (last.dtype is not last_other.dtype or last.shape != last_other.shape)
+    return most - (not _look_alike(last, last_other))
 
 
 def _begin_alike(one: Script, other: Script) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Literal
 
 from ebbtide.decisions import Plan
@@ -65,7 +65,7 @@ class Kind:
         self.samples = tuple(samples)
         self.varies = bool(samples) and max(varying_bytes(samples, step), default=0) >= LEAST_MOVED_BYTES
         self.calls_compiled = False
-        self.key = hash(tuple(signature(saved) for saved in step.saved))
+        self.key = self.key_without(frozenset())
         self.plan: Plan | None = None
         self.script: Script | None = None
         self.state: State = "observe"
@@ -81,6 +81,10 @@ class Kind:
         self._others = self._gap = 0
         self._structure: int | None = None
         self._arenas: dict[str, PlannedPlaces] = {}
+
+    def key_without(self, missing: Set[int]) -> int:
+        """The key of steps that leave out saved tensors of these numbers."""
+        return hash(tuple(signature(saved) for number, saved in enumerate(self.step.saved) if number not in missing))
 
     @property
     def observed(self) -> tuple[Step, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import threading
 import warnings
 from pathlib import Path
@@ -38,6 +39,8 @@ MOST_KINDS = 256
 MOST_STRANGERS = 8
 """Kinds that came but once. Where there are more of them, each step may be another one, and a plan of no use: kinds are
 planned for once they come again, or all at once if they differ in sizes alone."""
+GUESSES, SURPRISES = 16, 4
+"""Where so many of so many steps were of other kinds than was likely, kinds come in no order."""
 _SETTLING_STEPS = 5
 _STEPS_BETWEEN_RESTS = 64
 """How often the resident size at rest is measured anew, in steps."""
@@ -97,6 +100,7 @@ class Loop:
         self._looks, self._vain_looks = _LOOKS_AFTER_LEAVING, 0
         self._left_at, self._look_at = -1, -1
         self._due: dict[int, Kind] = {}
+        self._guesses: collections.deque[bool] = collections.deque(maxlen=GUESSES)
         self.observations_left = _FIRST_LOOKS
         self._rest_rss_bytes = 0
         self.running: object | None = None
@@ -128,14 +132,27 @@ class Loop:
 
     @property
     def expected(self) -> Kind | None:
-        """The kind that the next step is likely to be of: one that comes each so many steps, or what came after the
-        last one before."""
+        """The kind by whose plan to run the next step: the one that it is likely to be of or, where steps often are of
+        others, one whose steps hold all that those hold. See NOTE [Leaving out] in `ebbtide.run.forks`."""
+        likely, guesses = self._likely_at(len(self.measured)), self._guesses
+        if likely is None or likely.script is None or guesses.count(False) < SURPRISES:
+            return likely
+        covering = [
+            kind
+            for kind in self.kinds.values()
+            if kind.script is not None and kind.state != "verify" and self.library.covers(kind.script, likely.script, 0)
+        ]
+        return max(covering, key=lambda kind: len(kind.step.saved), default=likely)
+
+    def _likely_at(self, number: int) -> Kind | None:
+        """One that comes each so many steps, or what came after the last one before."""
         follower = self.current.follower if self.current is not None else None
-        return self._due.get(len(self.measured), follower)
+        return self._due.get(number, follower)
 
     def met(self, kind: Kind) -> None:
         """The step that was measured last was of this kind."""
         if self.current is not None:
+            self._guesses.append(kind is self._likely_at(len(self.measured) - 1))
             self.current.followed_by(kind)
         self.current = kind
         number = len(self.measured) - 1

@@ -210,7 +210,7 @@ class Running:
         loop, kind, conductor = self._loop, self._kind, self._conductor
         left = self._light.left if self._light is not None else ""
         if conductor is not None:
-            left = conductor.left or conductor.differs
+            left = conductor.left or ("" if conductor.left_some_out else conductor.differs)
         peak = self._meter.peak_bytes if self._meter is not None else None
         self._time(ended, Measured(self._state, None, peak, left=left))
         if kind is not None and self._held is not None and self._state in ("rehearse", *FINAL_STATES):
@@ -255,7 +255,7 @@ class Running:
         conductor = self._conductor
         if conductor is None:
             kind.may_have_held(held_now)
-        elif conductor.script is kind.script and conductor.went_through:
+        elif conductor.script is kind.script and (conductor.went_through or conductor.left_some_out):
             kind.has_held(held_now, self._loop.machine, self._loop.verify)
 
     def _advance(self, kind: Kind, conductor: Conductor, peak: int | None) -> None:
@@ -264,7 +264,7 @@ class Running:
         ran = next((other for other in loop.kinds.values() if other.script is conductor.script), None)
         if ran is None:
             return  # it was planned for anew meanwhile
-        loop.met(ran)
+        loop.met(loop.kinds.get(ran.key_without(conductor.missing), ran) if conductor.missing else ran)
         if not conductor.followed:
             return
         if conductor.truth is not None:

@@ -1,0 +1,123 @@
+"""What a planned step holds in place of its saved tensors, and what is done with it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ebbtide.run.capture import CaptureMode
+from ebbtide.run.holdings import PLAIN_TYPES, Holding, Kept, View, is_plain, keep, version_of, view_of
+from ebbtide.run.recipes import Recipe
+from ebbtide.run.script import Actions, Saving, Treatment
+from ebbtide.run.tiers import SlowTier
+from ebbtide.run.verify import Truth
+
+DisableTorchDispatch: Any = torch._C._DisableTorchDispatch
+"""No mode sees ops in a ``with`` block of it: they take a third of the time."""
+
+
+class Keeper:
+    """Holds the saved tensors of one step.
+
+    Args:
+        tier: the tier of a name, and of an empty one that of values which no plan moves; called when values move.
+        truth: if given, every value that the plan computes again is also kept and compared.
+
+    Attributes:
+        truth: what is compared now.
+    """
+
+    def __init__(self, tier: Callable[[str], SlowTier], truth: Truth | None) -> None:
+        self.truth = truth
+        self._tier = tier
+        self._held: dict[int, weakref.ref[Holding]] = {}
+        self._also_held: frozenset[int] = frozenset()
+        self._capture: CaptureMode | None = None
+
+    def _perform(self, actions: Actions) -> None:
+        for value in actions.drops:
+            holding = self._holding(value)
+            if holding is not None:
+                self._drop(holding)
+        for value in actions.releases:
+            holding = self._holding(value)
+            if holding is not None:
+                holding.release()
+        for value, tier in actions.outs:
+            holding = self._holding(value)
+            if holding is not None:
+                holding.send(self._tier(tier))
+        for value in actions.loads:
+            holding = self._holding(value)
+            if holding is not None:
+                holding.fetch()
+
+    def _holding(self, value: int) -> Holding | None:
+        reference = self._held.get(value)
+        return reference() if reference is not None else None
+
+    def _hold_unseen(self, tensor: torch.Tensor, number: int, saving: Saving) -> Kept | View:
+        """`_hold`, without asking the capture mode whether it wants to see what is done there."""
+        if self._capture is None or not self._capture.entered or type(tensor) not in PLAIN_TYPES:
+            return self._hold(tensor, number, saving)
+        with DisableTorchDispatch():
+            return self._hold(tensor, number, saving)
+
+    def _hold(self, tensor: torch.Tensor, number: int, saving: Saving) -> Kept | View:
+        stays = saving.treatment == Treatment.KEEP and number not in self._also_held
+        if stays or not is_plain(tensor):
+            return keep(tensor, number)
+        holding = self._holding(saving.value)
+        fresh = holding is None
+        if holding is None:
+            holding = Holding()
+            self._held[saving.value] = weakref.ref(holding)
+        if fresh or saving.first:  # the node that saved it first may be gone already, and the holding with it
+            holding.fill(tensor)
+            holding.recipes = self._recipes(saving, holding)
+            for tier in saving.tiers:
+                self._tier(tier).expect(tensor.device)
+            if saving.treatment == Treatment.REMAKE:
+                self._drop(holding)
+            elif saving.treatment == Treatment.MOVE and not saving.first:
+                holding.send(self._tier(saving.tiers[0]))  # its planned copy out went with the former holding
+        elif holding.empty or not holding.knows(version_of(tensor)):
+            return keep(tensor, number)
+        return view_of(holding, tensor, number)
+
+    def _recipes(self, saving: Saving, holding: Holding) -> tuple[Recipe, ...]:
+        """How the value is made again, each time that it is; empty if that was not captured, or not this value."""
+        recipes = []
+        for remake in saving.remakes:
+            assert self._capture is not None
+            calls = self._capture.calls_of(remake.ops)
+            leaves = {v: leaf for v in remake.leaves if (leaf := self._holding(v)) is not None}
+            if calls is None or len(leaves) < len(remake.leaves):
+                return ()
+            recipe = Recipe(saving.value, calls, leaves, remake.leaves)
+            if not recipe.makes(holding, self._holding):
+                return ()
+            recipes.append(recipe)
+        return tuple(recipes)
+
+    def _drop(self, holding: Holding) -> None:
+        """Let go of what the next recipe makes again; what has none moves out."""
+        if holding.recipes and holding.intact:
+            recipe, *later = holding.recipes
+            holding.recipes = tuple(later)
+            if self.truth is not None:
+                self.truth.watch(holding, recipe, self._tier(""))
+            else:
+                holding.drop(recipe)
+        elif holding.intact:
+            self._send(holding, "")
+            holding.release()
+
+    def _send(self, holding: Holding, tier: str) -> None:
+        """Queue the copy out of what the script does not move."""
+        if holding.tensor is not None:
+            self._tier(tier).expect(holding.tensor.device)
+            holding.send(self._tier(tier))
