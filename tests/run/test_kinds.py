@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import ebbtide
 from ebbtide.decisions import Plan
 from ebbtide.machine import Machine
+from ebbtide.run.forks import Library
 from ebbtide.run.meter import PeakMeter
 from ebbtide.step import Step
 from tests.run.harness import FAST_DISK, SLOW_DISK
@@ -98,8 +100,8 @@ def run(
     return found
 
 
-def plain_peak(blocks: Sequence[int]) -> int:
-    model = Blocks()
+def plain_peak(blocks: Sequence[int], build: Callable[[], Blocks] = Blocks) -> int:
+    model = build()
     data = torch.randn(BATCH, WIDTH)
     with PeakMeter() as meter:
         model(data, blocks, 0).backward()
@@ -161,6 +163,7 @@ def test_a_kind_that_comes_now_and_then(each: int, machine: Machine, tmp_path: P
     assert before.count("audit") >= 2, "not each of the kinds was counted"
 
 
+@pytest.mark.usefixtures("plans_stay")
 @pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["moves", "recomputes"])
 @pytest.mark.parametrize("share", [0.5, 0.8])
 def test_what_leaves_out_some_is_run_by_the_plan_of_all(share: float, machine: Machine, tmp_path: Path) -> None:
@@ -175,18 +178,45 @@ def test_what_leaves_out_some_is_run_by_the_plan_of_all(share: float, machine: M
 
 
 @pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["moves", "recomputes"])
-def test_where_kinds_come_in_no_order_the_largest_is_expected(machine: Machine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("share", [0.75, 0.9])
+def test_known_kinds_that_leave_out_some_stay_within(share: float, machine: Machine, tmp_path: Path) -> None:
+    """What comes after what was left out may need memory that the larger kind makes room for only later."""
+
+    class Wide(Dropped):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ends = nn.ModuleList([nn.Linear(WIDTH, 4 * WIDTH)] * (BLOCKS + 1))
+
+    limit_bytes = int(share * plain_peak(EVERY, Wide))
+    found = run(mixed([(EVERY, 0), (EVERY[:-1], 0), (EVERY[:-5], 0)]), limit_bytes, machine, tmp_path, build=Wide)
+    assert_within(found, limit_bytes, steps=30)
+
+
+@pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["moves", "recomputes"])
+def test_where_kinds_come_in_no_order_the_largest_is_begun_with(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To go over to another plan is dear, to leave out some is not."""
-    limit_bytes = int(0.7 * plain_peak(EVERY))
-    kinds = [(EVERY, 0), (EVERY[:-1], 0), (EVERY[:-3], 0)]
+    kinds = [(EVERY[:-3], 0), (EVERY[:-1], 0), (EVERY, 0)]  # the others would not be observed after the largest
     dice = random.Random(0)
-    known, last = mixed(kinds), [dice.choice(kinds) for _ in range(12)]
     model = Dropped()
     data = torch.randn(BATCH, WIDTH)
-    with ebbtide.Budget(limit_bytes, spill=tmp_path, machine=machine) as memory:
-        for index, (blocks, looks) in enumerate([*known, *last]):
-            if index >= len(known):
-                assert memory._loop.expected is max(memory._loop.kinds.values(), key=lambda kind: len(kind.step.saved))
+    with ebbtide.Budget(int(0.7 * plain_peak(EVERY)), spill=tmp_path, machine=machine) as memory:
+        for blocks, looks in mixed(kinds):
+            with memory.step():
+                model(data, blocks, looks).backward()
+            model.zero_grad()
+        scripts = [kind.script for kind in sorted(memory._loop.kinds.values(), key=lambda kind: -len(kind.step.saved))]
+        every, some, few = (script for script in scripts if script is not None)
+        library = Library([])
+        roomy, tight = (dataclasses.replace(every, limit_bytes=times * every.limit_bytes) for times in (2, 0))
+        assert [library.covers(one, some, 0) for one in (roomy, some, few, tight)] == [True, True, False, False]
+        assert library.covers(roomy, few, len(few.savings))
+
+        monkeypatch.setattr("ebbtide.run.forks._can_run", lambda one, other, _: len(one.savings) > len(other.savings))
+        memory._loop._library = library  # what it has worked out is known no more
+        for blocks, looks in [dice.choice(kinds) for _ in range(12)]:
+            assert memory._loop.expected is max(memory._loop.kinds.values(), key=lambda kind: len(kind.step.saved))
             with memory.step():
                 model(data, blocks, looks).backward()
             model.zero_grad()

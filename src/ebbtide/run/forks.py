@@ -100,12 +100,11 @@ class Library:
         return min(found, key=lambda other: other.script.savings[number].shape.numel(), default=None)
 
     def covers(self, script: Script, other: Script, event: int) -> bool:
-        """Whether what ``other`` saves is a part of what ``script`` does, from the save at ``event`` of both on."""
+        """Whether steps of ``other`` can be run by ``script`` from ``event`` of both on: what they save is a part of
+        what that expects, and it leaves them enough memory."""
         key = id(script), id(other), event
         if key not in self._covered:
-            count = script.numbers[event]
-            rest = iter(script.savings[count:])
-            self._covered[key] = all(any(_look_alike(one, two) for two in rest) for one in other.savings[count:])
+            self._covered[key] = _can_run(script, other, event)
         return self._covered[key]
 
     def also_held(self, script: Script) -> frozenset[int]:
@@ -130,6 +129,46 @@ def next_like(script: Script, event: int, is_next: Callable[[int], bool]) -> int
         if is_next(number):
             return place
     return None
+
+
+def _can_run(script: Script, other: Script, first: int) -> bool:
+    """Whether ``script`` can run steps of ``other`` from event ``first`` of both on. See `Library.covers`."""
+    most = script.limit_bytes - script.resting_bytes
+    names = {number: number for number in range(other.numbers[first])}
+    place, early = first - 1, set[int]()
+    for event in range(max(first - 1, 0), len(other.expected)):
+        number = other.expected[event]
+        if event >= first:
+            found = _next_save(script, place + 1, other.savings[number]) if number >= 0 else None
+            if number >= 0 and found is None:
+                return False
+            if found is not None:
+                place = found
+                names[number] = script.expected[place]
+            else:
+                place = _next_request(script, place, names[~number], set(names.values()), early)
+        if script.alive[max(place, 0)] + other.headroom[event] > most:
+            return False
+    return True
+
+
+def _next_save(script: Script, event: int, saving: Saving) -> int | None:
+    return next_like(script, event, lambda number: _look_alike(script.savings[number], saving))
+
+
+def _next_request(script: Script, event: int, number: int, there: Collection[int], early: set[int]) -> int:
+    """At which event, after ``event``, a saved tensor is asked for, or that itself if another one comes before: what is
+    asked for ``early`` is passed by later, as is what is not ``there``."""
+    for place in range(event + 1, len(script.expected)):
+        other = ~script.expected[place]
+        if other == number:
+            return place
+        if other in early:
+            early.remove(other)
+        elif other in there:
+            break
+    early.add(number)
+    return event
 
 
 def _look_alike(one: Saving, two: Saving) -> bool:

@@ -255,7 +255,7 @@ class Running:
         conductor = self._conductor
         if conductor is None:
             kind.may_have_held(held_now)
-        elif conductor.script is kind.script and (conductor.went_through or conductor.left_some_out):
+        elif conductor.script is kind.script and conductor.went_through:
             kind.has_held(held_now, self._loop.machine, self._loop.verify)
 
     def _advance(self, kind: Kind, conductor: Conductor, peak: int | None) -> None:

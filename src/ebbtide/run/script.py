@@ -104,6 +104,7 @@ class Script:
             The last entry is for the start of the step.
         stays_on: whether there is but one stretch, from the start of the step to its end.
         known: by tick, the ops that recipes replay.
+        limit_bytes: the plan's.
         resting_bytes: alive at rest.
         alive: by event, bytes alive above those at rest.
         headroom: by event, bytes that the ops up to the next event take at most above what is alive at it.
@@ -122,6 +123,7 @@ class Script:
     stretches: tuple[int, ...]
     stays_on: bool
     known: dict[int, KnownOp]
+    limit_bytes: int
     resting_bytes: int
     alive: tuple[int, ...]
     headroom: tuple[int, ...]
@@ -170,6 +172,7 @@ def write_script(step: Step, plan: Plan, memory: Sequence[int], *, captures_all:
         stretches=stretches,
         stays_on=captures_all,
         known=known,
+        limit_bytes=plan.limit_bytes,
         resting_bytes=plan.resting_bytes,
         alive=tuple(memory[moment] - plan.resting_bytes for moment in step.event_moments()),
         headroom=_headroom(step, memory),
