@@ -23,6 +23,8 @@ that is like this one. If there is any way to leave out parts so that the rest a
 2. Ops are counted again from the next event on that says at which one it is. What was captured meanwhile leads to other
    tensors than are saved, if to any, and is not used: see `Recipe.makes`.
 3. Nothing is learnt from such a step but that it came.
+4. What comes after the part that is left out may need memory that the larger kind makes room for only later. For a
+   known kind it is worked out before, event by event, whether there is enough; an unknown one may pass the limit.
 """
 
 from __future__ import annotations
