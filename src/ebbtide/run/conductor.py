@@ -155,8 +155,9 @@ class Conductor(Keeper):
     @property
     def left_some_out(self) -> bool:
         """Whether the step went through the script but for what it left out. See NOTE [Leaving out]."""
-        self._pass_by()
-        return bool(self.missing) and not self.left and self._event == len(self.script.expected)
+        passed_by = self.missing | self._shown_early
+        rest = self.script.expected[self._event :]
+        return bool(self.missing) and not self.left and all(~event in passed_by for event in rest)
 
     def _is_through(self) -> bool:
         return self._whole and not self.left and not self.missing and self._event == len(self.script.expected)
@@ -212,7 +213,7 @@ class Conductor(Keeper):
         if self.left:
             handle = self._safe.pack(tensor)
         else:
-            number = self._numbers[self._event]
+            number = self._numbers[self._event]  # another one, if some were left out
             handle = self._hold_unseen(tensor, number, self.script.savings[number])
             stretch = self.script.stretches[self._event]
             self._act()

@@ -137,18 +137,18 @@ def _can_run(script: Script, other: Script, first: int) -> bool:
     """Whether ``script`` can run steps of ``other`` from event ``first`` of both on. See `Library.covers`."""
     most = script.limit_bytes - script.resting_bytes
     names = {number: number for number in range(other.numbers[first])}
-    place, early = first - 1, set[int]()
+    there, early, place = set(names), set[int](), first - 1
     for event in range(max(first - 1, 0), len(other.expected)):
         number = other.expected[event]
-        if event >= first:
-            found = _next_save(script, place + 1, other.savings[number]) if number >= 0 else None
-            if number >= 0 and found is None:
+        if event >= first and number >= 0:
+            found = _next_save(script, place + 1, other.savings[number])
+            if found is None:
                 return False
-            if found is not None:
-                place = found
-                names[number] = script.expected[place]
-            else:
-                place = _next_request(script, place, names[~number], set(names.values()), early)
+            place = found
+            names[number] = script.expected[place]
+            there.add(names[number])
+        elif event >= first:
+            place = _next_request(script, place, names[~number], there, early)
         if script.alive[max(place, 0)] + other.headroom[event] > most:
             return False
     return True

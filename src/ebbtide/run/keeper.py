@@ -38,6 +38,7 @@ class Keeper:
         self._capture: CaptureMode | None = None
 
     def _perform(self, actions: Actions) -> None:
+        """Do what the script says, as far as the values are still held."""
         for value in actions.drops:
             holding = self._holding(value)
             if holding is not None:
