@@ -231,7 +231,7 @@ def _run_within(
             counts = metered and program.steady and index in METERED
             guard = (lambda: _metered_step(memory)) if counts else memory.step
             if program.holds_more:
-                guard = lambda: _rightly_warned_step(memory)  # noqa: E731
+                guard = lambda: rightly_warned_step(memory)  # noqa: E731
             states.append(memory.state)
             compare(record, program.run(index, guard), f"step {index} ({states[-1]}), limit {limit}")
         assert memory.limit_bytes is not None
@@ -286,7 +286,7 @@ def _metered_step(memory: ebbtide.Budget) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _rightly_warned_step(memory: ebbtide.Budget) -> Iterator[None]:
+def rightly_warned_step(memory: ebbtide.Budget) -> Iterator[None]:
     """A step that may hold more than others of its kind: if that is warned of, it passed the limit."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.filterwarnings("always", HELD_MORE, UserWarning)
