@@ -20,6 +20,7 @@ import ebbtide
 from ebbtide.errors import BudgetError, EbbtideError, OutOfMemoryError, SpillError, StepError
 from ebbtide.observe.drafts import SeenStorage
 from ebbtide.observe.recorder import Recorder
+from ebbtide.run.holdings import Holding, View
 from ebbtide.run.tiers import DiskTier
 from ebbtide.units import format_bytes
 from tests.conftest import open_files, runtime_threads
@@ -123,6 +124,24 @@ def test_interrupt_in_a_finalizer(memory: ebbtide.Budget, at: int, monkeypatch: 
     hook = sys.unraisablehook
     survive(memory, Steps(at), KeyboardInterrupt, "within a finalizer", around)
     assert sys.unraisablehook is hook
+
+
+@pytest.mark.parametrize("kind", [Holding, View])
+def test_interrupt_in_a_constructor(
+    memory: ebbtide.Budget, kind: type[Holding] | type[View], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where steps are observed, what is half made has a finalizer."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt("within a constructor")
+
+    @contextlib.contextmanager
+    def around() -> Iterator[None]:
+        with monkeypatch.context() as patched:
+            patched.setattr(kind, "__init__", interrupted)
+            yield
+
+    survive(memory, Steps(OBSERVED), KeyboardInterrupt, "within a constructor", around)
 
 
 def test_nested_step_is_refused(memory: ebbtide.Budget) -> None:

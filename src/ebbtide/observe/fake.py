@@ -162,9 +162,10 @@ class _Watched:
             recorder.held(self.storage, 1)
 
     def __del__(self) -> None:
-        if self.storage is not None:
-            self.recorder.held(self.storage, -1)
-            self.recorder.shown(self.storage, -1)
+        storage = getattr(self, "storage", None)  # an interrupt may have come before it was set
+        if storage is not None:
+            self.recorder.held(storage, -1)
+            self.recorder.shown(storage, -1)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -32,12 +32,13 @@ class _CachedHolding(Holding):
 
     def __init__(self, recorder: Recorder | None, record: Any) -> None:
         super().__init__()
-        self.recorder = recorder
         self.record = record
+        self.recorder = recorder
 
     def __del__(self) -> None:
-        if self.recorder is not None and self.tensor is not None:
-            self.recorder.held(self.record, -1)
+        recorder = getattr(self, "recorder", None)  # an interrupt may have come before it was set
+        if recorder is not None and self.tensor is not None:
+            recorder.held(self.record, -1)
 
 
 class _CachedView(View):
@@ -54,8 +55,9 @@ class _CachedView(View):
         self.record: Any = None
 
     def __del__(self) -> None:
-        if self.record is not None and self.policy.recorder is not None:
-            self.policy.recorder.shown(self.record, -1)
+        record = getattr(self, "record", None)  # an interrupt may have come before it was set
+        if record is not None and self.policy.recorder is not None:
+            self.policy.recorder.shown(record, -1)
 
 
 class SafePolicy:

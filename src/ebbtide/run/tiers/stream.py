@@ -54,8 +54,8 @@ class StreamSlot(Slot):
             self.unwritten = None
 
     def __del__(self) -> None:
-        # Its holding has died, or an interrupt struck before there was one.
-        if not self.freed:
+        # Its holding has died, or an interrupt struck before there was one. One that was half made has no place.
+        if hasattr(self, "unwaited") and not self.freed:
             self.tier.free(self)
 
 
