@@ -367,8 +367,6 @@ class Double(Chain):
 class Speech(Program):
     """`ctc_loss` with lengths that are tensors, which autograd saves only where a dispatch mode is on."""
 
-    recomputes = False  # parts of what `ctc_loss` saves it never writes to
-
     def build(self) -> nn.Module:
         return nn.ModuleDict({"hear": nn.Conv1d(16, 64, 5, padding=2), "say": mlp(64, 128, 128, 30)})
 
