@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ebbtide.observe.wrapped import is_wrapper
+
 
 def tensors_in(items: Iterable[Any]) -> Iterator[torch.Tensor]:
     """The tensors in arguments or results of an ATen call, in order; lists and tuples are entered."""
@@ -19,10 +21,12 @@ def tensors_in(items: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` has one storage of its own that can be followed (sparse, nested, wrapped ones do not)."""
+    """Whether ``tensor`` has one storage of its own that can be followed (sparse, nested ones do not, nor do those that
+    wrap others, or that a transform has wrapped)."""
     return (
         tensor.layout is torch.strided
         and not tensor.is_nested
+        and not is_wrapper(type(tensor))
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     )
 

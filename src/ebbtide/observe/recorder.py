@@ -38,6 +38,7 @@ from ebbtide.observe.mode import DispatchMode
 from ebbtide.observe.modules import ModuleTrail
 from ebbtide.observe.schema import COMPILED_GRAPH, operator_info
 from ebbtide.observe.workspace import WorkspaceProbe
+from ebbtide.observe.wrapped import Within, inside, wraps
 from ebbtide.step import EXTERNAL, Event, Phase, Saved, Step
 
 _use_count = torch._C._storage_Use_Count
@@ -133,9 +134,15 @@ class Recorder(DispatchMode):
             if self.hidden:
                 return func(*args, **(kwargs or {}))
             self.interrupts.raise_kept()
+            if types and wraps(types):
+                return Within(self._record_within).run(func, args, kwargs or {})
             return self._record(func, args, kwargs or {})
 
-    def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _record_within(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Record what an op on tensors that wrap others becomes."""
+        return func(*args, **kwargs) if self.hidden else self._record(func, args, kwargs, again=False)
+
+    def _record(self, func: Any, args: Any, kwargs: Any, *, again: bool = True) -> Any:
         self._tick_over()
         info = operator_info(func)
         tick = len(self._ops)
@@ -145,7 +152,7 @@ class Recorder(DispatchMode):
         draft = OpDraft(info, self._inputs(read, kwargs, tick), *self._place())
         if info.replay == "batch_norm" and not trains:
             draft.replay = "pure"
-        if not all(map(is_traceable, tensors_in((*read, *kwargs.values())))):
+        if not again or not all(map(is_traceable, tensors_in((*read, *kwargs.values())))):
             draft.replay = "opaque"
         self._begin(draft)
         result, draft.spans, grown = self._execute(func, args, kwargs)
@@ -306,6 +313,7 @@ class Recorder(DispatchMode):
         """Record a save; returns the number of the saved tensor."""
         self.interrupts.raise_kept()
         self._tick_over()
+        tensor = inside(tensor)
         followed = has_storage(tensor)
         storage = self._touch(tensor) if followed else self._nowhere()
         number = len(self._saved)

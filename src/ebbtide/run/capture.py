@@ -10,6 +10,7 @@ import torch
 from ebbtide.errors import RecipeError
 from ebbtide.observe.mode import DispatchMode, stand_behind_inference_mode
 from ebbtide.observe.schema import operator_info
+from ebbtide.observe.wrapped import Within, wraps
 from ebbtide.run.calls import Call, KnownOp, capture
 
 _nodes_made: Callable[[], int] = vars(torch.autograd)["_get_sequence_nr"]
@@ -86,11 +87,17 @@ class CaptureMode(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.hidden:
             return func(*args, **(kwargs or {}))
+        if types and wraps(types):
+            return Within(self._count).run(func, args, kwargs or {})
         known = self._known.get(self.tick)
         self.tick += 1
         if known is None:
             return func(*args, **(kwargs or {}))
         return self._run_known(func, args, kwargs or {}, known)
+
+    def _count(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Count what an op on tensors that wrap others becomes."""
+        return self.__torch_dispatch__(func, (), args, kwargs)
 
     def _run_known(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: KnownOp) -> Any:
         tick = self.tick - 1

@@ -33,17 +33,19 @@ from ebbtide.observe.clock import Clock, Span
 from ebbtide.observe.compiled_calls import compiled_calls
 from ebbtide.observe.ledger import sizes
 from ebbtide.observe.mode import correct_notes, modes_on
+from ebbtide.observe.wrapped import PLAIN_TYPES, inside
 from ebbtide.run.allocator import Trimmer
 from ebbtide.run.capture import OFF, CaptureMode, is_between_ops
 from ebbtide.run.forks import Known, Library, catch_up, is_like, is_smaller, next_like, remade_alike, renumbered
 from ebbtide.run.garbage import expect_objects
-from ebbtide.run.holdings import PLAIN_TYPES, Kept, View, is_plain, keep, version_of
+from ebbtide.run.holdings import is_plain, keep, version_of
 from ebbtide.run.keeper import DisableTorchDispatch, Keeper
 from ebbtide.run.passes import in_pass, tell_no_more, tell_of_passes
 from ebbtide.run.safe import LEAST_MOVED_BYTES, SafePolicy
 from ebbtide.run.script import NOBODY, Saving, Script, Treatment
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.verify import Truth
+from ebbtide.run.wrapped import Handle
 
 SOON = 64
 """Requests within which what is asked for out of turn is to come, in a step that has left out some: what it saves may
@@ -205,16 +207,16 @@ class Conductor(Keeper):
         if capture is not None:
             capture.hidden = True
         self._pass_by()
-        number = self._numbers[self._event]
-        if not self.left and not self._fits(tensor, number) and not self._goes_over(number, tensor):
+        number, inner = self._numbers[self._event], inside(tensor)
+        if not self.left and not self._fits(inner, number) and not self._goes_over(number, inner):
             self.leave(
-                f"saved tensor {number} is {tensor.dtype} {list(sizes(tensor))}, which no known kind of step expects"
+                f"saved tensor {number} is {inner.dtype} {list(sizes(inner))}, which no known kind of step expects"
             )
         if self.left:
-            handle = self._safe.pack(tensor)
+            handle: Handle = self._safe.pack(tensor)
         else:
             number = self._numbers[self._event]  # another one, if some were left out
-            handle = self._hold_unseen(tensor, number, self.script.savings[number])
+            handle = self._hold_inside(tensor, number, self.script.savings[number])
             stretch = self.script.stretches[self._event]
             self._act()
             if self._capture is not None:
@@ -225,7 +227,7 @@ class Conductor(Keeper):
             capture.hidden = False
         return handle
 
-    def unpack(self, handle: Kept | View) -> torch.Tensor:
+    def unpack(self, handle: Handle) -> torch.Tensor:
         """The unpack hook."""
         event = self._event
         if self._shown[event] == handle.number and (self._capture is None or not self._capture.entered):
@@ -234,7 +236,7 @@ class Conductor(Keeper):
         with self._lock:
             return self._unpack(handle)
 
-    def _unpack(self, handle: Kept | View) -> torch.Tensor:
+    def _unpack(self, handle: Handle) -> torch.Tensor:
         if self.left:
             return self._safe.unpack(handle)
         began = self._mark() if self._mark is not None else None

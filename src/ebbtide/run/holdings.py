@@ -18,6 +18,7 @@ import torch
 
 from ebbtide.errors import StepError
 from ebbtide.observe.ledger import has_storage, sizes
+from ebbtide.observe.wrapped import PLAIN_TYPES
 from ebbtide.run.meter import note_memory
 
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from ebbtide.run.tiers.transfers import Load, Slot, SlowTier
 
 _use_count = torch._C._storage_Use_Count
-PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-"""Types of tensors that PyTorch's own kernels work on, and nobody else's code."""
 
 
 def changed_error(tensor: torch.Tensor, version: int) -> RuntimeError:

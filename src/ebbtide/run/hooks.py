@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ebbtide.observe.ledger import has_storage, sizes
+from ebbtide.observe.wrapped import inside
 from ebbtide.run.holdings import Kept, keep
 from ebbtide.step import Saved
 
@@ -96,9 +97,9 @@ class LightWatch:
         """The pack hook."""
         self.watching = False
         pop_hooks()
-        first = self._first
-        shape, most = sizes(tensor), math.prod(first.shape) if first is not None else 0
-        if first is None or len(shape) != len(first.shape) or (has_storage(tensor) and tensor.numel() > most):
+        first, inner = self._first, inside(tensor)
+        shape, most = sizes(inner), math.prod(first.shape) if first is not None else 0
+        if first is None or len(shape) != len(first.shape) or (has_storage(inner) and inner.numel() > most):
             self.left = f"the first saved tensor is {list(shape)}, expected {first.shape if first else 'none'}"
         return keep(tensor, -1)
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
+from ebbtide.observe.wrapped import PLAIN_TYPES, inside
 from ebbtide.run.capture import CaptureMode
-from ebbtide.run.holdings import PLAIN_TYPES, Holding, Kept, View, is_plain, keep, version_of, view_of
+from ebbtide.run.holdings import Holding, Kept, View, is_plain, keep, version_of, view_of
 from ebbtide.run.recipes import Recipe
 from ebbtide.run.script import Actions, Saving, Treatment
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.verify import Truth
+from ebbtide.run.wrapped import Handle, Wrapped
 
 DisableTorchDispatch: Any = torch._C._DisableTorchDispatch
 """No mode sees ops in a ``with`` block of it: they take a third of the time."""
@@ -59,6 +61,14 @@ class Keeper:
     def _holding(self, value: int) -> Holding | None:
         reference = self._held.get(value)
         return reference() if reference is not None else None
+
+    def _hold_inside(self, tensor: torch.Tensor, number: int, saving: Saving) -> Handle:
+        """`_hold`, but that it is what ``tensor`` wraps that moves."""
+        inner = inside(tensor)
+        handle = self._hold_unseen(inner, number, saving)
+        if inner is tensor:
+            return handle
+        return Wrapped(tensor, handle) if isinstance(handle, View) else keep(tensor, number)
 
     def _hold_unseen(self, tensor: torch.Tensor, number: int, saving: Saving) -> Kept | View:
         """`_hold`, without asking the capture mode whether it wants to see what is done there."""

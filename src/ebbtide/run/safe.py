@@ -17,9 +17,11 @@ import torch
 
 from ebbtide.observe.allocated import Memory
 from ebbtide.observe.recorder import Recorder, storage_wrapper_count
+from ebbtide.observe.wrapped import inside
 from ebbtide.run.allocator import Trimmer
 from ebbtide.run.holdings import Holding, Kept, View, is_plain, keep, only_held_once
 from ebbtide.run.tiers import SlowTier
+from ebbtide.run.wrapped import Handle, Wrapped
 
 LEAST_MOVED_BYTES = 64 * 1024
 """Smaller tensors stay: moving them costs more than they free."""
@@ -117,7 +119,7 @@ class SafePolicy:
                 recorder.hidden = False
                 recorder.resume()
 
-    def unpack(self, handle: Kept | View) -> torch.Tensor:
+    def unpack(self, handle: Handle) -> torch.Tensor:
         """The unpack hook."""
         recorder = self.recorder
         with self._lock:
@@ -131,7 +133,14 @@ class SafePolicy:
                 recorder.hidden = False
                 recorder.resume()
 
-    def _take(self, tensor: torch.Tensor, number: int) -> Kept | View:
+    def _take(self, tensor: torch.Tensor, number: int) -> Handle:
+        inner = inside(tensor)
+        handle = self._take_plain(inner, number)
+        if inner is tensor:
+            return handle
+        return Wrapped(tensor, handle) if isinstance(handle, View) else keep(tensor, number)
+
+    def _take_plain(self, tensor: torch.Tensor, number: int) -> Kept | View:
         recorder = self.recorder if number >= 0 else None
         if not is_plain(tensor) or (recorder is not None and recorder.is_external(number)):
             return keep(tensor, number)
@@ -162,7 +171,9 @@ class SafePolicy:
             recorder.held(holding.record, 1)
         return holding
 
-    def _show(self, handle: Kept | View) -> torch.Tensor:
+    def _show(self, handle: Handle) -> torch.Tensor:
+        if isinstance(handle, Wrapped) and isinstance(view := handle.view, _CachedView):
+            return handle.around(lambda: self._show(view))
         if not isinstance(handle, _CachedView):
             return handle.show()
         holding = handle.holding
