@@ -9,6 +9,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from tests.run.harness import Guard, Program, Record
 from tests.run.programs import Chain, mlp, program
+from tests.run.wrapper import unwrap, wrap
 
 
 @program
@@ -390,3 +391,22 @@ class OutOfInference(Chain):
                 loss.backward()
             more = loss.detach() + 1
         return {"loss": loss, "more": more}
+
+
+@program
+class Wrapping(Chain):
+    """Tensors around tensors, as those of tensor parallelism, written in place here and there."""
+
+    def build(self) -> nn.Module:
+        return mlp(64, 128, 128, 128, 16)
+
+    def forward(self, index: int) -> Tensor:
+        h = self.data(index, 256, 64)
+        for layer in self.model:
+            if isinstance(layer, nn.Linear):
+                h = layer(h)
+            else:
+                wide = wrap(h)
+                gate = wide.sigmoid()
+                h = unwrap((wide.mul(0.7).tanh() * gate).mul_(2.0).relu_().sin()) + h.tanh()
+        return h

@@ -11,6 +11,7 @@ import torch.utils._python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbtide.observe.lengths import mode_is_off, mode_is_on
+from ebbtide.observe.wrapped import wraps
 
 _COMPILE_FLAG = "_is_in_any_mode_without_ignore_compile_internals"
 _FLAGS: dict[str, Callable[[Any], bool]] = {
@@ -115,6 +116,19 @@ class DispatchMode(TorchDispatchMode):
         del inputs, written
         return run()
 
+    def see_within(self, see: Callable[[Any, Any, Any], Any], func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op on tensors that wrap others. See NOTE [Wrapped tensors] in `wrapped.py`.
+
+        Args:
+            see: called with each op on what they wrap that it becomes, and its arguments; returns that one's result.
+        """
+        within = _Within(self, see)
+        try:
+            _arrange([within, *modes_on()])  # those of the user's see the op first, as they do without us
+            return func(*args, **kwargs)
+        finally:
+            _arrange([mode for mode in modes_on() if mode is not within])
+
     def __enter__(self) -> Self:
         super().__enter__()  # type: ignore[no-untyped-call]
         mode_is_on(self)
@@ -124,6 +138,9 @@ class DispatchMode(TorchDispatchMode):
         try:
             mode_is_off(self)
             stack = modes_on()
+            if any(_is_within(mode, self) for mode in stack):
+                stack = [mode for mode in stack if not _is_within(mode, self)]
+                _arrange(stack)
             place = next((index for index, mode in enumerate(stack) if mode is self), None)
             if place is not None:
                 if place < len(stack) - 1:  # PyTorch takes off whichever is on top
@@ -139,7 +156,7 @@ class DispatchMode(TorchDispatchMode):
     def _put_back(self) -> None:
         """Undo what PyTorch did of an `enter` or left of a `leave` that was interrupted."""
         mode_is_off(self)
-        _arrange([mode for mode in modes_on() if mode is not self])
+        _arrange([mode for mode in modes_on() if mode is not self and not _is_within(mode, self)])
         correct_notes()
 
     def enter(self, place: int | None = None) -> None:
@@ -158,3 +175,28 @@ class DispatchMode(TorchDispatchMode):
     def leave(self) -> None:
         """See no more of them."""
         self.__exit__(None, None, None)
+
+
+class _Within(TorchDispatchMode):
+    """Lets ops on wrappers become what they are, and shows that; it is on for a single op."""
+
+    def __init__(self, owner: DispatchMode, see: Callable[[Any, Any, Any], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.owner = owner
+        self._see = see
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return NotImplemented if types and wraps(types) else self._see(func, args, kwargs or {})
+
+
+def _is_within(mode: TorchDispatchMode, owner: DispatchMode) -> bool:
+    """Whether it is one that an interrupt has left there."""
+    return isinstance(mode, _Within) and mode.owner is owner

@@ -38,7 +38,7 @@ from ebbtide.observe.mode import DispatchMode
 from ebbtide.observe.modules import ModuleTrail
 from ebbtide.observe.schema import COMPILED_GRAPH, operator_info
 from ebbtide.observe.workspace import WorkspaceProbe
-from ebbtide.observe.wrapped import Within, inside, wraps
+from ebbtide.observe.wrapped import inside, wraps
 from ebbtide.step import EXTERNAL, Event, Phase, Saved, Step
 
 _use_count = torch._C._storage_Use_Count
@@ -135,7 +135,7 @@ class Recorder(DispatchMode):
                 return func(*args, **(kwargs or {}))
             self.interrupts.raise_kept()
             if types and wraps(types):
-                return Within(self._record_within).run(func, args, kwargs or {})
+                return self.see_within(self._record_within, func, args, kwargs or {})
             return self._record(func, args, kwargs or {})
 
     def _record_within(self, func: Any, args: Any, kwargs: Any) -> Any:

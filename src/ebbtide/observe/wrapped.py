@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 """Types of tensors that PyTorch's own kernels work on, and nobody else's code."""
@@ -61,35 +60,3 @@ def _awaits(tensor: Any) -> bool:
     """Whether it is what a collective will have filled once it was waited for."""
     module = sys.modules.get(_COLLECTIVES)
     return module is not None and isinstance(tensor, module.AsyncCollectiveTensor)
-
-
-class Within(TorchDispatchMode):
-    """Lets ops on wrappers become what they are, and shows that to somebody.
-
-    Args:
-        see: called with each op that has no wrappers among its arguments, and these; returns its result.
-    """
-
-    def __init__(self, see: Callable[[Any, Any, Any], Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._see = see
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """To PyTorch: compile as if this mode were not there."""
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return NotImplemented if types and wraps(types) else self._see(func, args, kwargs or {})
-
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op on wrappers."""
-        _push_mode(self)  # its `with` block would tell the compiler, which the mode that calls has done
-        try:
-            return func(*args, **kwargs)
-        finally:
-            _pop_mode()

@@ -10,7 +10,7 @@ import torch
 from ebbtide.errors import RecipeError
 from ebbtide.observe.mode import DispatchMode, stand_behind_inference_mode
 from ebbtide.observe.schema import operator_info
-from ebbtide.observe.wrapped import Within, wraps
+from ebbtide.observe.wrapped import wraps
 from ebbtide.run.calls import Call, KnownOp, capture
 
 _nodes_made: Callable[[], int] = vars(torch.autograd)["_get_sequence_nr"]
@@ -88,7 +88,7 @@ class CaptureMode(DispatchMode):
         if self.hidden:
             return func(*args, **(kwargs or {}))
         if types and wraps(types):
-            return Within(self._count).run(func, args, kwargs or {})
+            return self.see_within(self._count, func, args, kwargs or {})
         known = self._known.get(self.tick)
         self.tick += 1
         if known is None:

@@ -11,7 +11,7 @@ from ebbtide.observe.allocated import Memory
 from ebbtide.observe.inductor import compiled_as_ops
 from ebbtide.observe.ledger import Ledger, has_storage, tensors_in
 from ebbtide.observe.mode import DispatchMode
-from ebbtide.observe.wrapped import Within, wraps
+from ebbtide.observe.wrapped import wraps
 
 _running: list[Ledger] = []
 
@@ -64,7 +64,7 @@ class PeakMeter(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self._hidden and types and wraps(types):
-            return Within(self._count).run(func, args, kwargs)
+            return self.see_within(self._count, func, args, kwargs)
         return self._count(func, args, kwargs)
 
     def _count(self, func: Any, args: Any, kwargs: Any) -> Any:

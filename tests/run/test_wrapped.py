@@ -1,0 +1,106 @@
+"""Tensors around tensors count, move and come back as what they wrap."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ebbtide.decisions import Offload
+from ebbtide.machine import Machine
+from ebbtide.observe.recorder import Recorder
+from ebbtide.run.meter import PeakMeter
+from tests.observe.test_mode import User
+from tests.run.harness import FAST_DISK, SLOW_DISK, Guard, Record, run_plain, run_within
+from tests.run.programs import Chain, mlp
+from tests.run.wrapper import unwrap, wrap
+
+pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
+
+
+def test_they_count_with_the_size_of_what_they_wrap() -> None:
+    given = torch.randn(256, 64)
+    with PeakMeter() as meter:
+        wide = wrap(given).sin()
+        wide.mul_(2.0)
+        shown = unwrap(wide.cos())
+    assert shown.shape == given.shape
+    assert wide.shape == (512, 64)
+    assert meter.resting_bytes == 256 * 64 * 4
+    assert meter.end_bytes == 3 * 256 * 64 * 4
+
+
+def test_ops_are_those_on_what_they_wrap_and_are_not_run_again() -> None:
+    given = torch.randn(256, 64)
+    with Recorder() as recorder:
+        unwrap(wrap(given).sin()).cos()
+    ops = {op.name: op for op in recorder.finish().ops}
+    assert ops["aten.sin.default"].replay == "opaque"
+    assert ops["aten.cos.default"].replay == "pure"
+    assert len([name for name in ops if "sin" in name]) == 1
+
+
+def test_modes_of_the_user_see_what_they_see_anyway() -> None:
+    below, above, recorder = User(), User(), Recorder()
+    below.enter()
+    with recorder:
+        above.enter()
+        unwrap(wrap(torch.randn(256, 64)).sin())
+        above.leave()
+    seen = below.seen, above.seen
+    below.leave()
+    alone = User()
+    alone.enter()
+    unwrap(wrap(torch.randn(256, 64)).sin())
+    alone.leave()
+    assert seen == (alone.seen, alone.seen)
+    assert "aten.sin.default" in [op.name for op in recorder.finish().ops]
+
+
+class Wide(Chain):
+    """All that is saved is wrapped but for what the first layer and the last one save."""
+
+    def build(self) -> nn.Module:
+        return mlp(64, 256, 16)
+
+    def forward(self, index: int) -> torch.Tensor:
+        first, _, last = self.model
+        wide = wrap(first(self.data(index, 256, 64)))
+        for _ in range(8):
+            wide = wide.mul(0.9).tanh().sin()
+        return last(unwrap(wide))
+
+
+@pytest.mark.parametrize("limit", ["70%", "40%"])
+def test_they_move(limit: str, tmp_path: Path) -> None:
+    trial = run_within(Wide, run_plain(Wide), limit, FAST_DISK, tmp_path)
+    assert trial.plan is not None
+    assert sum(isinstance(decision, Offload) for decision in trial.plan.decisions) > 3
+    assert trial.plan.peak_bytes < 0.8 * trial.plan.plain_peak_bytes
+
+
+class WrittenLater(Chain):
+    """Writes over what a wrapper shows, and the backward pass needs: PyTorch refuses, and so must we."""
+
+    steady = False
+
+    def compute(self, index: int, guard: Guard) -> Record:
+        with guard():
+            wide = wrap(self.model[:4](self.data(index, 256, 64))).sigmoid()
+            loss = self.model[4:](unwrap(wide.sin())).square().mean()
+            if index % 2:
+                wide.add_(1)
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    loss.backward()
+                self.optimizer.zero_grad()
+            else:
+                loss.backward()
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["fast", "slow"])
+@pytest.mark.parametrize("limit", ["90%", "60%"])
+def test_a_forbidden_in_place_op_is_still_refused(limit: str, machine: Machine, tmp_path: Path) -> None:
+    run_within(WrittenLater, run_plain(WrittenLater), limit, machine, tmp_path)
