@@ -100,10 +100,14 @@ class Forbidden(Chain):
 
     steady = False
 
+    def begin(self, index: int) -> tuple[Tensor, Tensor]:
+        """An activation that the backward pass needs, and the loss."""
+        h = self.model[:4](self.data(index, 256, 64)).sigmoid()
+        return h, self.model[4:](h).square().mean()
+
     def compute(self, index: int, guard: Guard) -> Record:
         with guard():
-            h = self.model[:4](self.data(index, 256, 64)).sigmoid()
-            loss = self.model[4:](h).square().mean()
+            h, loss = self.begin(index)
             if index % 2:
                 h.add_(1)
                 with pytest.raises(RuntimeError, match=r"modified by an inplace operation|changed in place"):

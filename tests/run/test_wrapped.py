@@ -13,8 +13,9 @@ from ebbtide.machine import Machine
 from ebbtide.observe.recorder import Recorder
 from ebbtide.run.meter import PeakMeter
 from tests.observe.test_mode import User
-from tests.run.harness import FAST_DISK, SLOW_DISK, Guard, Record, run_plain, run_within
+from tests.run.harness import FAST_DISK, SLOW_DISK, run_plain, run_within
 from tests.run.programs import Chain, mlp
+from tests.run.test_identical import Forbidden
 from tests.run.wrapper import unwrap, wrap
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
@@ -81,23 +82,12 @@ def test_they_move(limit: str, tmp_path: Path) -> None:
     assert trial.plan.peak_bytes < 0.8 * trial.plan.plain_peak_bytes
 
 
-class WrittenLater(Chain):
-    """Writes over what a wrapper shows, and the backward pass needs: PyTorch refuses, and so must we."""
+class WrittenLater(Forbidden):
+    """The same where what is written over is shown by a wrapper."""
 
-    steady = False
-
-    def compute(self, index: int, guard: Guard) -> Record:
-        with guard():
-            wide = wrap(self.model[:4](self.data(index, 256, 64))).sigmoid()
-            loss = self.model[4:](unwrap(wide.sin())).square().mean()
-            if index % 2:
-                wide.add_(1)
-                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                    loss.backward()
-                self.optimizer.zero_grad()
-            else:
-                loss.backward()
-        return {"loss": loss}
+    def begin(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        wide = wrap(self.model[:4](self.data(index, 256, 64))).sigmoid()
+        return wide, self.model[4:](unwrap(wide.sin())).square().mean()
 
 
 @pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["fast", "slow"])
