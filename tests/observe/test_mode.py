@@ -15,7 +15,9 @@ import torch.utils._python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbtide.observe.mode import DispatchMode, correct_notes
+from ebbtide.observe.wrapped import wraps
 from tests.conftest import modes_left
+from tests.run.wrapper import Doubled
 
 
 class Nothing(DispatchMode):
@@ -48,7 +50,7 @@ class User(TorchDispatchMode):
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
-def interrupted(call: Callable[[], None], moment: int) -> bool:
+def interrupted(call: Callable[[], object], moment: int) -> bool:
     """Calls ``call`` and interrupts it before one of the bytecodes that PyTorch or the mode runs in it."""
     left = moment
 
@@ -149,3 +151,40 @@ def test_interrupt_of_modes_that_do_not_nest(way: str) -> None:
         if not hit:
             break
     assert moment > 40
+
+
+class Inner(DispatchMode):
+    """Sees what ops on wrappers become."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and wraps(types):
+            return self.see_within(self._see, func, args, kwargs or {})
+        return self._see(func, args, kwargs or {})
+
+    def _see(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **kwargs)
+
+
+def test_interrupt_of_an_op_on_wrappers() -> None:
+    before, wide = notes(), Doubled(torch.ones(2))
+    user = User()
+    for moment in itertools.count():
+        mode = Inner()
+        user.enter()
+        mode.enter()
+        hit = interrupted(wide.sin, moment)
+        mode.leave()
+        assert dispatch._get_current_dispatch_mode_stack() == [user], f"interrupted before bytecode {moment}"
+        user.leave()
+        assert notes() == before
+        if not hit:
+            break
+    assert moment > 20
+    assert mode.seen == ["aten.sin.default"]
+    torch.ones(1)
+    assert mode.seen == ["aten.sin.default"]
