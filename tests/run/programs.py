@@ -128,8 +128,6 @@ class MixedPrecision(Transformer):
 class Recurrent(Program):
     """A two-layer LSTM, one fused op or many small ones, as PyTorch likes."""
 
-    recomputes = False
-
     def build(self) -> nn.Module:
         return nn.ModuleDict({"lstm": nn.LSTM(16, 64, 2, dropout=0.1), "head": nn.Linear(64, 16)})
 

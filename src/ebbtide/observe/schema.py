@@ -14,8 +14,7 @@ _BATCH_NORM = frozenset({"native_batch_norm", "_native_batch_norm_legit", "cudnn
 _GATHERING = frozenset({"batch_norm_gather_stats", "batch_norm_gather_stats_with_counts", "batch_norm_update_stats"})
 """Parts of batch norm over several devices that write running statistics, too, of which their schemas say nothing."""
 _UNINITIALISED = ("empty", "new_empty", "resize", "_resize", "as_strided_scatter", "set_")
-_PARTLY_WRITTEN = frozenset({"_ctc_loss", "mkldnn_rnn_layer"})
-"""Parts of whose results are memory as it was found, which their backward ops never read: run again, they differ."""
+_PARTLY_WRITTEN = frozenset({"aten::_ctc_loss", "aten::mkldnn_rnn_layer"})
 _DATA_DEPENDENT = frozenset(
     {"_local_scalar_dense", "item", "nonzero", "unique2", "_unique2", "masked_select", "bincount"}
 )
@@ -53,6 +52,12 @@ def operator_info(func: Any) -> OperatorInfo:
     return OperatorInfo(str(func), tuple(written), tuple(names), _replay(func, schema, bool(written), bool(names)))
 
 
+def is_partly_written(func: Any) -> bool:
+    """Whether parts of the last result of ``func`` are memory as it was found. Its backward op does not read those; but
+    run again it is not the same bit for bit."""
+    return getattr(getattr(func, "_schema", None), "name", "") in _PARTLY_WRITTEN
+
+
 def _is_written(argument: Any) -> bool:
     return argument.alias_info is not None and bool(argument.alias_info.is_write)
 
@@ -64,7 +69,7 @@ def _replay(func: Any, schema: Any, writes: bool, writes_out: bool) -> Replay:
     # A recipe must not end in memory that a kernel unknown to us fills, nor run what is not ATen's own.
     if namespace not in ("aten", "prims") or base.startswith(_UNINITIALISED) or writes_out:
         return "opaque"
-    if base in _DATA_DEPENDENT or base in _GATHERING or base in _PARTLY_WRITTEN:
+    if base in _DATA_DEPENDENT or base in _GATHERING:
         return "opaque"
     if base in _BATCH_NORM and func._overloadname in ("default", ""):
         return "batch_norm"

@@ -9,6 +9,7 @@ import torch
 
 from ebbtide.errors import RecipeError
 from ebbtide.observe.ledger import tensors_in
+from ebbtide.observe.schema import is_partly_written
 from ebbtide.run.calls import Argument, Call
 from ebbtide.run.holdings import Holding, changed_error, is_same
 
@@ -30,6 +31,11 @@ class Recipe:
         self.calls = calls
         self.leaves = leaves
         self.order = order
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether what it makes is the same bit for bit, as far as is known of its ops."""
+        return not any(is_partly_written(call.func) and call.known.outputs[-1] == self.target for call in self.calls)
 
     def makes(self, holding: Holding, held: Callable[[int], Holding | None]) -> bool:
         """Whether the calls, as they were captured, made what ``holding`` holds from what the leaves hold.

@@ -1,7 +1,8 @@
 """The verify step: every value that a plan computes again is kept as well, compared bit for bit, and the truth is used.
 
 A kernel that the recorder could not see (one that fills memory behind ATen's back, one that is not deterministic) can
-so cost speed, never correctness: what differs is banned from being computed again.
+so cost speed, never correctness: what differs is banned from being computed again. Of the few ops that are known to
+leave parts of a result unwritten, which no op reads, it is only looked whether they run.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class _Witness(Recipe):
         true = self._true.arrive()
         try:
             again = self._recipe.replay()
-            same = torch.equal(_bytes(true), _bytes(again))
+            same = not self._recipe.is_exact or torch.equal(_bytes(true), _bytes(again))
         except Exception:  # whatever the reason: what cannot be computed again here is never computed again
             same = False
         if not same:
