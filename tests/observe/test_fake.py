@@ -40,8 +40,9 @@ SAME = (
     "ThrownAway",
     "Transformer",
     "UNet",
+    "Wrapping",
 )
-"""Programs with in-place ops, views, several backwards, custom Functions, checkpoints, random ops, autocast, ..."""
+"""Programs with in-place ops, views, several backwards, custom Functions, checkpoints, random ops, wrappers, ..."""
 
 
 def program(name: str) -> Build:

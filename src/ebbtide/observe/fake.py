@@ -43,6 +43,7 @@ from ebbtide.observe.ledger import has_storage
 from ebbtide.observe.recorder import Recorder
 from ebbtide.observe.uncompiled import uncompiled
 from ebbtide.observe.work import work_of
+from ebbtide.observe.wrapped import inside
 from ebbtide.roofline import Work, with_durations
 from ebbtide.step import Step
 
@@ -150,13 +151,14 @@ class _Watched:
     __slots__ = ("number", "recorder", "storage", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, number: int, recorder: Recorder) -> None:
+        inner = inside(tensor)
         # The mode would turn a real tensor, an input, into another one, fake.
-        self.tensor = tensor.detach() if isinstance(tensor, FakeTensor) else tensor
+        self.tensor = tensor.detach() if isinstance(inner, FakeTensor) else tensor
         self.version = tensor._version
         self.number = number
         self.recorder = recorder
         self.storage: Any = None
-        if _is_plain(tensor) and not recorder.is_external(number):
+        if _is_plain(inner) and not recorder.is_external(number):
             self.storage = recorder.storage_of(number)
             recorder.shown(self.storage, 1)
             recorder.held(self.storage, 1)

@@ -43,17 +43,17 @@ def wrapped_name(wrapper: torch.Tensor) -> str | None:
 
 
 def inside(tensor: torch.Tensor) -> torch.Tensor:
-    """What ``tensor`` wraps, if that is one plain tensor, or else itself. Waits for a collective that still fills it,
-    as the next op would."""
+    """What ``tensor`` wraps, if that is one tensor, which wraps none, or else itself. Waits for a collective that still
+    fills it, as the next op would."""
     if not is_wrapper(type(tensor)):
         return tensor
     name = wrapped_name(tensor)
     if name is None:
         return tensor
-    inner = getattr(tensor, name)
-    if _awaits(inner):
-        inner = inner.trigger_wait()
-    return inner if type(inner) in PLAIN_TYPES else tensor
+    found: Any = getattr(tensor, name)
+    inner: torch.Tensor = found.trigger_wait() if _awaits(found) else found
+    kind: Any = type(inner)
+    return tensor if is_wrapper(kind) else inner
 
 
 def _awaits(tensor: Any) -> bool:

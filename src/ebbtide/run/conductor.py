@@ -216,7 +216,7 @@ class Conductor(Keeper):
             handle: Handle = self._safe.pack(tensor)
         else:
             number = self._numbers[self._event]  # another one, if some were left out
-            handle = self._hold_inside(tensor, number, self.script.savings[number])
+            handle = self._hold_inside(tensor, inner, number, self.script.savings[number])
             stretch = self.script.stretches[self._event]
             self._act()
             if self._capture is not None:

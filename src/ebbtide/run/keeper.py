@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.observe.wrapped import PLAIN_TYPES, inside
+from ebbtide.observe.wrapped import PLAIN_TYPES
 from ebbtide.run.capture import CaptureMode
 from ebbtide.run.holdings import Holding, Kept, View, is_plain, keep, version_of, view_of
 from ebbtide.run.recipes import Recipe
@@ -62,9 +62,8 @@ class Keeper:
         reference = self._held.get(value)
         return reference() if reference is not None else None
 
-    def _hold_inside(self, tensor: torch.Tensor, number: int, saving: Saving) -> Handle:
-        """`_hold`, but that it is what ``tensor`` wraps that moves."""
-        inner = inside(tensor)
+    def _hold_inside(self, tensor: torch.Tensor, inner: torch.Tensor, number: int, saving: Saving) -> Handle:
+        """Hold ``inner``, which is what ``tensor`` wraps, or itself."""
         handle = self._hold_unseen(inner, number, saving)
         if inner is tensor:
             return handle
