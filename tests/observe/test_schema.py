@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import platform
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -21,3 +25,13 @@ def test_what_is_partly_unwritten(operator: Any) -> None:
 @pytest.mark.parametrize("operator", [aten.tanh.default, aten.native_layer_norm.default, aten.mm.default, len])
 def test_what_is_not(operator: Any) -> None:
     assert not is_partly_written(operator)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told what to fill memory with")
+def test_no_gradient_depends_on_what_is_unwritten() -> None:
+    """Which is why it need not be the same where it is computed again."""
+    done = subprocess.run([sys.executable, "-m", "tests.observe.unwritten"], capture_output=True, text=True, check=True)
+    counts = json.loads(done.stdout)
+    assert counts["run"] >= 16
+    assert counts["other"] > counts["run"] / 2
+    assert counts["different"] == 0

@@ -82,17 +82,8 @@ def _replace(stack: Sequence[TorchDispatchMode]) -> None:
         dispatch._push_mode(mode)
 
 
-class DispatchMode(TorchDispatchMode):
-    """Sees every ATen op, below autograd, between `enter` and `leave` or over a ``with`` block.
-
-    An interrupt may come while PyTorch puts the mode on its stack or takes it off. Whichever way that leaves it,
-    `leave` takes the mode off, if it is on, and corrects PyTorch's notes. It may be put on and taken off while modes of
-    the user's are on that are taken off, or were put on, earlier: those stay as they are.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._nests = True
+class _Unnoticed(TorchDispatchMode):
+    """A mode of which PyTorch's compiler takes no notice."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -104,6 +95,19 @@ class DispatchMode(TorchDispatchMode):
         """To PyTorch: no need to wrap our methods so that they are not compiled. It is told to leave our files alone
         (`inductor.py`), and the wrapper takes some microseconds an op, and a second to import what it needs."""
         return False
+
+
+class DispatchMode(_Unnoticed):
+    """Sees every ATen op, below autograd, between `enter` and `leave` or over a ``with`` block.
+
+    An interrupt may come while PyTorch puts the mode on its stack or takes it off. Whichever way that leaves it,
+    `leave` takes the mode off, if it is on, and corrects PyTorch's notes. It may be put on and taken off while modes of
+    the user's are on that are taken off, or were put on, earlier: those stay as they are.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._nests = True
 
     def run_graph(self, run: Callable[[], Any], inputs: Sequence[Any], written: Collection[int]) -> Any:
         """A compiled graph is to run in place of ops: run it, once, and return what it returns.
@@ -177,21 +181,13 @@ class DispatchMode(TorchDispatchMode):
         self.__exit__(None, None, None)
 
 
-class _Within(TorchDispatchMode):
+class _Within(_Unnoticed):
     """Lets ops on wrappers become what they are, and shows that; it is on for a single op."""
 
     def __init__(self, owner: DispatchMode, see: Callable[[Any, Any, Any], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.owner = owner
         self._see = see
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return NotImplemented if types and wraps(types) else self._see(func, args, kwargs or {})

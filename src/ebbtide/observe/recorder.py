@@ -140,9 +140,9 @@ class Recorder(DispatchMode):
 
     def _record_within(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Record what an op on tensors that wrap others becomes."""
-        return func(*args, **kwargs) if self.hidden else self._record(func, args, kwargs, again=False)
+        return func(*args, **kwargs) if self.hidden else self._record(func, args, kwargs, replayable=False)
 
-    def _record(self, func: Any, args: Any, kwargs: Any, *, again: bool = True) -> Any:
+    def _record(self, func: Any, args: Any, kwargs: Any, *, replayable: bool = True) -> Any:
         self._tick_over()
         info = operator_info(func)
         tick = len(self._ops)
@@ -152,7 +152,7 @@ class Recorder(DispatchMode):
         draft = OpDraft(info, self._inputs(read, kwargs, tick), *self._place())
         if info.replay == "batch_norm" and not trains:
             draft.replay = "pure"
-        if not again or not all(map(is_traceable, tensors_in((*read, *kwargs.values())))):
+        if not replayable or not all(map(is_traceable, tensors_in((*read, *kwargs.values())))):
             draft.replay = "opaque"
         self._begin(draft)
         result, draft.spans, grown = self._execute(func, args, kwargs)

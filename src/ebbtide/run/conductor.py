@@ -45,7 +45,7 @@ from ebbtide.run.safe import LEAST_MOVED_BYTES, SafePolicy
 from ebbtide.run.script import NOBODY, Saving, Script, Treatment
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.verify import Truth
-from ebbtide.run.wrapped import Handle
+from ebbtide.run.wrapped import Handle, wrap_like
 
 SOON = 64
 """Requests within which what is asked for out of turn is to come, in a step that has left out some: what it saves may
@@ -216,7 +216,7 @@ class Conductor(Keeper):
             handle: Handle = self._safe.pack(tensor)
         else:
             number = self._numbers[self._event]  # another one, if some were left out
-            handle = self._hold_inside(tensor, inner, number, self.script.savings[number])
+            handle = wrap_like(tensor, inner, self._hold_unseen(inner, number, self.script.savings[number]))
             stretch = self.script.stretches[self._event]
             self._act()
             if self._capture is not None:

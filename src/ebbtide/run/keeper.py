@@ -15,7 +15,6 @@ from ebbtide.run.recipes import Recipe
 from ebbtide.run.script import Actions, Saving, Treatment
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.verify import Truth
-from ebbtide.run.wrapped import Handle, Wrapped
 
 DisableTorchDispatch: Any = torch._C._DisableTorchDispatch
 """No mode sees ops in a ``with`` block of it: they take a third of the time."""
@@ -61,13 +60,6 @@ class Keeper:
     def _holding(self, value: int) -> Holding | None:
         reference = self._held.get(value)
         return reference() if reference is not None else None
-
-    def _hold_inside(self, tensor: torch.Tensor, inner: torch.Tensor, number: int, saving: Saving) -> Handle:
-        """Hold ``inner``, which is what ``tensor`` wraps, or itself."""
-        handle = self._hold_unseen(inner, number, saving)
-        if inner is tensor:
-            return handle
-        return Wrapped(tensor, handle) if isinstance(handle, View) else keep(tensor, number)
 
     def _hold_unseen(self, tensor: torch.Tensor, number: int, saving: Saving) -> Kept | View:
         """`_hold`, without asking the capture mode whether it wants to see what is done there."""

@@ -21,7 +21,7 @@ from ebbtide.observe.wrapped import inside
 from ebbtide.run.allocator import Trimmer
 from ebbtide.run.holdings import Holding, Kept, View, is_plain, keep, only_held_once
 from ebbtide.run.tiers import SlowTier
-from ebbtide.run.wrapped import Handle, Wrapped
+from ebbtide.run.wrapped import Handle, Wrapped, wrap_like
 
 LEAST_MOVED_BYTES = 64 * 1024
 """Smaller tensors stay: moving them costs more than they free."""
@@ -135,10 +135,7 @@ class SafePolicy:
 
     def _take(self, tensor: torch.Tensor, number: int) -> Handle:
         inner = inside(tensor)
-        handle = self._take_plain(inner, number)
-        if inner is tensor:
-            return handle
-        return Wrapped(tensor, handle) if isinstance(handle, View) else keep(tensor, number)
+        return wrap_like(tensor, inner, self._take_plain(inner, number))
 
     def _take_plain(self, tensor: torch.Tensor, number: int) -> Kept | View:
         recorder = self.recorder if number >= 0 else None

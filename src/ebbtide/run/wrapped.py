@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from ebbtide.observe.wrapped import wrapped_name
-from ebbtide.run.holdings import Kept, View, changed_error
+from ebbtide.run.holdings import Kept, View, changed_error, keep
 
 _NOTHING = torch.empty(0, device="cpu")
 
@@ -58,3 +58,10 @@ class Wrapped:
 
 Handle = Kept | View | Wrapped
 """What autograd is given."""
+
+
+def wrap_like(tensor: torch.Tensor, inner: torch.Tensor, handle: Kept | View) -> Handle:
+    """What stands for the saved ``tensor`` where ``handle`` stands for ``inner``, which it wraps, or is itself."""
+    if inner is tensor:
+        return handle
+    return Wrapped(tensor, handle) if isinstance(handle, View) else keep(tensor, handle.number)
