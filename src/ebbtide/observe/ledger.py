@@ -10,6 +10,18 @@ import torch
 
 from ebbtide.observe.wrapped import is_wrapper
 
+use_count: Callable[[int], int] = torch._C._storage_Use_Count
+"""References to the storage whose ``_cdata`` is given."""
+
+
+def storage_wrapper_count() -> int:
+    """What PyTorch counts for a storage whose only tensor is ours but which has a Python object."""
+    tensor = torch.empty(1)
+    storage = tensor.untyped_storage()
+    reference, identity = weakref.ref(storage), storage._cdata
+    del storage
+    return use_count(identity) if reference is not None else 0
+
 
 def tensors_in(items: Iterable[Any]) -> Iterator[torch.Tensor]:
     """The tensors in arguments or results of an ATen call, in order; lists and tuples are entered."""

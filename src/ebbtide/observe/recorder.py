@@ -20,7 +20,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import threading
-import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -33,24 +32,22 @@ from ebbtide.observe.compiled_calls import compiled_calls
 from ebbtide.observe.drafts import OpDraft, SeenStorage, ValueDraft, absences_of
 from ebbtide.observe.inductor import unwatch_compiling, watch_compiling
 from ebbtide.observe.interrupts import Interrupts
-from ebbtide.observe.ledger import Ledger, StorageRecord, has_storage, is_traceable, sizes, tensors_in
+from ebbtide.observe.ledger import (
+    Ledger,
+    StorageRecord,
+    has_storage,
+    is_traceable,
+    sizes,
+    storage_wrapper_count,
+    tensors_in,
+    use_count,
+)
 from ebbtide.observe.mode import DispatchMode
 from ebbtide.observe.modules import ModuleTrail
 from ebbtide.observe.schema import COMPILED_GRAPH, operator_info
 from ebbtide.observe.workspace import WorkspaceProbe
 from ebbtide.observe.wrapped import inside, wraps
 from ebbtide.step import EXTERNAL, Event, Phase, Saved, Step
-
-_use_count = torch._C._storage_Use_Count
-
-
-def storage_wrapper_count() -> int:
-    """What PyTorch counts for a storage whose only tensor is ours but which has a Python object."""
-    tensor = torch.empty(1)
-    storage = tensor.untyped_storage()
-    reference, identity = weakref.ref(storage), storage._cdata
-    del storage
-    return int(_use_count(identity)) if reference is not None else 0
 
 
 class Recorder(DispatchMode):
@@ -221,7 +218,7 @@ class Recorder(DispatchMode):
             self._ops[-1].spans.append((self._left, self._mark()))
         if self._watched:
             for number, storage in list(self._watched.items()):
-                if _use_count(storage.cdata) <= storage.aliases + self._wrapper - 1:
+                if use_count(storage.cdata) <= storage.aliases + self._wrapper - 1:
                     storage.alone.append(self._clock)
                     del self._watched[number]
 

@@ -17,15 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ebbtide.errors import StepError
-from ebbtide.observe.ledger import has_storage, sizes
+from ebbtide.observe.ledger import has_storage, sizes, use_count
 from ebbtide.observe.wrapped import PLAIN_TYPES
 from ebbtide.run.meter import note_memory
 
 if TYPE_CHECKING:
     from ebbtide.run.recipes import Recipe
     from ebbtide.run.tiers.transfers import Load, Slot, SlowTier
-
-_use_count = torch._C._storage_Use_Count
 
 
 def changed_error(tensor: torch.Tensor, version: int) -> RuntimeError:
@@ -269,7 +267,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 def only_held_once(identity: int, wrapper: int) -> bool:
     """Whether one tensor, ours, is all that keeps the living storage ``identity``."""
-    return bool(_use_count(identity) <= wrapper)
+    return use_count(identity) <= wrapper
 
 
 def is_plain(tensor: Any) -> bool:

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from ebbtide.observe.allocated import Memory
-from ebbtide.observe.recorder import Recorder, storage_wrapper_count
+from ebbtide.observe.ledger import storage_wrapper_count
+from ebbtide.observe.recorder import Recorder
 from ebbtide.observe.wrapped import inside
 from ebbtide.run.allocator import Trimmer
 from ebbtide.run.holdings import Holding, Kept, View, is_plain, keep, only_held_once

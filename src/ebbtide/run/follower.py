@@ -1,0 +1,261 @@
+"""Where in which script a step is, and what becomes of it when it does not do what the script expects.
+
+NOTE [Leaving the plan]
+If a tensor is saved, or asked for, that the script does not expect there, the step first looks for another script that
+agrees with all that happened so far, and goes on with that, unless the rest of the step is but a part of what the
+script expects: see NOTE [Going over] and NOTE [Leaving out] in `ebbtide.run.forks`. A tensor that is only smaller than
+expected is no reason to leave, here or in the other script, as long as what was saved before the first such tensor is
+the same in both; nor are ops that are not the recorded ones, since the step may turn out to be of another kind: no more
+calls are captured then, and what they should make again moves out instead. Otherwise the plan is left: what is held
+stays valid (a holding never needs the script), new saves go to the safe policy, and what is asked for comes back on
+demand.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+
+from ebbtide.run.capture import CaptureMode
+from ebbtide.run.forks import Known, Library, catch_up, is_like, is_smaller, next_like, remade_alike, renumbered
+from ebbtide.run.holdings import is_plain, version_of
+from ebbtide.run.keeper import Keeper
+from ebbtide.run.passes import in_pass
+from ebbtide.run.safe import LEAST_MOVED_BYTES, SafePolicy
+from ebbtide.run.script import Saving, Script, Treatment
+from ebbtide.run.tiers import SlowTier
+from ebbtide.run.verify import Truth
+
+SOON = 64
+"""Requests within which what is asked for out of turn is to come, in a step that has left out some: what it saves may
+be taken for something like it that another node saves a little earlier, or later."""
+
+
+class Follower(Keeper):
+    """A step on its way through a script.
+
+    Args:
+        script: what to do.
+        library: scripts of all kinds of step, to go over to if the step turns out to be one of them.
+        tier: the tier of a name, and of an empty one that of values which no plan moves; called when values move.
+        safe: takes over when the plan is left.
+        truth: if given, every value that the plan computes again is also kept and compared.
+        new_truth: makes one for a script that nothing has verified yet, if the step goes over to it.
+
+    Attributes:
+        script: the script that is followed, which may have changed since.
+        left: why the plan was left, or an empty string.
+        differs: why nothing more was captured, though the plan was not left, or an empty string.
+        missing: numbers of the saved tensors that the script expects and that this step leaves out.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        library: Library,
+        tier: Callable[[str], SlowTier],
+        safe: SafePolicy,
+        truth: Truth | None,
+        new_truth: Callable[[], Truth],
+    ) -> None:
+        super().__init__(tier, truth)
+        self.script = script
+        self.left = self.differs = ""
+        self.missing: set[int] = set()
+        self._library = library
+        self._safe = safe
+        self._new_truth = new_truth
+        self._outdated: list[CaptureMode] = []
+        self._place = 0
+        self._event = 0
+        self._exact = self._alike = self._whole = True
+        self._shown_early: set[int] = set()
+        self._is_lost = False
+        self._capture = CaptureMode(script.known, self._differs) if script.remakes else None
+
+    @property
+    def finished(self) -> bool:
+        """Whether everything that the script expects has happened, as it expects it, from the beginning on. Tensors
+        that are small anyway, such as what a loss makes of the boxes in an image, may have been smaller."""
+        return self.went_through and not self.differs
+
+    @property
+    def followed(self) -> bool:
+        """The same, but that any tensors may have been smaller."""
+        return self._is_through() and not self.differs
+
+    @property
+    def went_through(self) -> bool:
+        """The same as `finished`, but that ops may have been others."""
+        return self._alike and self._is_through()
+
+    @property
+    def left_some_out(self) -> bool:
+        """Whether the step went through the script but for what it left out. See NOTE [Leaving out]."""
+        passed_by = self.missing | self._shown_early
+        rest = self.script.expected[self._event :]
+        return bool(self.missing) and not self.left and all(~event in passed_by for event in rest)
+
+    def _is_through(self) -> bool:
+        return self._whole and not self.left and not self.missing and self._event == len(self.script.expected)
+
+    def _fits(self, tensor: torch.Tensor, number: int) -> bool:
+        """Whether ``tensor`` is what the script expects here, or the same but smaller."""
+        script = self.script
+        if self._event >= len(script.expected) or script.expected[self._event] != number:
+            return False
+        saving = script.savings[number]
+        like = is_like(tensor, saving)
+        if like and self._same_value(tensor, saving):
+            self._is_sure()
+            return True
+        known = self._match(number, tensor) if self._exact else None
+        if not like and known is None and not self.missing and is_smaller(tensor, saving):
+            self._is_sure()
+            self._note_smaller(saving)
+            return self._same_value(tensor, saving)
+        return self._leaves_out(tensor, known)
+
+    def _leaves_out(self, tensor: torch.Tensor, known: Known | None) -> bool:
+        """Go on at the next save of the script that is like this one, if that is the thing to do; ``known`` agrees with
+        all that happened so far."""
+        script = self.script
+        if in_pass() or not (self._exact or self.missing):
+            return False
+        if known is not None and not self._library.covers(script, known.script, self._event):
+            return False
+
+        def is_next(number: int) -> bool:
+            saving = script.savings[number]
+            return is_like(tensor, saving) and self._same_value(tensor, saving)
+
+        event = next_like(script, self._event, is_next)
+        if event is not None:
+            self._leave_out(event)
+        return event is not None
+
+    def _leaves_out_rest(self, number: int) -> bool:
+        """The same where saved tensor ``number`` is asked for, though more was to be saved before."""
+        script = self.script
+        if not (self._exact or self.missing) or self._event >= len(script.expected) or script.expected[self._event] < 0:
+            return False
+        known = self._match(number, None) if self._exact else None
+        if known is not None and not self._library.covers(script, known.script, self._event):
+            return False
+        saves = itertools.takewhile(lambda event: event >= 0, script.expected[self._event :])
+        self._leave_out(self._event + sum(1 for _ in saves))
+        self._pass_by()
+        return True
+
+    def _leave_out(self, event: int) -> None:
+        """What was to be saved before ``event`` is not."""
+        self.missing.update(self.script.expected[self._event : event])
+        self._exact = self._is_lost = False
+        self.differs = ""
+        self._do_without(event)
+        if self._capture is not None:
+            self._capture.lose_count()
+
+    def _do_without(self, event: int) -> None:
+        """Do what is to be done at the events before ``event``, which do not come."""
+        for actions in self.script.actions[self._event : event]:
+            if actions is not None:
+                self._perform(actions)
+        self._event = event
+
+    def _is_asked_for(self, number: int) -> bool:
+        """Whether a saved tensor is to be asked for now."""
+        return self.script.expected[self._event : self._event + 1] == (~number,)
+
+    def _comes_soon(self, number: int) -> bool:
+        """Whether a saved tensor is to be asked for soon, in a step that has left out some."""
+        expected = self.script.expected
+        coming = (expected[event] for event in range(self._event, len(expected)))
+        return ~number in itertools.islice((each for each in coming if ~each not in self.missing), SOON)
+
+    def _pass_by(self) -> None:
+        """Go on behind requests for what was left out, or asked for before its turn."""
+        expected, event = self.script.expected, self._event
+        while self.missing and event < len(expected) and expected[event] < 0:
+            number = ~expected[event]
+            if number in self._shown_early:
+                self._shown_early.remove(number)
+            elif number not in self.missing:
+                break
+            event += 1
+        if event > self._event:
+            self._do_without(event)
+
+    def _note_smaller(self, saving: Saving) -> None:
+        """A tensor is smaller than expected: the step is still like the planned one if what was expected is small."""
+        self._exact = False
+        self._alike = self._alike and saving.shape.numel() * saving.dtype.itemsize < LEAST_MOVED_BYTES
+
+    def _same_value(self, tensor: torch.Tensor, saving: Saving) -> bool:
+        """Whether a value that was saved before is saved again, if that is what the script expects."""
+        if saving.treatment == Treatment.KEEP or saving.first or not is_plain(tensor):
+            return True
+        holding = self._holding(saving.value)
+        return holding is None or holding.knows(version_of(tensor))
+
+    def _match(self, number: int, tensor: torch.Tensor | None) -> Known | None:
+        """Another script that agrees with all that happened so far, and with ``tensor`` or number that comes next."""
+        return self._library.agreeing(self.script, self._event, number, tensor)
+
+    def _take_up(self, script: Script) -> None:
+        """Follow ``script`` from here on."""
+        self.script = script
+
+    def _goes_over(self, number: int, tensor: torch.Tensor | None = None) -> bool:
+        """Take up the script that this step agrees with, if there is one."""
+        former, count = self.script, self.script.numbers[self._event]
+        other = self._match(number, tensor) if self._exact and number >= 0 else None
+        if other is None and self._exact and tensor is not None:
+            other = self._library.larger(former, self._event, tensor)
+            if other is not None:
+                self._note_smaller(other.script.savings[number])
+        names = renumbered(former, other.script, count) if other is not None else None
+        if other is None or names is None:
+            return False
+        script = other.script
+        self._whole = self._whole and not self._event
+        self._held = {names[value]: holding for value, holding in self._held.items()}
+        self.truth = None if other.verified else self._new_truth()
+        self.differs = ""
+        self._take_up(script)
+        outdated, self._capture = self._capture, None
+        if script.remakes:
+            self._capture = CaptureMode(script.known, self._differs, self._place)
+        if outdated is not None:
+            outdated.forget()
+            self._outdated.append(outdated)
+            if self._capture is not None:
+                self._capture.take_over(outdated, former.known)
+        held = {value: holding for value in self._held if (holding := self._holding(value)) is not None}
+        catch_up(script, self._event, held, remade_alike(former, script, count), self._send)
+        return True
+
+    def _differs(self, reason: str) -> None:
+        """An op is not the recorded one: what is saved next tells whether some were left out. See NOTE [Leaving the
+        plan]."""
+        self.differs = self.differs or reason
+        self._is_lost = True
+        if self._capture is not None:
+            self._capture.lose_count()
+
+    def _is_sure(self) -> None:
+        """What was to be saved was saved: if ops were others, then not because some were left out."""
+        if self._is_lost:
+            self._is_lost = False
+            if self._capture is not None:
+                self._capture.forget()
+
+    def leave(self, reason: str) -> None:
+        """Leave the plan. See NOTE [Leaving the plan]."""
+        if not self.left:
+            self.left = reason
+            self._safe.assume(self.script.alive_at(self._event))
+            if self._capture is not None:
+                self._capture.forget()
