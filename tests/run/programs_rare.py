@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
+import tests.run.programs_transforms  # noqa: F401  (registers its programs)
 from tests.run.harness import Guard, Program, Record
 from tests.run.programs import Chain, mlp, program
 from tests.run.wrapper import unwrap, wrap
@@ -319,23 +320,6 @@ class Ragged(Chain):
             nested = torch.nested.as_nested_tensor([*h[: sum(lengths)].split(lengths)], layout=layout)
             h = h + torch.nested.to_padded_tensor(F.relu(nested) * 2.0, 0.0).sum((0, 1))
         return self.model[4:](h)
-
-
-@program
-class Transformed(Chain):
-    """Transforms of `torch.func`, which allow no hooks on saved tensors, run within the step."""
-
-    def forward(self, index: int) -> Tensor:
-        h = self.model[:4](self.data(index, 256, 64))
-        last = {name: parameter.detach() for name, parameter in self.model[4].named_parameters()}
-
-        def loss(parameters: dict[str, Tensor], row: Tensor) -> Tensor:
-            return torch.func.functional_call(self.model[4], parameters, (row,)).square().mean()
-
-        each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(last, h.detach()[:64])
-        curved = torch.func.hessian(lambda row: row.tanh().prod())(h.detach()[0, :16])
-        self.kept = {f"gradients of {name}": gradients for name, gradients in each.items()} | {"curved": curved}
-        return self.model[4:](h * (1 + torch.func.jacrev(torch.sin)(h[:1, 0]).mean()))
 
 
 @program

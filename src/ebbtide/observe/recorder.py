@@ -45,6 +45,7 @@ from ebbtide.observe.ledger import (
 from ebbtide.observe.mode import DispatchMode
 from ebbtide.observe.modules import ModuleTrail
 from ebbtide.observe.schema import COMPILED_GRAPH, operator_info
+from ebbtide.observe.transforms import in_transform
 from ebbtide.observe.workspace import WorkspaceProbe
 from ebbtide.observe.wrapped import inside, wraps
 from ebbtide.step import EXTERNAL, Event, Phase, Saved, Step
@@ -63,7 +64,8 @@ class Recorder(DispatchMode):
 
     Attributes:
         hidden: while true, ops are run without being recorded; the runtime sets it around its own ops.
-        calls_compiled: whether anything was called that `torch.compile` returned. Known in the end.
+        captures_all: whether a mode that captures ops of such a step has to stay on from beginning to end, as something
+            is called that `torch.compile` returned, or autograd saves within transforms. Known in the end.
         lock: held by the thread of autograd that runs an op, or a hook that reports here: there may be several.
         interrupts: what was raised in finalizers; it is raised again at the next op or hook, or in `finish`.
     """
@@ -104,7 +106,7 @@ class Recorder(DispatchMode):
         self._left: Any = None
         self._backward_module = ""
         self._calls = 0
-        self.calls_compiled = False
+        self.captures_all = False
 
     def __enter__(self) -> Recorder:
         gc.collect(self._oldest)  # garbage of earlier steps must not die in this one
@@ -120,7 +122,7 @@ class Recorder(DispatchMode):
         super().__exit__(*exception)
         self.interrupts.leave()
         unwatch_compiling(self)
-        self.calls_compiled = compiled_calls() != self._calls
+        self.captures_all |= compiled_calls() != self._calls
         self._trail.stop()
         self.ledger.close()
 
@@ -310,6 +312,7 @@ class Recorder(DispatchMode):
         """Record a save; returns the number of the saved tensor."""
         self.interrupts.raise_kept()
         self._tick_over()
+        self.captures_all |= in_transform()
         tensor = inside(tensor)
         followed = has_storage(tensor)
         storage = self._touch(tensor) if followed else self._nowhere()

@@ -28,7 +28,8 @@ class CaptureMode(DispatchMode):
     from the next event that has another tick. As the last save before a backward pass may be in the middle of an op,
     the mode also goes as a pass begins, see `passes.py`. Within one it is neither put on nor taken off: autograd puts
     the stack of modes back after each node. Nor is it put on or taken off within a call of what `torch.compile`
-    returned, see `compiled_calls.py`: in steps with such calls it stays on from beginning to end.
+    returned, see `compiled_calls.py`, or in a transform, see `transforms.py`: in steps with such calls, or with saves
+    in transforms, it stays on from beginning to end.
 
     On the stack it lies below all modes that were put on since the step began: the end of a ``with`` block of the
     user's takes off whichever mode is on top.

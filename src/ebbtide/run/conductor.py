@@ -22,6 +22,7 @@ from ebbtide.observe.clock import Clock, Span
 from ebbtide.observe.compiled_calls import compiled_calls
 from ebbtide.observe.ledger import sizes
 from ebbtide.observe.mode import correct_notes, modes_on
+from ebbtide.observe.transforms import in_transform
 from ebbtide.observe.wrapped import PLAIN_TYPES, inside
 from ebbtide.run.allocator import Trimmer
 from ebbtide.run.capture import OFF, is_between_ops
@@ -220,8 +221,8 @@ class Conductor(Follower):
         if self._capture.tick == stretch:
             return
         between_ops = is_between_ops(tensor)
-        if in_pass() and (stretch < 0 or not self._capture.entered):
-            return  # what is done to the stack of modes within a node of autograd's does not outlast it
+        if (stretch < 0 or not self._capture.entered) and (in_pass() or in_transform()):
+            return  # what is done to the stack of modes there does not outlast the node, or the op
         if stretch >= 0:
             self._capture.begin(stretch, between_ops)
         elif between_ops:

@@ -53,7 +53,7 @@ class Kind:
         banned: absences that must not be computed again: their recomputation was seen to differ.
         audited_peak_bytes: the peak counted in a planned step, None until then.
         audited: the step of the planned sizes that was counted under the plan, None until then.
-        calls_compiled: whether it calls what `torch.compile` returned.
+        captures_all: whether the mode that captures its ops has to stay on from beginning to end: see `Recorder`.
         follower: the kind that steps are likely to be of that come after one of this kind.
         last_met: number of its last step.
         meetings: how many steps were of this kind.
@@ -64,7 +64,7 @@ class Kind:
         self.step = step
         self.samples = tuple(samples)
         self.varies = bool(samples) and max(varying_bytes(samples, step), default=0) >= LEAST_MOVED_BYTES
-        self.calls_compiled = False
+        self.captures_all = False
         self.key = self.key_without(frozenset())
         self.plan: Plan | None = None
         self.script: Script | None = None
@@ -101,17 +101,17 @@ class Kind:
     def has_room_for(self, other: Kind) -> bool:
         """Whether steps of the other kind are among those that the plan was made for: of the same structure, and no
         larger in anything."""
-        if not self.samples or self.plan is None or (other.calls_compiled and not self.calls_compiled):
+        if not self.samples or self.plan is None or (other.captures_all and not self.captures_all):
             return False
         return other.structure == self.structure and fits(other.step, self.step)
 
-    def observed_again(self, step: Step, *, calls_compiled: bool = False) -> None:
+    def observed_again(self, step: Step, *, captures_all: bool = False) -> None:
         """Take the later observation, since the first step of a loop makes gradients and optimizer state that later
         ones find. Of both take each op's smaller duration, since the first had page faults in it, and its larger
         workspace, since only one of them measured it."""
         if _names(step) == _names(self.step):
             step = dataclasses.replace(step, ops=tuple(map(_settled, step.ops, self.step.ops)))
-        self.step, self.calls_compiled, self._structure = step, calls_compiled, None
+        self.step, self.captures_all, self._structure = step, captures_all, None
 
     def met_at(self, number: int) -> int | None:
         """Step ``number`` was of this kind: if it comes each so many steps, how many, as far as that was seen twice."""
@@ -173,7 +173,7 @@ class Kind:
         self.plan = plan
         self.audits, self._counts, self.audited = 0, 0, None
         outcome = simulate(self.step, machine, plan.decisions)
-        self.script = write_script(self.step, plan, outcome.memory, captures_all=self.calls_compiled)
+        self.script = write_script(self.step, plan, outcome.memory, captures_all=self.captures_all)
         if not plan.binds:
             self.state = "idle"
         else:

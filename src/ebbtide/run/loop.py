@@ -255,11 +255,11 @@ class Loop:
                 if known.state == "planned":
                     known.plan_again(machine, self.verify)
 
-    def learn(self, step: Step, *, calls_compiled: bool) -> None:
+    def learn(self, step: Step, *, captures_all: bool) -> None:
         """A step was observed: plan it, or take it as a second look at a known kind."""
         self.observations_left = max(0, self.observations_left - 1)
         seen = Kind(step)
-        seen.calls_compiled = calls_compiled
+        seen.captures_all = captures_all
         roomy = next((known for known in self.kinds.values() if known.has_room_for(seen)), None)
         if roomy is not None:
             self.met(roomy)
@@ -269,13 +269,13 @@ class Loop:
         self.met(kind)
         if kind.plan is not None:
             kind.look(step)
-            # In calls of what was compiled a plan's capture mode must not go on and off.
-            if not kind.has_changed and (kind.calls_compiled or not calls_compiled):
+            # In calls of what was compiled, and in transforms, a plan's capture mode must not go on and off.
+            if not kind.has_changed and (kind.captures_all or not captures_all):
                 self._vain_looks += 1
                 return
             kind.forget_plan()
         self._looks = _LOOKS_AFTER_LEAVING
-        kind.observed_again(step, calls_compiled=calls_compiled)
+        kind.observed_again(step, captures_all=captures_all)
         is_one_of_many = (
             kind.meetings == 1 and sum(other.meetings == 1 for other in self.kinds.values()) > MOST_STRANGERS
         )
@@ -322,7 +322,7 @@ class Loop:
         is_many = is_one_of_many or len(like) > MOST_SIZES or any(known.samples for known in like)
         for step in in_place_of(samples, limit_bytes, is_many):
             one = Kind(step, samples)
-            one.calls_compiled = kind.calls_compiled
+            one.captures_all = kind.captures_all
             try:
                 one.make_plan(self.machine, limit_bytes, self.verify)
             except BudgetError:

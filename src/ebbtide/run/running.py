@@ -217,7 +217,7 @@ class Running:
             self._weigh(kind, self._held)
         if self._recorder is not None and self._policy is not None:
             if self._ground.was_right(self._policy.seen_bytes):
-                loop.learn(self._recorder.finish(), calls_compiled=self._recorder.calls_compiled)
+                loop.learn(self._recorder.finish(), captures_all=self._recorder.captures_all)
             else:
                 loop.forget_all()
         elif left:

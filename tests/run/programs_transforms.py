@@ -1,0 +1,81 @@
+"""Training loops with transforms of `torch.func` in them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tests.run.harness import Program
+from tests.run.programs import Chain, mlp, program
+
+
+@program
+class Transformed(Chain):
+    """Transforms of `torch.func`, which allow no hooks on saved tensors, run within the step."""
+
+    def forward(self, index: int) -> Tensor:
+        h = self.model[:4](self.data(index, 256, 64))
+        last = {name: parameter.detach() for name, parameter in self.model[4].named_parameters()}
+
+        def loss(parameters: dict[str, Tensor], row: Tensor) -> Tensor:
+            return torch.func.functional_call(self.model[4], parameters, (row,)).square().mean()
+
+        each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(last, h.detach()[:64])
+        curved = torch.func.hessian(lambda row: row.tanh().prod())(h.detach()[0, :16])
+        self.kept = {f"gradients of {name}": gradients for name, gradients in each.items()} | {"curved": curved}
+        return self.model[4:](h * (1 + torch.func.jacrev(torch.sin)(h[:1, 0]).mean()))
+
+
+@program
+class Ensemble(Program):
+    """Four models in one, by `vmap`: autograd saves below it, in the middle of its ops."""
+
+    def build(self) -> nn.Module:
+        models = [mlp(32, 64, 64, 64, 64, 8) for _ in range(4)]
+        self.one = models[0]
+        parameters, _ = torch.func.stack_module_state(models)
+        return nn.ParameterDict({name.replace(".", "_"): tensor for name, tensor in parameters.items()})
+
+    def loss(self, index: int) -> Tensor:
+        parameters = {name.replace("_", "."): tensor for name, tensor in self.model.items()}
+
+        def answer(parameters: dict[str, Tensor], data: Tensor) -> Tensor:
+            hidden: Tensor = torch.func.functional_call(self.one, parameters, (data,))
+            return torch.tanh(hidden * 2) * hidden.exp()
+
+        answers = torch.vmap(answer, in_dims=(0, None))(parameters, self.data(index, 256, 32))
+        return (torch.tanh(answers) * answers).square().mean()
+
+
+@program
+class Tangents(Chain):
+    """A loss of a derivative by forward mode: `jvp` within the graph of the step."""
+
+    def build(self) -> nn.Module:
+        return mlp(32, 128, 128, 128, 8, activation=nn.Tanh)
+
+    def loss(self, index: int) -> Tensor:
+        data, along = self.data(index, 256, 32), self.data(index + 50, 256, 32)
+        answers, slopes = torch.func.jvp(self.model, (data,), (along,))[:2]
+        gates = torch.sigmoid(answers * 2) * torch.tanh(slopes)
+        return answers.square().mean() + (slopes - gates).square().mean()
+
+
+@program
+class LateTransforms(Program):
+    """From some step on `vmap` runs what other code ran before, and saves the same."""
+
+    steady = False
+
+    def build(self) -> nn.Module:
+        return nn.ParameterList([nn.Parameter(torch.randn(64, 64) / 8) for _ in range(5)])
+
+    def loss(self, index: int) -> Tensor:
+        h = self.data(index, 4, 128, 64)
+        for weight in self.model:
+            h = torch.vmap(self._between)(h @ weight) if index > 5 else self._between(h @ weight)
+        return h.square().mean()
+
+    def _between(self, h: Tensor) -> Tensor:
+        gate = torch.tanh(h * 2) * torch.sigmoid(h)
+        return torch.sigmoid(gate * 3) * gate
