@@ -1,9 +1,10 @@
-"""Training loops with transforms of `torch.func` in them."""
+"""Training loops with transforms of `torch.func` in them, and with operators that take functions."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops.scan import scan
 
 from tests.run.harness import Program
 from tests.run.programs import Chain, mlp, program
@@ -79,3 +80,18 @@ class LateTransforms(Program):
     def _between(self, h: Tensor) -> Tensor:
         gate = torch.tanh(h * 2) * torch.sigmoid(h)
         return torch.sigmoid(gate * 3) * gate
+
+
+@program
+class Conditional(Chain):
+    """`torch.cond` and `scan`, operators that take functions: what these do inside is one op."""
+
+    def loss(self, index: int) -> Tensor:
+        h = self.model[:4](self.data(index, 64, 64))
+        h = torch.cond(h.square().sum() > 0, lambda h: (h * 2).sin() * h, lambda h: h.cos() * 3, (h,))
+        carried, gone_by = scan(_carry, torch.zeros(8, 128), (torch.tanh(h * 2) * h).view(8, 8, 128))
+        return self.model[4:](gone_by).square().mean() + carried.sum() * 1e-3
+
+
+def _carry(carried: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+    return (carried + row) * 0.5, torch.tanh(carried * row)

@@ -36,7 +36,8 @@ pytestmark = [
     # What PyTorch says of tensors and transforms that programs use.
     pytest.mark.filterwarnings("ignore:Sparse (CSR tensor support|invariant checks):UserWarning"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script(_method)?` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 
 CASES = {

@@ -83,7 +83,9 @@ def _replace(stack: Sequence[TorchDispatchMode]) -> None:
 
 
 class _Unnoticed(TorchDispatchMode):
-    """A mode of which PyTorch's compiler takes no notice."""
+    """A mode of which PyTorch's compiler takes no notice; it sees operators that take functions, each as one op."""
+
+    supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

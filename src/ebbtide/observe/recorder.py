@@ -47,7 +47,7 @@ from ebbtide.observe.modules import ModuleTrail
 from ebbtide.observe.schema import COMPILED_GRAPH, operator_info
 from ebbtide.observe.transforms import in_transform
 from ebbtide.observe.workspace import WorkspaceProbe
-from ebbtide.observe.wrapped import inside, wraps
+from ebbtide.observe.wrapped import PLAIN_TYPES, inside, wraps
 from ebbtide.step import EXTERNAL, Event, Phase, Saved, Step
 
 
@@ -314,7 +314,7 @@ class Recorder(DispatchMode):
         self._tick_over()
         self.captures_all |= in_transform()
         tensor = inside(tensor)
-        followed = has_storage(tensor)
+        followed = self._is_real(tensor) and has_storage(tensor)
         storage = self._touch(tensor) if followed else self._nowhere()
         number = len(self._saved)
         self._unpacked.append([])
@@ -333,6 +333,10 @@ class Recorder(DispatchMode):
         self._clock += 1
         self._left = self._mark()
         return number
+
+    def _is_real(self, tensor: torch.Tensor) -> bool:
+        """Whether it is none of those that have no memory, which autograd saves while something is traced."""
+        return type(tensor) in PLAIN_TYPES or not hasattr(tensor, "fake_mode")
 
     def unpack(self, number: int) -> None:
         """Record that autograd asks for saved tensor ``number``."""
