@@ -113,11 +113,13 @@ class Saved:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:
-    """A save ("pack") or a request ("unpack") of saved tensor number ``saved``, after ``tick`` ops."""
+    """A save ("pack") or a request ("unpack") of saved tensor number ``saved``, after ``tick`` ops; ``phase`` is
+    ``backward`` if it happened inside a backward pass."""
 
     kind: EventKind
     tick: int
     saved: int
+    phase: Phase = "forward"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

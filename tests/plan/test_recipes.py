@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from ebbtide.errors import PlanError
 from ebbtide.plan import find_recipes
 from ebbtide.plan.problem import Facts
 from ebbtide.plan.recipes import NEAREST, deeper_recipes
-from ebbtide.step import Replay, Step
+from ebbtide.plan.replay import check_recipe
+from ebbtide.step import Phase, Replay, Step
 from tests.plan.random_steps import KIB, Tape
 
 PURE: tuple[Replay, ...] = ("pure",)
@@ -83,15 +85,33 @@ def test_leaf_saved_after_the_value_is_made_on_the_way() -> None:
     assert find_recipes(tape.step()) == [(0,), (0, 1)]
 
 
-def test_ops_of_the_backward_pass_are_not_replayed() -> None:
+def in_two_passes(between: Phase, wanted_later: bool) -> Step:
+    """What a backward pass has made is saved, and wanted later, or in that pass already."""
     tape = Tape()
     x = tape.external(64 * KIB)
     (a,) = tape.op([x], [64 * KIB], phase="backward")
     saved = tape.pack(a)
-    tape.op(tape.op([a], [KIB], phase="backward"), [KIB], phase="backward")
+    tape.op(tape.op([a], [KIB], phase="backward"), [KIB], phase="backward" if not wanted_later else between)
     tape.unpack(saved)
     tape.op([a], [KIB], phase="backward")
-    assert find_recipes(tape.step()) == [None]
+    tape.op([x], [KIB], phase=between)
+    return tape.step()
+
+
+def test_ops_of_the_last_backward_pass_are_not_replayed() -> None:
+    step = in_two_passes("backward", wanted_later=True)
+    assert find_recipes(step) == [None]
+    with pytest.raises(PlanError, match="which is pure, backward"):
+        check_recipe(Facts.of(step), step.absences[0].value, (0,))
+
+
+def test_ops_of_an_earlier_backward_pass_are_replayed() -> None:
+    assert find_recipes(in_two_passes("forward", wanted_later=True)) == [(0,)]
+
+
+def test_no_recipe_is_looked_for_within_the_pass() -> None:
+    """Such as for what a checkpoint makes in it: the capture mode would be on for all of the pass."""
+    assert find_recipes(in_two_passes("forward", wanted_later=False)) == [None]
 
 
 def test_deeper_recipes_make_again_what_shorter_ones_read() -> None:

@@ -299,6 +299,8 @@ class TaskGradients(Chain):
 class GradientPenalty(Chain):
     """Double backward."""
 
+    offloads = False  # what has to leave is computed again in less time
+
     def build(self) -> nn.Module:
         return mlp(64, 128, 128, 1, activation=nn.Softplus)
 

@@ -323,6 +323,22 @@ class Ragged(Chain):
 
 
 @program
+class Derivatives(Program):
+    """A loss of third derivatives: what two backward passes make is saved for the last one."""
+
+    def build(self) -> nn.Module:
+        return mlp(2, 64, 64, 1, activation=nn.Tanh)
+
+    def loss(self, index: int) -> Tensor:
+        where = self.data(index, 1000, 2).requires_grad_()
+        u = self.model(where)
+        (slope,) = torch.autograd.grad(u.sum(), where, create_graph=True)
+        (second,) = torch.autograd.grad(slope[:, 0].sum(), where, create_graph=True)
+        (third,) = torch.autograd.grad(second[:, 0].sum(), where, create_graph=True)
+        return (slope[:, 1] + 6 * u[:, 0] * slope[:, 0] + third[:, 0]).square().mean()
+
+
+@program
 class Picking(Chain):
     """Ops with indices and several outputs: sort, topk, gather, scatter, cumsum, where, masks."""
 

@@ -71,6 +71,21 @@ def test_a_step_is_observed_as_it_is_without_a_budget(name: str, limit: str, tmp
     assert timeless(memory.observed) == timeless(plain)
 
 
+@pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK])
+def test_what_an_earlier_pass_made_is_computed_again(machine: Machine, tmp_path: Path) -> None:
+    """By ops of that pass, captured as it ran; nothing has to wait for a slow disk."""
+    kind = PROGRAMS["Derivatives"]
+    found: list[ebbtide.Budget] = []
+    trial = run_within(kind, run_plain(kind), "60%", machine, tmp_path, found.append)
+    step = found[-1].observed
+    assert step is not None
+    again = [decision for decision in trial.decisions if isinstance(decision, Recompute)]
+    assert any(step.ops[tick].phase == "backward" for decision in again for tick in decision.ops)
+    assert not trial.banned
+    if machine is SLOW_DISK:
+        assert not any(isinstance(decision, Offload) for decision in trial.decisions)
+
+
 @pytest.fixture
 def steady_plans(monkeypatch: pytest.MonkeyPatch, quick_plans: Callable[..., Plan]) -> None:
     """Plans for steps whose ops take the same time each: a clock does not decide what happens to which value."""

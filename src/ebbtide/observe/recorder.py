@@ -329,7 +329,7 @@ class Recorder(DispatchMode):
                 unpacked=(),
             )
         )
-        self._events.append(Event("pack", len(self._ops), number))
+        self._events.append(Event("pack", len(self._ops), number, self._place()[0]))
         self._clock += 1
         self._left = self._mark()
         return number
@@ -346,7 +346,7 @@ class Recorder(DispatchMode):
         self._tick_over()
         if not self._passes:
             self._look_for_emptied()
-        self._events.append(Event("unpack", len(self._ops), number))
+        self._events.append(Event("unpack", len(self._ops), number, self._place()[0]))
         self._unpacked[number].append(self._clock)
         self._passes[self._clock] = torch._C._current_graph_task_id()
         self._watch(self.storage_of(number))

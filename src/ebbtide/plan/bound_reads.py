@@ -66,7 +66,7 @@ def reads_of(problem: Problem, place: Absences, needed: Needed, again: Sequence[
         runs_from, runs_by = needed.again_from[reader], place.closes[reader]
         for value in again[number].reads:
             maker = step.values[value].maker
-            can_run = maker >= 0 and value not in never and is_replayable(step.ops[maker])
+            can_run = maker >= 0 and value not in never and is_replayable(problem.facts, maker)
             seconds = step.ops[maker].duration_seconds if can_run else math.inf
             found += [
                 Read(reader, read, maker, seconds)

@@ -74,7 +74,7 @@ def recompute_moments(facts: Facts, gone: Gone = MappingProxyType({})) -> list[i
     closes = np.array([step.absences[number].closes for number in order], dtype=np.int64)
     values = [step.absences[number].value for number in order]
     makers = [step.values[value].maker for value in values]
-    readers = np.array([maker if maker >= 0 and is_replayable(step.ops[maker]) else -1 for maker in makers], np.int64)
+    readers = np.array([maker if maker >= 0 and is_replayable(facts, maker) else -1 for maker in makers], np.int64)
     sources = _sources(facts, values) if len(order) <= MOST_EXACT else []
     found = []
     for number, absence in enumerate(step.absences):
@@ -94,8 +94,8 @@ def _sources(facts: Facts, targets: Sequence[int]) -> list[set[int] | None]:
     An op is part of a recipe only if all that it reads can be had: saved by somebody, or made again by such ops.
     """
     step, made = facts.step, [False] * len(facts.step.values)
-    for op in step.ops:
-        if is_replayable(op):
+    for tick, op in enumerate(step.ops):
+        if is_replayable(facts, tick):
             read = (v for v in operands(op) if step.values[v].storage not in facts.external and v not in facts.held)
             again = all(made[value] for value in read)
             for value in op.outputs:
@@ -131,7 +131,7 @@ def _again(
             leaves.add(number)
             continue
         maker = values[number].maker
-        if maker < 0 or number in never or not is_replayable(facts.step.ops[maker]):
+        if maker < 0 or number in never or not is_replayable(facts, maker):
             return Again(math.inf)
         ticks.add(maker)
         fresh = [operand for operand in operands(facts.step.ops[maker]) if operand not in seen]
@@ -180,7 +180,7 @@ class Returns:
 
         def made(value: int) -> float:
             maker = values[value].maker
-            if maker < 0 or value in self.never or not is_replayable(facts.step.ops[maker]):
+            if maker < 0 or value in self.never or not is_replayable(facts, maker):
                 return math.inf
             before = max((there(operand) for operand in operands(facts.step.ops[maker])), default=0.0)
             return before + facts.step.ops[maker].duration_seconds

@@ -6,7 +6,7 @@ from collections.abc import Callable, Set
 
 from ebbtide.errors import PlanError
 from ebbtide.plan.problem import Facts
-from ebbtide.plan.replay import check_recipe, is_leaf, is_replayable, operands
+from ebbtide.plan.replay import check_recipe, is_leaf, operands
 from ebbtide.step import Absence, Step
 
 LONGEST_RECIPE = 12
@@ -114,7 +114,7 @@ def _makers(
         allowed = leaves is None or leaves(number) or value.storage in facts.external
         if number != made and unchanged and allowed and is_leaf(facts, number, absence.value):
             continue
-        if value.maker < first_tick or number in banned or not is_replayable(step.ops[value.maker]):
+        if value.maker < first_tick or number in banned or facts.again_from[value.maker] > moment:
             return None
         ticks.add(value.maker)
         if len(ticks) > longest:

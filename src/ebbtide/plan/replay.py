@@ -9,7 +9,8 @@ NOTE [Replay]
 6. A leaf is external, or a value that was saved before the target was and that autograd still holds then, so that the
    target's holding can refer to the leaf's; when the recipe runs the leaf's storage is alive and has not been written
    since.
-7. Only ops of the forward pass are replayed: their arguments are captured there.
+7. Ops of the forward pass are replayed, and those of a backward pass that ops of the forward pass follow: their
+   arguments are captured as they run. Nothing is captured in the last pass, as nothing later needs what it makes.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ class Replay:
     valid_until: int
 
 
-def is_replayable(op: Op) -> bool:
-    """Whether a recipe may run ``op`` again: rule 7 of NOTE [Replay]."""
-    return op.replay in ("pure", "in_place", "batch_norm") and op.phase == "forward"
+def is_replayable(facts: Facts, tick: int) -> bool:
+    """Whether a recipe may run op ``tick`` again: rule 7 of NOTE [Replay]."""
+    return facts.again_from[tick] <= facts.step.moments
 
 
 def is_leaf(facts: Facts, value: int, target: int) -> bool:
@@ -77,7 +78,7 @@ def check_recipe(facts: Facts, target: int, ops: tuple[int, ...]) -> Replay:
     seconds, peak_bytes, physical_bytes = 0.0, 0, 0
     for tick in ops:
         op = facts.step.ops[tick]
-        if not is_replayable(op):
+        if not is_replayable(facts, tick):
             raise PlanError(
                 f"the recipe of value {target} replays op {tick} ({op.name}), which is {op.replay}, {op.phase}"
             )

@@ -1,4 +1,4 @@
-"""The dispatch mode that captures calls, over the stretches of the forward pass in which recipes need them."""
+"""The dispatch mode that captures calls, over the stretches of a step in which recipes need them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ OFF, _UNKNOWN = -1, -(1 << 60)
 
 
 class CaptureMode(DispatchMode):
-    """Captures the calls that recipes need. It runs only over the stretches of the forward pass that hold such calls.
+    """Captures the calls that recipes need. It runs only over the stretches of a step that hold such calls.
 
     NOTE [Counting ops]
     Autograd saves a tensor either between two ops, or in the middle of the one that is just being called. A mode that
     is put on in the middle of an op does not see that op; one that is taken off there leaves the op without anybody to
     run it. So the mode is taken off only between ops, and once it was put on in the middle of an op, it counts again
     from the next event that has another tick. As the last save before a backward pass may be in the middle of an op,
-    the mode also goes as a pass begins, see `passes.py`. Within one it is neither put on nor taken off: autograd puts
-    the stack of modes back after each node. Nor is it put on or taken off within a call of what `torch.compile`
-    returned, see `compiled_calls.py`, or in a transform, see `transforms.py`: in steps with such calls, or with saves
-    in transforms, it stays on from beginning to end.
+    the mode also goes as a pass begins, see `passes.py`, unless calls are captured in it. Within one it is neither put
+    on nor taken off: autograd puts the stack of modes back after each node. Nor is it put on or taken off within a call
+    of what `torch.compile` returned, see `compiled_calls.py`, or in a transform, see `transforms.py`: in steps with
+    such calls, or with saves in transforms, it stays on from beginning to end.
 
     On the stack it lies below all modes that were put on since the step began: the end of a ``with`` block of the
     user's takes off whichever mode is on top.

@@ -1,7 +1,7 @@
 """Runs a plan under the user's loop.
 
 Autograd's saves and requests are the clock: at each of them the conductor does what the script says, and nothing runs
-between them. A dispatch mode runs only over the stretches of the forward pass in which recipes capture their calls.
+between them. A dispatch mode runs only over the stretches of the step in which recipes capture their calls.
 
 NOTE [Threads of autograd]
 Autograd has a thread for each device, and uses the caller's for the CPU; they may call the hooks at once. Whatever
@@ -95,7 +95,7 @@ class Conductor(Follower):
             correct_notes()
 
     def _pass_begins(self) -> None:
-        """Nothing is captured in a backward pass: take the mode off, unless ops are counted right through it."""
+        """Take the mode off, unless calls are captured in this backward pass, or ops counted right through it."""
         goes_on = not self.left and self.script.stretches[self._event - 1] >= 0
         if not goes_on and not self.script.stays_on and compiled_calls() == self._calls:
             self._end_captures()

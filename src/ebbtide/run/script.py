@@ -224,7 +224,7 @@ def _is_external(step: Step, value: int) -> bool:
 
 def _known(step: Step, tick: int) -> KnownOp:
     op = step.ops[tick]
-    if op.phase == "backward" or op.replay in ("random", "opaque", "view"):
+    if op.replay in ("random", "opaque", "view"):
         raise PlanError(f"op {tick} ({op.name}) cannot be run again, but the plan wants it")
     external = frozenset(value for value in op.inputs if _is_external(step, value))
     written = {new for _, new in op.mutated}
@@ -362,17 +362,20 @@ def _headroom(step: Step, memory: Sequence[int]) -> tuple[int, ...]:
 
 def _stretches(step: Step, known: dict[int, KnownOp]) -> tuple[int, ...]:
     """Where the capture mode has to run: to the next event after a call that it needs, and before that from the last
-    save of an earlier tick than the last event before the call, so that ops are counted right from there on. It cannot
-    be put on while a backward pass runs. Where it would be off for a few ops alone, it stays on. See NOTE [Counting
-    ops] in `ebbtide.run.capture`.
+    save outside of a backward pass, within which it cannot be put on, of an earlier tick than the last save before the
+    call, so that ops are counted right from there on. Where it would be off for a few ops alone, it stays on. See NOTE
+    [Counting ops] in `ebbtide.run.capture`.
     """
     ticks = [0, *(event.tick for event in step.events), len(step.ops)]
+    saves = [index for index, event in enumerate(step.events, 1) if event.kind == "pack"]
+    begins = [index for index in saves if step.events[index - 1].phase == "forward"]
+    begin_ticks = [ticks[index] for index in begins]
     runs = [False] * (len(ticks) - 1)
     for tick in known:
         last = bisect.bisect_right(ticks, tick, 0, len(runs)) - 1
-        first = max(0, bisect.bisect_left(ticks, ticks[last]) - 1)
-        while first > 0 and step.events[first - 1].kind != "pack":
-            first -= 1
+        save = bisect.bisect_right(saves, last) - 1
+        before = bisect.bisect_left(begin_ticks, ticks[saves[save]]) - 1 if save >= 0 else -1
+        first = begins[before] if before >= 0 else 0
         runs[first : last + 1] = [True] * (last + 1 - first)
     ended: int | None = None
     for index, run in enumerate(runs):
