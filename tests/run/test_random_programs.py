@@ -21,7 +21,10 @@ from torch import Tensor, nn
 from ebbtide.machine import Tier
 from tests.run.harness import Guard, Program, Record, paper_machine, run_plain, run_within
 
-pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
+pytestmark = [
+    pytest.mark.usefixtures("nothing_left", "quick_plans"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script(_method)?` is deprecated:DeprecationWarning"),
+]
 
 MAX_ELEMENTS = 40_000
 
@@ -93,6 +96,10 @@ PIECES = [
     "{a}[:8] = {b}[:8]",
     "{a}.copy_({b})",
     "with torch.no_grad(): {t} = {a}.exp().clamp(max=9)",
+    "{t} = torch.vmap(lambda row: torch.tanh(row * 2) * row.sigmoid())({a})",
+    "{t} = torch.func.jvp(lambda t: t.sin() * t, ({a},), ({b}.expand_as({a}),))[1]",
+    "{t} = torch.autograd.grad({a}.sin().square().sum(), {a}, create_graph=True)[0]",
+    "{t} = torch.autograd.grad(F.linear({a}, w0, b0).tanh().sum(), {a}, create_graph=True)[0] * {a}",
     "del {a}",
 ]
 """Statements; ``t`` is a new name, ``a`` and ``b`` are tensors that are there. What does not run is left out."""
@@ -262,7 +269,7 @@ def test_pasted_programs(case: tuple[str, str, float, float, int], tmp_path: Pat
 @pytest.mark.parametrize("piece", range(len(PIECES)), ids=PIECES)
 def test_every_piece_gets_used(piece: int) -> None:
     choose = random.Random(piece)
-    for _ in range(100):
+    for _ in range(1000):
         before = [(choose.randrange(len(PIECES)), choose.randrange(9), choose.randrange(9)) for _ in range(2)]
         if len(write([*before, (piece, 0, 1)]).splitlines()) > len(write(before).splitlines()):
             return
