@@ -12,9 +12,9 @@ from ebbtide.decisions import Offload, Recompute
 from ebbtide.machine import Machine
 from tests.gpu.programs import FAST, SLOW, Wide, plain, repeats
 from tests.run.harness import compare, run_within
-from tests.run.programs import PROGRAMS
+from tests.run.programs import PROGRAMS, SAID_BY_PYTORCH
 
-pytestmark = pytest.mark.usefixtures("deterministic", "on_cuda", "quick_plans")
+pytestmark = [pytest.mark.usefixtures("deterministic", "on_cuda", "quick_plans"), *SAID_BY_PYTORCH]
 
 CASES = {"offload": ("50%", FAST), "recompute": ("70%", SLOW)}
 

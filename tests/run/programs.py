@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,6 +18,16 @@ from torch.utils.checkpoint import checkpoint
 from tests.run.harness import Guard, Program, Record
 
 PROGRAMS: dict[str, type[Program]] = {}
+SAID_BY_PYTORCH = tuple(
+    pytest.mark.filterwarnings(f"ignore:{what}")
+    for what in (
+        "Sparse (CSR tensor support|invariant checks):UserWarning",
+        "The PyTorch API of nested tensors:UserWarning",
+        "`torch.jit.script(_method)?` is deprecated:DeprecationWarning",
+        "The .grad attribute of a Tensor that is not a leaf:UserWarning",
+    )
+)
+"""Marks of tests that run all programs: what PyTorch says of tensors, transforms and operators in them."""
 """Every program, by name."""
 
 

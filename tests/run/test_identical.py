@@ -29,16 +29,9 @@ from tests.run.harness import (
     run_plain,
     run_within,
 )
-from tests.run.programs import PROGRAMS, Chain
+from tests.run.programs import PROGRAMS, SAID_BY_PYTORCH, Chain
 
-pytestmark = [
-    pytest.mark.usefixtures("nothing_left", "quick_plans"),
-    # What PyTorch says of tensors and transforms that programs use.
-    pytest.mark.filterwarnings("ignore:Sparse (CSR tensor support|invariant checks):UserWarning"),
-    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script(_method)?` is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-]
+pytestmark = [pytest.mark.usefixtures("nothing_left", "quick_plans"), *SAID_BY_PYTORCH]
 
 CASES = {
     "fast-90": ("90%", FAST_DISK),

@@ -20,11 +20,9 @@ from torch import Tensor, nn
 
 from ebbtide.machine import Tier
 from tests.run.harness import Guard, Program, Record, paper_machine, run_plain, run_within
+from tests.run.programs import SAID_BY_PYTORCH
 
-pytestmark = [
-    pytest.mark.usefixtures("nothing_left", "quick_plans"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script(_method)?` is deprecated:DeprecationWarning"),
-]
+pytestmark = [pytest.mark.usefixtures("nothing_left", "quick_plans"), *SAID_BY_PYTORCH]
 
 MAX_ELEMENTS = 40_000
 

@@ -14,12 +14,9 @@ import ebbtide
 from ebbtide.errors import StepError
 from tests.conftest import hooks_left
 from tests.run.harness import FAST_DISK
-from tests.run.programs import mlp
+from tests.run.programs import SAID_BY_PYTORCH, mlp
 
-pytestmark = [
-    pytest.mark.usefixtures("nothing_left", "quick_plans"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
-]
+pytestmark = [pytest.mark.usefixtures("nothing_left", "quick_plans"), *SAID_BY_PYTORCH]
 
 STEPS = 8
 REFUSAL = "don't yet support saved tensor hooks"

@@ -35,11 +35,11 @@ from tests.run.harness import (
     run_plain,
     run_within,
 )
-from tests.run.programs import PROGRAMS, Chain, mlp
+from tests.run.programs import PROGRAMS, SAID_BY_PYTORCH, Chain, mlp
 from tests.run.test_identical import Forbidden
 from tests.run.tiers.stand_ins import MIB
 
-pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
+pytestmark = [pytest.mark.usefixtures("nothing_left", "quick_plans"), *SAID_BY_PYTORCH]
 
 TIERS = ("stream", "overflowing", "staged")
 
