@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.run.harness import Guard, Program, Record
 
 PROGRAMS: dict[str, type[Program]] = {}
+"""Every program, by name."""
 SAID_BY_PYTORCH = tuple(
     pytest.mark.filterwarnings(f"ignore:{what}")
     for what in (
@@ -28,7 +29,6 @@ SAID_BY_PYTORCH = tuple(
     )
 )
 """Marks of tests that run all programs: what PyTorch says of tensors, transforms and operators in them."""
-"""Every program, by name."""
 
 
 def program(kind: type[Program]) -> type[Program]:
@@ -308,16 +308,16 @@ class TaskGradients(Chain):
 
 @program
 class GradientPenalty(Chain):
-    """Double backward."""
-
-    offloads = False  # what has to leave is computed again in less time
+    """Double backward, through dropout."""
 
     def build(self) -> nn.Module:
-        return mlp(64, 128, 128, 1, activation=nn.Softplus)
+        return mlp(64, 128, 128, 128, 128, 1, activation=nn.Softplus)
 
     def loss(self, index: int) -> Tensor:
-        x = self.data(index, 256, 64).requires_grad_()
-        y = self.model(x).sum()
+        x = h = self.data(index, 256, 64).requires_grad_()
+        for layer in self.model:
+            h = F.dropout(layer(h), 0.2) if isinstance(layer, nn.Softplus) else layer(h)
+        y = h.sum()
         (slope,) = torch.autograd.grad(y, x, create_graph=True)
         return y / 256 + (slope.norm(dim=1) - 1).square().mean()
 
