@@ -51,6 +51,10 @@ from ebbtide.observe.wrapped import PLAIN_TYPES, inside, wraps
 from ebbtide.step import EXTERNAL, Event, Phase, Saved, Step
 
 
+def _phase() -> Phase:
+    return "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+
+
 class Recorder(DispatchMode):
     """A dispatch mode that writes down every ATen op; saved-tensor hooks report to it through `pack` and `unpack`.
 
@@ -210,9 +214,8 @@ class Recorder(DispatchMode):
         return result, [(started, ended)], grown
 
     def _place(self) -> tuple[Phase, str]:
-        if torch._C._current_graph_task_id() == -1:
-            return "forward", self._trail.path
-        return "backward", self._backward_module
+        phase = _phase()
+        return phase, self._trail.path if phase == "forward" else self._backward_module
 
     def _tick_over(self) -> None:
         """What every moment begins with: time since the last belongs to the last op; who is alone from now on."""
@@ -329,7 +332,7 @@ class Recorder(DispatchMode):
                 unpacked=(),
             )
         )
-        self._events.append(Event("pack", len(self._ops), number, self._place()[0]))
+        self._events.append(Event("pack", len(self._ops), number, _phase()))
         self._clock += 1
         self._left = self._mark()
         return number
@@ -346,7 +349,7 @@ class Recorder(DispatchMode):
         self._tick_over()
         if not self._passes:
             self._look_for_emptied()
-        self._events.append(Event("unpack", len(self._ops), number, self._place()[0]))
+        self._events.append(Event("unpack", len(self._ops), number, _phase()))
         self._unpacked[number].append(self._clock)
         self._passes[self._clock] = torch._C._current_graph_task_id()
         self._watch(self.storage_of(number))

@@ -32,8 +32,8 @@ class Facts:
         packed: per saved value, the moment at which it was first saved.
         held: per saved value, for each time it was saved: from when to when autograd is known to hold it. It lets go
             when it asked for it the last time; if it never does, perhaps when it next asks for anything.
-        again_from: per op, the moment from which recipes that replay it are looked for: 0 in the forward pass, the end
-            of its backward pass if ops of the forward pass follow, as where a loss has gradients in it. More than
+        replayable_from: per op, the moment from which recipes that replay it are looked for: 0 in the forward pass, the
+            end of its backward pass if ops of the forward pass follow, as where a loss has gradients in it. More than
             `Step.moments` if it cannot be replayed: see rule 7 of NOTE [Replay] in `ebbtide.plan.replay`.
     """
 
@@ -48,7 +48,7 @@ class Facts:
     dies: list[int]
     packed: dict[int, int]
     held: dict[int, list[tuple[int, int]]]
-    again_from: list[int]
+    replayable_from: list[int]
 
     @classmethod
     def of(cls, step: Step) -> Facts:
@@ -81,7 +81,7 @@ class Facts:
             dies=dies,
             packed={value: spans[0][0] for value, spans in held.items()},
             held=held,
-            again_from=_again_from(step, op_moments),
+            replayable_from=replayable_from(step),
         )
 
 
@@ -98,8 +98,9 @@ def _held(step: Step, event_moments: list[int]) -> dict[int, list[tuple[int, int
     return held
 
 
-def _again_from(step: Step, op_moments: list[int]) -> list[int]:
-    """`Facts.again_from`."""
+def replayable_from(step: Step) -> list[int]:
+    """`Facts.replayable_from`, in moments."""
+    op_moments = step.op_moments()
     never = following = step.moments + 1
     found = [never] * len(step.ops)
     for tick in reversed(range(len(step.ops))):

@@ -114,7 +114,7 @@ def _makers(
         allowed = leaves is None or leaves(number) or value.storage in facts.external
         if number != made and unchanged and allowed and is_leaf(facts, number, absence.value):
             continue
-        if value.maker < first_tick or number in banned or facts.again_from[value.maker] > moment:
+        if value.maker < first_tick or number in banned or facts.replayable_from[value.maker] > moment:
             return None
         ticks.add(value.maker)
         if len(ticks) > longest:

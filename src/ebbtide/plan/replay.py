@@ -43,7 +43,7 @@ class Replay:
 
 def is_replayable(facts: Facts, tick: int) -> bool:
     """Whether a recipe may run op ``tick`` again: rule 7 of NOTE [Replay]."""
-    return facts.again_from[tick] <= facts.step.moments
+    return facts.replayable_from[tick] <= facts.step.moments
 
 
 def is_leaf(facts: Facts, value: int, target: int) -> bool:

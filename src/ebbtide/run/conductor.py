@@ -26,7 +26,6 @@ from ebbtide.observe.transforms import in_transform
 from ebbtide.observe.wrapped import PLAIN_TYPES, inside
 from ebbtide.run.allocator import Trimmer
 from ebbtide.run.capture import OFF, is_between_ops
-from ebbtide.run.follower import Follower
 from ebbtide.run.forks import Library
 from ebbtide.run.garbage import expect_objects
 from ebbtide.run.holdings import keep
@@ -35,16 +34,17 @@ from ebbtide.run.passes import in_pass, tell_no_more, tell_of_passes
 from ebbtide.run.safe import SafePolicy
 from ebbtide.run.script import NOBODY, Script
 from ebbtide.run.tiers import SlowTier
+from ebbtide.run.tracker import Tracker
 from ebbtide.run.verify import Truth
 from ebbtide.run.wrapped import Handle, wrap_like
 
 
-class Conductor(Follower):
+class Conductor(Tracker):
     """One planned step.
 
     Args:
         script: what to do.
-        library, tier, safe, truth, new_truth: see `Follower`.
+        library, tier, safe, truth, new_truth: see `Tracker`.
         trimmer: keeps the resident size near the live bytes; None to leave it alone.
         clock: takes the stamps; None to take none.
 

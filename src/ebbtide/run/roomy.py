@@ -2,7 +2,7 @@
 
 Experts take as many rows as they are sent, so that hardly two steps are of the same sizes, and no step is the largest
 in each of its tensors. What is planned for one as large as all of them, and with some room, holds for whatever steps
-come that are smaller: see NOTE [Leaving the plan] in `ebbtide.run.follower`. Where images have each so many boxes in
+come that are smaller: see NOTE [Leaving the plan] in `ebbtide.run.tracker`. Where images have each so many boxes in
 them, what a loss makes of the boxes varies, beside hundreds of larger tensors that do not: room for that costs nothing.
 """
 

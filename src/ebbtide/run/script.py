@@ -16,6 +16,7 @@ import torch
 
 from ebbtide.decisions import Decision, Offload, Plan, Recompute
 from ebbtide.errors import PlanError
+from ebbtide.plan.problem import replayable_from
 from ebbtide.run.calls import KnownOp
 from ebbtide.step import EXTERNAL, Absence, Event, Saved, Step
 
@@ -161,7 +162,7 @@ def write_script(step: Step, plan: Plan, memory: Sequence[int], *, captures_all:
     """
     if len(plan.decisions) != len(step.absences):
         raise PlanError(f"the plan decides about {len(plan.decisions)} absences; the step has {len(step.absences)}")
-    known = {op: _known(step, op) for d in plan.decisions if isinstance(d, Recompute) for op in d.ops}
+    known = _known_ops(step, plan.decisions)
     savings = _savings(step, plan.decisions)
     actions = _actions(step, plan.decisions)
     stretches = _one_stretch(step) if captures_all and known else _stretches(step, known)
@@ -222,10 +223,19 @@ def _is_external(step: Step, value: int) -> bool:
     return first.maker == EXTERNAL
 
 
+def _known_ops(step: Step, decisions: Sequence[Decision]) -> dict[int, KnownOp]:
+    """By tick, the ops that recipes replay. Raises `PlanError` if one cannot be."""
+    first = replayable_from(step)
+    known: dict[int, KnownOp] = {}
+    for tick in (tick for decision in decisions if isinstance(decision, Recompute) for tick in decision.ops):
+        if first[tick] > step.moments:
+            raise PlanError(f"op {tick} ({step.ops[tick].name}) cannot be run again, but the plan wants it")
+        known[tick] = _known(step, tick)
+    return known
+
+
 def _known(step: Step, tick: int) -> KnownOp:
     op = step.ops[tick]
-    if op.replay in ("random", "opaque", "view"):
-        raise PlanError(f"op {tick} ({op.name}) cannot be run again, but the plan wants it")
     external = frozenset(value for value in op.inputs if _is_external(step, value))
     written = {new for _, new in op.mutated}
     outputs = tuple(value for value in op.outputs if value in written or not _is_external(step, value))

@@ -33,7 +33,7 @@ SOON = 64
 be taken for something like it that another node saves a little earlier, or later."""
 
 
-class Follower(Keeper):
+class Tracker(Keeper):
     """A step on its way through a script.
 
     Args:
