@@ -113,7 +113,6 @@ def main(arguments: Sequence[str] | None = None, machine: Machine | None = None)
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message=".*deterministic.*")
-        warnings.filterwarnings("ignore", message="steps on CUDA are untried")
         if options.deterministic:
             stack.enter_context(deterministic())
         runner.run()

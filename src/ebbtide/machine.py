@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -127,6 +128,12 @@ class Machine:
             if (link.source, link.target) == (source, target):
                 return link
         raise RecordError(f"machine {self.name} has no link from {source!r} to {target!r}")
+
+    def without(self, names: Collection[str]) -> Machine:
+        """The same without the slow tiers of these names, and without their links."""
+        tiers = tuple(tier for tier in self.tiers if tier.name not in names)
+        links = tuple(link for link in self.links if not {link.source, link.target} & set(names))
+        return dataclasses.replace(self, tiers=tiers, links=links)
 
     def slow_tiers(self) -> tuple[Tier, ...]:
         """The tiers that can take values from the training device and give them back, fastest return first."""

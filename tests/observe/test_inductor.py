@@ -90,6 +90,13 @@ class Ticks:
         """What has passed."""
         return float(later - earlier)
 
+    def fall_behind(self) -> None:
+        """Nothing waits here."""
+
+    def is_behind(self, _mark: int) -> bool:
+        """As on a CPU."""
+        return True
+
 
 def test_compiling_is_no_part_of_the_step_and_sees_plain_modules() -> None:
     clock = Ticks()

@@ -45,6 +45,11 @@ class LaggingClock:
             self._reached = later
         return (later - earlier) * UNIT
 
+    def fall_behind(self) -> None: ...
+
+    def is_behind(self, mark: int) -> bool:
+        return not self.passed(mark)
+
     def catch_up(self) -> None:
         self._reached = self.mark()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import itertools
 import re
 import warnings
@@ -208,7 +209,8 @@ def run_within(
         try:
             return _run_within(build, expected, limit, machine, spill, prepare, metered)
         except BudgetError as error:
-            refused = error
+            refused = error.with_traceback(None)  # which keeps the program, and on a device all that lies there counts
+        gc.collect()
         assert refused.reachable_bytes > refused.limit_bytes, f"refused, but said to be reachable: {refused}"
         limit = int(refused.reachable_bytes * 1.02)
     return _run_within(build, expected, limit, machine, spill, prepare, metered)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ebbtide.machine import check_machine
+from ebbtide.observe.clock import HostClock
 from ebbtide.run import links
 from ebbtide.run.backends.threads import InlineBackend, Temper
 from ebbtide.run.links import measure_links
@@ -31,7 +32,7 @@ class PaperTier:
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def perf_counter(self) -> float:
+    def mark(self) -> float:
         return self.seconds
 
     def write(self, storage: torch.UntypedStorage) -> PaperTier:
@@ -50,13 +51,20 @@ class PaperTier:
         self.seconds += latency_seconds + size_bytes / rate
 
 
+class PaperClock(HostClock):
+    """Tells the time of a `PaperTier`."""
+
+    def __init__(self, tier: PaperTier) -> None:
+        self.mark = tier.mark
+
+
 OUT, BACK = (1e-4, 2e9), (3e-4, 1e9)
 
 
-def test_rate_and_latency(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rate_and_latency() -> None:
     tier = PaperTier()
-    monkeypatch.setattr(links, "time", tier)
-    machine = measure_links(InlineBackend(), {"host": tier}, {"host": 12345}, name="paper")  # type: ignore[dict-item]
+    clock, tiers, capacities = PaperClock(tier), {"host": tier}, {"host": 12345}
+    machine = measure_links(InlineBackend(), clock, tiers, capacities, name="paper")  # type: ignore[arg-type]
     check_machine(machine)
     assert machine.tier("host").capacity_bytes == 12345
     size = links.SIZES_BYTES[-1]
@@ -72,7 +80,7 @@ def test_every_tier_has_its_links(tmp_path: Path) -> None:
     with InlineBackend(temper=Temper.PROMPT) as backend:
         disk = StagedTier(tmp_path, backend)
         host = StreamTier(backend, Arena(torch.UntypedStorage, 1 << 20, 1 << 20), overflow=disk)
-        machine = measure_links(backend, {"host": host, "disk": disk}, {}, name="two")
+        machine = measure_links(backend, HostClock(), {"host": host, "disk": disk}, {}, name="two")
         host.close()
     assert [(link.source, link.target) for link in machine.links] == [
         ("cpu", "host"), ("host", "cpu"), ("cpu", "disk"), ("disk", "cpu")

@@ -22,6 +22,15 @@ class Clock(Protocol):
         """Seconds from one mark to another. Waits until the device has got to both."""
         ...
 
+    def fall_behind(self) -> None:
+        """Keep the device from what it is given next, for longer than the host takes to give it: what is marked then
+        is the device's own time, and not that in which it waited for the host."""
+        ...
+
+    def is_behind(self, mark: Any, /) -> bool:
+        """Whether the device may have had something to do right up to ``mark``. Never waits."""
+        ...
+
 
 class HostClock:
     """The clock of a CPU, which has done its work by the time it is back. Marks are seconds."""
@@ -35,6 +44,13 @@ class HostClock:
     def seconds(self, earlier: float, later: float) -> float:
         """See `Clock.seconds`."""
         return later - earlier
+
+    def fall_behind(self) -> None:
+        """See `Clock.fall_behind`. A CPU is the host."""
+
+    def is_behind(self, _mark: float) -> bool:
+        """See `Clock.is_behind`."""
+        return True
 
 
 Span = tuple[Any, Any]

@@ -119,7 +119,7 @@ class Recorder(DispatchMode):
         self._calls = compiled_calls()
         self.interrupts.enter()
         super().__enter__()
-        self._left = self._mark()
+        self.resume()
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -199,12 +199,13 @@ class Recorder(DispatchMode):
                 self._trail.pause()
             else:
                 self._trail.go_on()
-                self._left = self._mark()
+                self.resume()
 
     def _execute(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Span], int]:
         """Run the op: its result, when it ran, and the bytes by which memory grew inside it, outputs included."""
         if self._probe is not None:
             self._probe.before(self.ledger.made_bytes)
+        self._time.fall_behind()
         started = self._mark()
         try:
             result = func(*args, **kwargs)
@@ -220,7 +221,9 @@ class Recorder(DispatchMode):
     def _tick_over(self) -> None:
         """What every moment begins with: time since the last belongs to the last op; who is alone from now on."""
         if self._ops:
-            self._ops[-1].spans.append((self._left, self._mark()))
+            now = self._mark()
+            if self._time.is_behind(now):
+                self._ops[-1].spans.append((self._left, now))
         if self._watched:
             for number, storage in list(self._watched.items()):
                 if use_count(storage.cdata) <= storage.aliases + self._wrapper - 1:
@@ -261,7 +264,7 @@ class Recorder(DispatchMode):
                     made += record.size_bytes
                     draft.outputs += (self._add_storage(record, tensor, self._clock - 1, tick).versions[-1],)
         draft.workspace = max(0, grown - made)
-        self._left = self._mark()
+        self.resume()
 
     def _touch(self, tensor: torch.Tensor) -> SeenStorage:
         record = self.ledger.touch(tensor.untyped_storage())
@@ -334,7 +337,6 @@ class Recorder(DispatchMode):
         )
         self._events.append(Event("pack", len(self._ops), number, _phase()))
         self._clock += 1
-        self._left = self._mark()
         return number
 
     def _is_real(self, tensor: torch.Tensor) -> bool:
@@ -355,10 +357,10 @@ class Recorder(DispatchMode):
         self._watch(self.storage_of(number))
         self._backward_module = self._saved_modules[number]
         self._clock += 1
-        self._left = self._mark()
 
     def resume(self) -> None:
-        """The hook that called `pack` or `unpack` is done: what passes from now on is the step's own time."""
+        """The recorder is done, or the hook that called `pack` or `unpack`: what passes now is the step's own time."""
+        self._time.fall_behind()
         self._left = self._mark()
 
     def storage_of(self, number: int) -> SeenStorage:

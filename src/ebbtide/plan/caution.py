@@ -32,10 +32,10 @@ class Caution:
         near_share: how near the lower bound a plan is good enough for the search to stop.
     """
 
-    out_share: float = 0.2
-    out_seconds: float = 1e-3
-    in_share: float = 0.2
-    in_seconds: float = 2e-3
+    out_share: float = 0.1
+    out_seconds: float = 3e-5
+    in_share: float = 0.1
+    in_seconds: float = 3e-5
     physical_share: float = 0.99
     near_share: float = 1e-4
 
@@ -58,7 +58,7 @@ class Caution:
         """
         if all(tier.kind == "disk" for tier in machine.slow_tiers()):
             share = TIMED_DISK_SHARE if timed else DISK_SHARE
-            return cls(out_share=share, in_share=share)
+            return cls(share, DISK_OUT_SECONDS, share, DISK_IN_SECONDS)
         return cls()
 
     @property
@@ -73,6 +73,8 @@ class Caution:
         return resting_bytes + int(self.physical_share * max(0, limit_bytes - resting_bytes))
 
 
+DISK_OUT_SECONDS, DISK_IN_SECONDS = 1e-3, 2e-3
+"""`Caution.out_seconds` and `Caution.in_seconds` where everything that moves goes to disks."""
 DISK_SHARE = 1.5
 """`Caution.out_share` and `Caution.in_share` where everything that moves goes to disks."""
 TIMED_DISK_SHARE = 0.75

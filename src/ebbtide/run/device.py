@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 
 import torch
@@ -13,8 +12,6 @@ from ebbtide.observe.clock import Clock
 from ebbtide.run.gauges import DeviceMemory, gauges_of, likely_device
 from ebbtide.run.readings import Readings
 from ebbtide.run.shortage import out_of_memory
-
-_UNTRIED = "steps on CUDA are untried: no test of ebbtide has run on a GPU yet"
 
 
 class TrainingDevice:
@@ -28,7 +25,6 @@ class TrainingDevice:
     def __init__(self) -> None:
         self.fits_bytes: int | None = None
         self._cap_bytes: int | None = None
-        self._confirmed = False
         self._move(likely_device())
 
     def _move(self, device: torch.device) -> None:
@@ -60,11 +56,7 @@ class TrainingDevice:
         if device != self.device:
             self.cap(None)
             self._move(device)
-            self._confirmed = False
             return False
-        if device.type == "cuda" and not self._confirmed:
-            warnings.warn(_UNTRIED, stacklevel=4)
-        self._confirmed = True
         return True
 
     def cap(self, limit_bytes: int | None) -> None:

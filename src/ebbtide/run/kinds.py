@@ -147,7 +147,8 @@ class Kind:
 
     def make_plan(self, machine: Machine, limit_bytes: int, verify: bool) -> None:
         """Plan this kind of step. Raises `BudgetError` if no plan meets the limit."""
-        self._adopt(solve(self.step, machine, limit_bytes, banned=self.banned), machine, verify)
+        plan = solve(self.step, _planned_on(machine, self.step), limit_bytes, banned=self.banned)
+        self._adopt(plan, machine, verify)
 
     def plan_again(self, machine: Machine, verify: bool) -> None:
         """Durations are better known now, or the machine has changed: plan anew, if steps will then take less."""
@@ -159,7 +160,8 @@ class Kind:
             return
         caution = Caution.of(machine, timed=True)
         try:
-            plan = solve(self.step, machine, self.plan.limit_bytes, banned=self.banned, caution=caution)
+            on = _planned_on(machine, self.step)
+            plan = solve(self.step, on, self.plan.limit_bytes, banned=self.banned, caution=caution)
         except BudgetError:  # the search is no proof: there is a plan, the one that is followed
             return
         if plan.seconds < enough_seconds:
@@ -267,7 +269,13 @@ class Kind:
     @property
     def is_timed(self) -> bool:
         """Whether the next planned step is to be watched for its durations: not where each has other sizes."""
-        return not self.pace.done and not self.varies
+        return not self.pace.done and not self.varies and not self.is_known
+
+    @property
+    def is_known(self) -> bool:
+        """Whether durations are known as observed: a device is kept from waiting for the observer, and planned steps,
+        which may wait for the host and for transfers, would say less of its ops."""
+        return self.step.device != "cpu" and self.plan is not None and self.plan.binds
 
     def watch(self, machine: Machine, between: Sequence[float], verify: bool) -> None:
         """A step ran as planned: now and then refine the durations, and what the plan predicts from them; and plan anew
@@ -275,7 +283,7 @@ class Kind:
 
         ``between`` are the seconds from one event to the next: see `Pace.add`.
         """
-        if self.pace.done or self.plan is None:
+        if self.pace.done or self.plan is None or self.is_known:
             return
         was_settled = self.pace.settled
         self.pace.add(between)
@@ -294,9 +302,21 @@ class Kind:
         """The plan, with the time that no plan can beat on the durations as they are known now."""
         assert self.plan is not None
         if self.plan.bound_seconds is None:
-            bound = lower_bound(self.step, machine, self.plan.limit_bytes, banned=self.banned)
+            on = _planned_on(machine, self.step)
+            bound = lower_bound(self.step, on, self.plan.limit_bytes, banned=self.banned)
             self.plan = dataclasses.replace(self.plan, bound_seconds=bound.seconds)
         return self.plan
+
+
+def _planned_on(machine: Machine, step: Step) -> Machine:
+    """``machine`` without its disks, if another memory takes all that autograd saves: the host waits for disks, and for
+    no stream, and their little bandwidth beside that of a stream is not worth it."""
+    saved_bytes = sum(step.values[value].size_bytes for value in {absence.value for absence in step.absences})
+    slow = machine.slow_tiers()
+    roomy = [tier for tier in slow if tier.capacity_bytes is None or tier.capacity_bytes >= saved_bytes]
+    if all(tier.kind == "disk" for tier in roomy):
+        return machine
+    return machine.without([tier.name for tier in slow if tier.kind == "disk"])
 
 
 def _names(step: Step) -> list[str]:

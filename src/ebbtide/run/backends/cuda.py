@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,9 @@ from ebbtide.run.backends.base import ComputeStreams
 
 _PORTABLE = 1
 """``cudaHostRegisterPortable``: pinned for every device of the process, not only for the current one."""
+_BEHIND_CYCLES = 200_000
+"""Of the device's own clock: 100 microseconds at 2 GHz. To launch one op takes the host 10 to 50."""
+_EMPTY_SPANS = 16
 _GRAIN_BYTES = 512
 """``kMinBlockSize`` in c10/cuda/CUDACachingAllocator: it hands out multiples of this."""
 
@@ -92,6 +97,7 @@ class CudaClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._empty_seconds: float | None = None
 
     def mark(self) -> torch.cuda.Event:
         """See `Clock.mark`."""
@@ -104,10 +110,28 @@ class CudaClock:
         return bool(mark.query())
 
     def seconds(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
-        """See `Clock.seconds`."""
+        """See `Clock.seconds`. What there is between two marks with nothing between them is left out."""
+        if self._empty_seconds is None:
+            self._empty_seconds = self._measure_empty()
         earlier.synchronize()
         later.synchronize()
-        return float(earlier.elapsed_time(later)) / 1e3
+        return max(0.0, float(earlier.elapsed_time(later)) / 1e3 - self._empty_seconds)
+
+    def _measure_empty(self) -> float:
+        for _ in range(4):
+            self.fall_behind()
+        marks = [self.mark() for _ in range(_EMPTY_SPANS + 1)]
+        marks[-1].synchronize()
+        return statistics.median(float(a.elapsed_time(b)) for a, b in itertools.pairwise(marks)) / 1e3
+
+    def fall_behind(self) -> None:
+        """See `Clock.fall_behind`."""
+        with torch.cuda.device(self._device):
+            torch.cuda._sleep(_BEHIND_CYCLES)
+
+    def is_behind(self, mark: torch.cuda.Event) -> bool:
+        """See `Clock.is_behind`."""
+        return not mark.query()
 
 
 class CudaMemory:

@@ -9,7 +9,7 @@ import torch
 
 from ebbtide.errors import SpillError
 from ebbtide.machine import Machine
-from ebbtide.run.backends.cuda import CudaBackend
+from ebbtide.run.backends.cuda import CudaBackend, CudaClock
 from ebbtide.run.links import measure_links
 from ebbtide.run.tiers.devices import DeviceTiers
 from ebbtide.run.tiers.disk import DiskTier
@@ -90,7 +90,8 @@ def machine_on(device: torch.device, tiers: Mapping[str, SlowTier]) -> Machine:
     shared = {name: tier for name, tier in tiers.items() if isinstance(tier, DeviceTiers) and tier.kind != "device"}
     slow = {name: tier.of(device) for name, tier in shared.items()}
     capacities = {name: tier.capacity_bytes for name, tier in slow.items() if isinstance(tier, StreamTier)}
-    return measure_links(CudaBackend(device.index), slow, capacities, name=torch.cuda.get_device_name(device))
+    backend, clock = CudaBackend(device.index), CudaClock(device)
+    return measure_links(backend, clock, slow, capacities, name=torch.cuda.get_device_name(device))
 
 
 def settle(tiers: Mapping[str, SlowTier], planned: Callable[[str], PlannedPlaces | None], device: torch.device) -> None:
