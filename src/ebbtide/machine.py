@@ -106,6 +106,7 @@ class Machine:
         tiers, links: the memories, and the transfers between them.
         compute: how fast the device computes; None where steps are timed on the machine itself.
         sources: for a machine that was described, not measured: where the figures are from.
+        replay_seconds: compute time that each op which runs again costs besides its own.
     """
 
     name: str
@@ -114,6 +115,7 @@ class Machine:
     links: tuple[Link, ...]
     compute: Compute | None = None
     sources: tuple[str, ...] = ()
+    replay_seconds: float = 0.0
 
     def tier(self, name: str) -> Tier:
         """The tier called ``name``. Raises `RecordError` if there is none."""
@@ -172,8 +174,9 @@ class Machine:
                 links=tuple(Link(**link) for link in document["links"]),
                 compute=Compute.from_document(document["compute"]) if document.get("compute") else None,
                 sources=tuple(document.get("sources", ())),
+                replay_seconds=float(document.get("replay_seconds", 0.0)),
             )
-        except (KeyError, TypeError, AttributeError) as fault:
+        except (KeyError, TypeError, ValueError, AttributeError) as fault:
             raise RecordError(f"{name}: not a whole machine: {fault!r}; calibrate again") from fault
         check_machine(machine, name)
         return machine
@@ -202,6 +205,8 @@ def check_machine(machine: Machine, name: str = "machine") -> None:
                 f"{name}: the link {link.source} -> {link.target} has latency, slowdown and compute seconds {costs}; "
                 "they must be >= 0"
             )
+    if not (math.isfinite(machine.replay_seconds) and machine.replay_seconds >= 0):
+        raise RecordError(f"{name}: its replay_seconds is {machine.replay_seconds}; it must be >= 0")
     if machine.compute is not None:
         _check_compute(machine.compute, name)
 

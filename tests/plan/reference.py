@@ -154,7 +154,7 @@ class Walk:
             self.extra.append(sum(fresh.values()))
             self.look(op.workspace_bytes)
             self.extra.pop()
-            self.now += op.duration_seconds
+            self.now += op.duration_seconds + self.machine.replay_seconds
             later = {value for after in decision.ops[place + 1 :] for value in self.reads(after)}
             fresh = {value: size for value, size in fresh.items() if value in later or value == target}
         assert list(fresh) == [target]

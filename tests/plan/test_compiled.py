@@ -41,7 +41,7 @@ def test_columns_and_lists_say_the_same() -> None:
     problem = Problem.of(step, MACHINE)
     recipes = find_recipes(step)
     replays = [
-        None if recipe is None else check_recipe(problem.facts, absence.value, recipe)
+        None if recipe is None else check_recipe(problem.facts, absence.value, recipe, MACHINE.replay_seconds)
         for recipe, absence in zip(recipes, step.absences, strict=True)
     ]
     follower = Follower(problem, replays)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -14,7 +15,7 @@ from ebbtide.step import Step, check_step
 from tests.plan.random_steps import KIB, Tape, disk_machine, lone_machine, random_step
 from tests.plan.reference import Walk
 
-MACHINE = disk_machine(1e8, 5e7, slowdown=0.1, compute_seconds=2e-4)
+MACHINE = dataclasses.replace(disk_machine(1e8, 5e7, slowdown=0.1, compute_seconds=2e-4), replay_seconds=3e-4)
 
 
 def random_decisions(step: Step, seed: int) -> list[Decision]:

@@ -209,7 +209,7 @@ def _replays(
     """The recipes of absences, checked."""
     values = [problem.step.absences[number].value for number in numbers]
     return [
-        None if recipe is None else check_recipe(problem.facts, value, recipe)
+        None if recipe is None else check_recipe(problem.facts, value, recipe, problem.machine.replay_seconds)
         for value, recipe in zip(values, recipes, strict=True)
     ]
 

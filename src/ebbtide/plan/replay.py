@@ -28,7 +28,7 @@ class Replay:
 
     Attributes:
         leaves: storages that the step made and the recipe reads, in order of first use.
-        seconds: sum of the durations of its ops.
+        seconds: sum of the durations of its ops, and of what each of them costs besides.
         peak_bytes: most bytes it holds at once, its result included, the leaves not.
         physical_peak_bytes: the same with workspaces.
         valid_until: the first moment at which a leaf is gone or written.
@@ -62,8 +62,8 @@ def operands(op: Op) -> list[int]:
     return [*op.inputs, *(old for old in mutated if old not in op.inputs)]
 
 
-def check_recipe(facts: Facts, target: int, ops: tuple[int, ...]) -> Replay:
-    """Check the recipe ``ops`` for value ``target`` and add up what it takes.
+def check_recipe(facts: Facts, target: int, ops: tuple[int, ...], more_seconds: float = 0.0) -> Replay:
+    """Check the recipe ``ops`` for value ``target`` and add up what it takes, with ``more_seconds`` for each op.
 
     Raises:
         PlanError: if it cannot make the value.
@@ -90,7 +90,7 @@ def check_recipe(facts: Facts, target: int, ops: tuple[int, ...]) -> Replay:
         live_bytes = sum(made.values())
         peak_bytes = max(peak_bytes, live_bytes)
         physical_bytes = max(physical_bytes, live_bytes + op.workspace_bytes)
-        seconds += op.duration_seconds
+        seconds += op.duration_seconds + more_seconds
         made = {value: size for value, size in made.items() if value == target or last_use.get(value, -1) > tick}
     if target not in made:
         raise PlanError(f"the recipe {ops} does not make value {target}")

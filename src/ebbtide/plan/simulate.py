@@ -92,7 +92,7 @@ def _move(problem: Problem, number: int, decision: Decision) -> Move:
         raise PlanError(f"absence {number}: value {absence.value} is external and cannot leave")
     if isinstance(decision, Recompute):
         try:
-            return check_recipe(problem.facts, absence.value, decision.ops)
+            return check_recipe(problem.facts, absence.value, decision.ops, problem.machine.replay_seconds)
         except PlanError as fault:
             raise PlanError(f"absence {number}: {fault}") from fault
     return _trip(problem, number, decision)

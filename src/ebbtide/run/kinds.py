@@ -27,6 +27,8 @@ from ebbtide.units import format_bytes
 WORTH, WORTH_SECONDS = 0.01, 1e-3
 """Share of a plain step, and seconds, that steps have to gain for a plan to be replaced: to make another one takes
 about a second, and three longer steps."""
+REPLAY_HOST_SECONDS, TRANSFER_HOST_SECONDS = 1e-4, 5e-5
+"""What the host does for an op that runs again, to capture it above all, and for a transfer."""
 CHANGED_LOOKS = 2
 """How many steps in a row have to run other ops than the planned one for it to be planned for anew."""
 MORE_SHARE = 0.01
@@ -172,9 +174,11 @@ class Kind:
         self._arenas.clear()
         if self.plan is not None and self.plan.binds != plan.binds:
             self.pace = Pace()  # where nothing bound, nobody took the times of events
+        outcome = simulate(self.step, machine, plan.decisions)
+        if outcome.seconds != plan.seconds:  # it was made for what `_planned_on` says
+            plan = dataclasses.replace(plan, seconds=outcome.seconds, bound_seconds=None)
         self.plan = plan
         self.audits, self._counts, self.audited = 0, 0, None
-        outcome = simulate(self.step, machine, plan.decisions)
         self.script = write_script(self.step, plan, outcome.memory, captures_all=self.captures_all)
         if not plan.binds:
             self.state = "idle"
@@ -302,21 +306,32 @@ class Kind:
         """The plan, with the time that no plan can beat on the durations as they are known now."""
         assert self.plan is not None
         if self.plan.bound_seconds is None:
-            on = _planned_on(machine, self.step)
-            bound = lower_bound(self.step, on, self.plan.limit_bytes, banned=self.banned)
+            bound = lower_bound(self.step, machine, self.plan.limit_bytes, banned=self.banned)
             self.plan = dataclasses.replace(self.plan, bound_seconds=bound.seconds)
         return self.plan
 
 
 def _planned_on(machine: Machine, step: Step) -> Machine:
-    """``machine`` without its disks, if another memory takes all that autograd saves: the host waits for disks, and for
-    no stream, and their little bandwidth beside that of a stream is not worth it."""
+    """``machine`` as plans for a device are made for it.
+
+    Without its disks, if another memory takes all that autograd saves: the host waits for disks, and for no stream, and
+    their little bandwidth beside that of a stream is not worth it. And with what a replay and a transfer take the host,
+    so that a plan does much with few of them: the device waits for a host that is too late.
+    """
+    if step.device == "cpu":
+        return machine
     saved_bytes = sum(step.values[value].size_bytes for value in {absence.value for absence in step.absences})
     slow = machine.slow_tiers()
-    roomy = [tier for tier in slow if tier.capacity_bytes is None or tier.capacity_bytes >= saved_bytes]
-    if all(tier.kind == "disk" for tier in roomy):
-        return machine
-    return machine.without([tier.name for tier in slow if tier.kind == "disk"])
+    disks = {tier.name for tier in slow if tier.kind == "disk"}
+    if any(
+        tier.capacity_bytes is None or tier.capacity_bytes >= saved_bytes for tier in slow if tier.name not in disks
+    ):
+        machine = machine.without(disks)
+    links = tuple(
+        dataclasses.replace(link, compute_seconds=link.compute_seconds + TRANSFER_HOST_SECONDS)
+        for link in machine.links
+    )
+    return dataclasses.replace(machine, links=links, replay_seconds=REPLAY_HOST_SECONDS)
 
 
 def _names(step: Step) -> list[str]:

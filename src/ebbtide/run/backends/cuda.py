@@ -43,12 +43,15 @@ class CudaBackend:
 
     def copy(self, stream: Any, target: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
         """See `Backend.copy`."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch._C._DisableTorchDispatch())
-            for storage in (target, source):
-                if storage.device.type == "cuda" and storage.device != self.device:
-                    stack.enter_context(torch.cuda.stream(self._stream_beside(stream, storage.device)))
-            stack.enter_context(torch.cuda.stream(stream))
+        for device in (target.device, source.device):
+            if device.type == "cuda" and device != self.device:
+                with torch.cuda.stream(self._stream_beside(stream, device)):
+                    self._copy(stream, target, source)
+                return
+        self._copy(stream, target, source)
+
+    def _copy(self, stream: Any, target: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
+        with torch._C._DisableTorchDispatch(), torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
 
     def _stream_beside(self, stream: Any, device: torch.device) -> torch.cuda.Stream:

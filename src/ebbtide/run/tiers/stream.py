@@ -179,10 +179,9 @@ class StreamTier:
             check_memory(slot, into, CONGRUENCE_BYTES)
         self._check_usable()
         with self._lock:
-            self._begin()
+            home = self._begin()
             if slot.place is None:
                 raise SpillError(f"a slot of the {self.name} tier was read after it was freed")
-            home = self.compute.note()
             storage = into if into is not None else self.backend.allocate(slot.size_bytes, slot.pointer)
             load = StreamLoad(slot, storage, home if into is None else None)
             slot.unwaited.append(load)
@@ -250,10 +249,11 @@ class StreamTier:
         if self._closed:
             raise SpillError(f"the {self.name} tier is closed; make a new Budget")
 
-    def _begin(self) -> None:
-        """A transfer is asked for. Under the lock, like all that follows."""
-        self.compute.note()
+    def _begin(self) -> Stream:
+        """A transfer is asked for, on the stream that this returns. Under the lock, like all that follows."""
+        home = self.compute.note()
         self._collect()
+        return home
 
     def _collect(self) -> None:
         """Look at the slots that were freed."""
