@@ -205,7 +205,7 @@ def run_within(
     A budget that no plan meets is asked for again at 1.02 x the least reachable peak; that one must work, if all steps
     are of one kind. Of others, the largest may come late; and on a device, what libraries took in the first run counts.
     """
-    for _ in range(1 if metered and build().steady else 3):
+    for _ in range((1 if build().steady else 3) if metered else 6):
         try:
             return _run_within(build, expected, limit, machine, spill, prepare, metered)
         except BudgetError as error:

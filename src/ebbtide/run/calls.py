@@ -75,6 +75,12 @@ class Argument(Window):
         else:
             self.shown = version_of(tensor)
 
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The argument, as a part of the storage that ``tensor`` shows."""
+        if self.is_shown_by(tensor) and not self.conjugated and not self.negated:
+            return tensor
+        return self.over(tensor.untyped_storage())
+
     def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The argument, shown by ``storage``."""
         tensor = super().over(storage)

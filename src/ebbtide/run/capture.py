@@ -63,7 +63,11 @@ class CaptureMode(DispatchMode):
             self.entered = True
             self._begun_at = -1 if between_ops else tick
             self.enter(self.place)
-        self.tick = tick if tick > self._begun_at else _UNKNOWN
+        self.tick = self.counted_from(tick)
+
+    def counted_from(self, tick: int) -> int:
+        """Index of the next op at an event of tick ``tick``, as far as it is known while the mode is on."""
+        return tick if tick > self._begun_at else _UNKNOWN
 
     def take_over(self, other: CaptureMode, known: dict[int, KnownOp]) -> None:
         """Take the calls of another mode's, which looked for the ops in ``known``, that are the same here."""

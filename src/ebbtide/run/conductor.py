@@ -25,7 +25,7 @@ from ebbtide.observe.mode import correct_notes, modes_on
 from ebbtide.observe.transforms import in_transform
 from ebbtide.observe.wrapped import PLAIN_TYPES, inside
 from ebbtide.run.allocator import Trimmer
-from ebbtide.run.capture import OFF, is_between_ops
+from ebbtide.run.capture import OFF, CaptureMode, is_between_ops
 from ebbtide.run.forks import Library
 from ebbtide.run.garbage import expect_objects
 from ebbtide.run.holdings import keep
@@ -131,16 +131,29 @@ class Conductor(Tracker):
             and not tensor.is_nested  # some of those have no shape
             and tensor.shape == form.shape
         ):
-            counted = self._capture.tick if self._capture is not None else OFF
-            if counted == OFF == self._stretches[event]:
+            capture, stretch = self._capture, self._stretches[event]
+            if capture is None or capture.tick == OFF == stretch:
                 self._event = event + 1
                 return keep(tensor, self._numbers[event])
-            if counted == self._stretches[event] and type(tensor) in PLAIN_TYPES and compiled_calls() == self._calls:
+            if self._stays_on(capture, stretch, tensor):
                 self._event = event + 1
                 with DisableTorchDispatch():
                     return keep(tensor, self._numbers[event])
         with self._lock:
             return self._pack(tensor)
+
+    def _stays_on(self, capture: CaptureMode, stretch: int, tensor: torch.Tensor) -> bool:
+        """Whether the capture mode is on, and is to stay on, or cannot be taken off at this save; it counts from here
+        on, if it is to."""
+        if self._is_lost or type(tensor) not in PLAIN_TYPES or compiled_calls() != self._calls:
+            return False
+        if capture.tick == stretch or (stretch >= 0 and capture.entered):
+            capture.tick = capture.counted_from(stretch)
+            return True
+        if stretch >= 0:
+            return False
+        with DisableTorchDispatch():  # PyTorch may run ops to make the node of a view
+            return not is_between_ops(tensor)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         began = self._mark() if self._mark is not None else None
@@ -221,11 +234,13 @@ class Conductor(Tracker):
         if self._capture.tick == stretch:
             return
         between_ops = is_between_ops(tensor)
+        if stretch < 0 and not between_ops:
+            return
         if (stretch < 0 or not self._capture.entered) and (in_pass() or in_transform()):
             return  # what is done to the stack of modes there does not outlast the node, or the op
         if stretch >= 0:
             self._capture.begin(stretch, between_ops)
-        elif between_ops:
+        else:
             self._capture.end()
 
     # --- following -----------------------------------------------------------------------------------------------

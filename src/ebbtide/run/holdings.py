@@ -67,6 +67,15 @@ class Window:
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset()
 
+    def is_shown_by(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor``, which shows the same storage, shows the same part of it in the same way."""
+        return (
+            tensor.dtype is self.dtype
+            and tensor.shape == self.shape
+            and tensor.stride() == self.stride
+            and tensor.storage_offset() == self.offset
+        )
+
     def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The same part of ``storage``."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
@@ -236,12 +245,7 @@ class View(Window):
             tensor = holding.arrive(self)
         elif tensor._version != holding.version:
             raise changed_error(tensor, holding.version)
-        if (
-            tensor.dtype is self.dtype
-            and tensor.shape == self.shape
-            and tensor.stride() == self.stride
-            and tensor.storage_offset() == self.offset
-        ):
+        if self.is_shown_by(tensor):
             return tensor
         if tensor.dtype is self.dtype:
             # A view of it counts its versions with it; a new tensor over its storage would count its own.

@@ -110,12 +110,12 @@ class Recipe:
             if item.external is not None:
                 return _unchanged(item.external, item.version)
             if item.value in made:
-                return item.over(made[item.value].untyped_storage())
+                return item.of(made[item.value])
             leaf = self.leaves[item.value]
             tensor = leaf.arrive()
             if not leaf.intact:
                 raise changed_error(tensor, leaf.version)
-            return item.over(tensor.untyped_storage())
+            return item.of(tensor)
         if type(item) in (list, tuple):
             return type(item)(self._filled(part, made) for part in item)
         return item

@@ -1,0 +1,88 @@
+"""How well a roofline predicts a GPU: fits its shares on steps that were observed on an H200, and predicts them.
+
+    python -m benchmarks.gpu.fit
+
+The steps are those of `benchmarks.gpu` (``benchmarks/results/*-h200-step-*.json.gz``). The same models run on fake
+tensors; what their ops do, and the shares that fit, say how long each takes. The errors that count are those on the
+model that was not fitted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.workloads import make_workload
+from benchmarks.roofline import op_error
+from ebbtide.machine import Compute
+from ebbtide.machines import load_machine
+from ebbtide.observe.fake import record_fake
+from ebbtide.roofline import Work, fit_efficiencies, with_durations
+from ebbtide.step import Op, Step
+
+RESULTS = Path(__file__).parents[1] / "results"
+STEPS = {name: RESULTS / f"2026-11-26-h200-step-{name}.json.gz" for name in ("resnet152", "gpt2-xl")}
+ATTENTION = "aten._scaled_dot_product_"
+"""Which kernel PyTorch takes for attention depends on the device."""
+
+Matched = tuple[Step, tuple[Work, ...]]
+
+
+def main() -> None:
+    """Print the shares fitted on each model and on both, and the errors that they leave."""
+    machine = load_machine("h200")
+    assert machine.compute is not None
+    matched = {name: matched_step(Step.load(path), name) for name, path in STEPS.items()}
+    _report("as shipped", machine.compute, matched)
+    for name, (step, works) in matched.items():
+        _report(f"fitted on {name}", fit_efficiencies(step, works, machine.compute), matched)
+    steps, works = zip(*matched.values(), strict=True)
+    both = dataclasses.replace(steps[0], ops=tuple(op for step in steps for op in step.ops))
+    _report("fitted on both", fit_efficiencies(both, sum(works, ()), machine.compute), matched)
+
+
+def _report(title: str, compute: Compute, matched: dict[str, Matched]) -> None:
+    print(f"{title}: " + ", ".join(f"{kind} {share:.2f}" for kind, share in compute.efficiencies))
+    for name, (step, works) in matched.items():
+        predicted = with_durations(step, works, compute)
+        real, told = (math.fsum(op.duration_seconds for op in each.ops) for each in (step, predicted))
+        print(f"    {name}: {told / real - 1:+.1%} in all, ops off by {op_error(step, predicted):.0%}")
+
+
+def matched_step(real: Step, name: str) -> Matched:
+    """The ops of ``real`` that the fake step has, too, and what they do."""
+    works, fake = _fake(name)
+    pairs = _pairs(real.ops, fake)
+    ops = tuple(real.ops[one] for one, _ in pairs)
+    return dataclasses.replace(real, ops=ops), tuple(works[other] for _, other in pairs)
+
+
+def _fake(name: str) -> tuple[tuple[Work, ...], Sequence[Op]]:
+    def build() -> Callable[[], object]:
+        workload = make_workload(name, torch.device("cpu"), small=False, batch_scale=1.0)
+        batch = workload.batch(0)
+        return lambda: workload.step(batch)
+
+    step, works = record_fake(build, kernels="cuda")
+    return works, step.ops
+
+
+def _pairs(real: Sequence[Op], fake: Sequence[Op]) -> list[tuple[int, int]]:
+    """Places of the same ops in both."""
+    names = [[_kernel(op.name) for op in ops] for ops in (real, fake)]
+    blocks = difflib.SequenceMatcher(None, *names, autojunk=False).get_matching_blocks()
+    return [(block.a + place, block.b + place) for block in blocks for place in range(block.size)]
+
+
+def _kernel(name: str) -> str:
+    backward = "_backward" if "_backward" in name else ""
+    return ATTENTION + backward if name.startswith(ATTENTION) else name
+
+
+if __name__ == "__main__":
+    main()
