@@ -95,7 +95,7 @@ def modes_left() -> int:
 def quick_plans(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
     """What plans now: for a twentieth of the usual time, good enough where only the effects of plans matter."""
     quick = functools.partial(solve, seconds=0.05)
-    monkeypatch.setattr("ebbtide.run.kinds.solve", quick)
+    monkeypatch.setattr("ebbtide.run.solving.solve", quick)
     return quick
 
 

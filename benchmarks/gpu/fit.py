@@ -41,9 +41,10 @@ def main() -> None:
     _report("as shipped", machine.compute, matched)
     for name, (step, works) in matched.items():
         _report(f"fitted on {name}", fit_efficiencies(step, works, machine.compute), matched)
-    steps, works = zip(*matched.values(), strict=True)
+    steps = [step for step, _ in matched.values()]
     both = dataclasses.replace(steps[0], ops=tuple(op for step in steps for op in step.ops))
-    _report("fitted on both", fit_efficiencies(both, sum(works, ()), machine.compute), matched)
+    all_works = [work for _, works in matched.values() for work in works]
+    _report("fitted on both", fit_efficiencies(both, all_works, machine.compute), matched)
 
 
 def _report(title: str, compute: Compute, matched: dict[str, Matched]) -> None:
@@ -74,8 +75,8 @@ def _fake(name: str) -> tuple[tuple[Work, ...], Sequence[Op]]:
 
 def _pairs(real: Sequence[Op], fake: Sequence[Op]) -> list[tuple[int, int]]:
     """Places of the same ops in both."""
-    names = [[_kernel(op.name) for op in ops] for ops in (real, fake)]
-    blocks = difflib.SequenceMatcher(None, *names, autojunk=False).get_matching_blocks()
+    these, those = ([_kernel(op.name) for op in ops] for ops in (real, fake))
+    blocks = difflib.SequenceMatcher(None, these, those, autojunk=False).get_matching_blocks()
     return [(block.a + place, block.b + place) for block in blocks for place in range(block.size)]
 
 

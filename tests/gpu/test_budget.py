@@ -66,7 +66,7 @@ def test_the_host_waits_for_nothing_in_a_planned_step(tmp_path: Path, request: p
 
 def test_a_plan_over_three_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_plans: Solver) -> None:
     """Every other value goes to the disk, by way of pinned stages, the others to host memory."""
-    monkeypatch.setattr("ebbtide.run.kinds.solve", divided(quick_plans, "host", "disk"))
+    monkeypatch.setattr("ebbtide.run.solving.solve", divided(quick_plans, "host", "disk"))
     with ebbtide.Budget("60%", spill=tmp_path, machine=fast_machine("gpu", HOST, DISK)) as memory:
         run_all(memory)
         assert tier_of(memory, "host").read_bytes > 0

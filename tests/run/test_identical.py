@@ -83,7 +83,7 @@ def test_deep_recipes_give_the_same(
         shallow.append(quick_plans(*arguments, **options))
         return shallow[-1]
 
-    monkeypatch.setattr("ebbtide.run.kinds.solve", deeper(solve))
+    monkeypatch.setattr("ebbtide.run.solving.solve", deeper(solve))
     trial = run_within(PROGRAMS[name], plain(PROGRAMS[name]), "80%", SLOW_DISK, tmp_path)
     assert not trial.banned
     assert trial.decisions != shallow[-1].decisions, "no recipe goes back further"

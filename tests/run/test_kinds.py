@@ -247,7 +247,7 @@ def test_strangers_are_planned_for_once_they_come_again(
         planned.append(len(step.saved))
         return quick_plans(step, *arguments, **options)
 
-    monkeypatch.setattr("ebbtide.run.kinds.solve", solve)
+    monkeypatch.setattr("ebbtide.run.solving.solve", solve)
     monkeypatch.setattr("ebbtide.run.loop.MOST_STRANGERS", 2)
     limit_bytes = int(0.8 * plain_peak(EVERY))
     strangers = [(EVERY[:count], 0) for count in range(BLOCKS)]

@@ -17,7 +17,7 @@ from ebbtide.machine import Machine
 from ebbtide.plan import Caution, plain_peak_bytes, simulate
 from ebbtide.plan import solve as solver
 from ebbtide.plan.published.registry import POLICIES
-from ebbtide.run import kinds
+from ebbtide.run import kinds, solving
 from ebbtide.run.kinds import WORTH_SECONDS, Kind
 from ebbtide.run.pace import LOOKS, SETTLED, WARM_UP, Pace, without_slowdown
 from ebbtide.step import Step
@@ -135,7 +135,7 @@ def test_a_plan_is_kept_where_none_is_found_again(monkeypatch: pytest.MonkeyPatc
     def solve(*_: object, **__: object) -> Plan:
         raise BudgetError("none found", limit_bytes=1, reachable_bytes=2, tick=0, op="", module="")
 
-    monkeypatch.setattr(kinds, "solve", solve)
+    monkeypatch.setattr(solving, "solve", solve)
     watched(kind, machine, 0.2, WARM_UP + SETTLED)
     assert kind.plan is not None
     assert (kind.plan.decisions, kind.settled) == (first.decisions, True)
@@ -153,7 +153,7 @@ def test_the_numbers_stay_when_steps_are_planned_for_anew(tmp_path: Path, monkey
         made.append(plan if not made else dataclasses.replace(plan, seconds=0.0))
         return made[-1]
 
-    monkeypatch.setattr(kinds, "solve", solve)
+    monkeypatch.setattr(solving, "solve", solve)
     monkeypatch.setattr(kinds, "WORTH", -1.0)
     monkeypatch.setattr(kinds, "WORTH_SECONDS", -1.0)
     plain, program = Chain(), Chain()

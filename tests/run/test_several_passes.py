@@ -94,7 +94,7 @@ def steady_plans(monkeypatch: pytest.MonkeyPatch, quick_plans: Callable[..., Pla
         ops = tuple(dataclasses.replace(op, duration_seconds=1e-4, workspace_bytes=0) for op in step.ops)
         return quick_plans(dataclasses.replace(step, ops=ops), *arguments, **options)
 
-    monkeypatch.setattr("ebbtide.run.kinds.solve", steady)
+    monkeypatch.setattr("ebbtide.run.solving.solve", steady)
 
 
 @pytest.mark.usefixtures("steady_plans")

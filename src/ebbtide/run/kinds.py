@@ -10,7 +10,7 @@ from typing import Literal
 from ebbtide.decisions import Plan
 from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
-from ebbtide.plan import Caution, lower_bound, simulate, solve
+from ebbtide.plan import Caution, lower_bound, simulate
 from ebbtide.run.forks import Library
 from ebbtide.run.held import Audited, Held
 from ebbtide.run.pace import Pace, without_slowdown
@@ -18,6 +18,7 @@ from ebbtide.run.rehearsed import Rehearsed
 from ebbtide.run.roomy import fits, varying_bytes
 from ebbtide.run.safe import LEAST_MOVED_BYTES
 from ebbtide.run.script import Script, signature, write_script
+from ebbtide.run.solving import plan_for
 from ebbtide.run.tiers.layouts import planned_places
 from ebbtide.run.tiers.pinned import PlannedPlaces
 from ebbtide.step import EXTERNAL, Op, Step, Value
@@ -27,8 +28,6 @@ from ebbtide.units import format_bytes
 WORTH, WORTH_SECONDS = 0.01, 1e-3
 """Share of a plain step, and seconds, that steps have to gain for a plan to be replaced: to make another one takes
 about a second, and three longer steps."""
-REPLAY_HOST_SECONDS, TRANSFER_HOST_SECONDS = 1e-4, 5e-5
-"""What the host does for an op that runs again, to capture it above all, and for a transfer."""
 CHANGED_LOOKS = 2
 """How many steps in a row have to run other ops than the planned one for it to be planned for anew."""
 MORE_SHARE = 0.01
@@ -149,8 +148,7 @@ class Kind:
 
     def make_plan(self, machine: Machine, limit_bytes: int, verify: bool) -> None:
         """Plan this kind of step. Raises `BudgetError` if no plan meets the limit."""
-        plan = solve(self.step, _planned_on(machine, self.step), limit_bytes, banned=self.banned)
-        self._adopt(plan, machine, verify)
+        self._adopt(plan_for(self.step, machine, limit_bytes, banned=self.banned), machine, verify)
 
     def plan_again(self, machine: Machine, verify: bool) -> None:
         """Durations are better known now, or the machine has changed: plan anew, if steps will then take less."""
@@ -162,8 +160,7 @@ class Kind:
             return
         caution = Caution.of(machine, timed=True)
         try:
-            on = _planned_on(machine, self.step)
-            plan = solve(self.step, on, self.plan.limit_bytes, banned=self.banned, caution=caution)
+            plan = plan_for(self.step, machine, self.plan.limit_bytes, banned=self.banned, caution=caution)
         except BudgetError:  # the search is no proof: there is a plan, the one that is followed
             return
         if plan.seconds < enough_seconds:
@@ -175,7 +172,7 @@ class Kind:
         if self.plan is not None and self.plan.binds != plan.binds:
             self.pace = Pace()  # where nothing bound, nobody took the times of events
         outcome = simulate(self.step, machine, plan.decisions)
-        if outcome.seconds != plan.seconds:  # it was made for what `_planned_on` says
+        if outcome.seconds != plan.seconds:  # what it was made for is more than what it takes the device
             plan = dataclasses.replace(plan, seconds=outcome.seconds, bound_seconds=None)
         self.plan = plan
         self.audits, self._counts, self.audited = 0, 0, None
@@ -309,29 +306,6 @@ class Kind:
             bound = lower_bound(self.step, machine, self.plan.limit_bytes, banned=self.banned)
             self.plan = dataclasses.replace(self.plan, bound_seconds=bound.seconds)
         return self.plan
-
-
-def _planned_on(machine: Machine, step: Step) -> Machine:
-    """``machine`` as plans for a device are made for it.
-
-    Without its disks, if another memory takes all that autograd saves: the host waits for disks, and for no stream, and
-    their little bandwidth beside that of a stream is not worth it. And with what a replay and a transfer take the host,
-    so that a plan does much with few of them: the device waits for a host that is too late.
-    """
-    if step.device == "cpu":
-        return machine
-    saved_bytes = sum(step.values[value].size_bytes for value in {absence.value for absence in step.absences})
-    slow = machine.slow_tiers()
-    disks = {tier.name for tier in slow if tier.kind == "disk"}
-    if any(
-        tier.capacity_bytes is None or tier.capacity_bytes >= saved_bytes for tier in slow if tier.name not in disks
-    ):
-        machine = machine.without(disks)
-    links = tuple(
-        dataclasses.replace(link, compute_seconds=link.compute_seconds + TRANSFER_HOST_SECONDS)
-        for link in machine.links
-    )
-    return dataclasses.replace(machine, links=links, replay_seconds=REPLAY_HOST_SECONDS)
 
 
 def _names(step: Step) -> list[str]:

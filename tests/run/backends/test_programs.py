@@ -224,7 +224,7 @@ def test_what_may_move_is_expected_where_it_is_saved(tmp_path: Path) -> None:
 
 def test_two_tiers_in_one_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_plans: Solver) -> None:
     """Values go to two tiers in turn: the plan says which, and the numbers are the same."""
-    monkeypatch.setattr("ebbtide.run.kinds.solve", divided(quick_plans, "disk", "host"))
+    monkeypatch.setattr("ebbtide.run.solving.solve", divided(quick_plans, "disk", "host"))
     machine = fast_machine("ram", Tier("disk", "disk"), Tier("host", "host"))
     with InlineBackend(3) as backend:
         hosts: list[StreamTier] = []
