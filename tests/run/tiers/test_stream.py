@@ -111,6 +111,57 @@ class TestArena:
         whole = arena.reserve(4 * MIB)
         assert whole is not None, "nothing is left behind"
 
+    def test_pieces_are_added_in_steps_that_no_plan_knows(self) -> None:
+        taken: list[int] = []
+
+        def take(size_bytes: int) -> torch.UntypedStorage:
+            taken.append(size_bytes)
+            return torch.UntypedStorage(size_bytes)
+
+        waited: list[int] = []
+        arena = Arena(take, 10 * MIB, 2 * MIB, piece_bytes=4 * MIB)
+        for _ in range(2):  # the second such step finds them
+            places = [arena.reserve(size) for size in (2 * MIB, 3 * MIB, MIB, 3 * MIB)]
+            assert all(place is not None for place in places)
+            for number, place in enumerate(places):
+                assert place is not None
+                ctypes.memset(place.storage.data_ptr(), number, place.storage.nbytes())
+            assert [set(bytes_of(place.storage)) for place in places if place is not None] == [{0}, {1}, {2}, {3}]
+            assert taken == [2 * MIB, 4 * MIB, 4 * MIB]
+            assert arena.reserve(2 * MIB) is None, "beyond the limit"
+            for place in places:
+                assert place is not None
+                arena.give_back(place)
+            arena.settle(None, lambda: waited.append(1))
+        assert waited == []
+        late = arena.reserve(3 * MIB)
+        assert late is not None
+        ctypes.memset(late.storage.data_ptr(), 5, late.storage.nbytes())
+        arena.settle(PlannedPlaces((), (), 8 * MIB), lambda: waited.append(1))
+        assert waited == [1]
+        assert taken[3:] == [8 * MIB], "they make room for what the plan needs, in one piece"
+        assert set(bytes_of(late.storage)) == {5}, "what lies there keeps its memory"
+        assert arena.reserve(9 * MIB) is None
+        assert len(taken) == 4, "where a plan is followed, nothing is added"
+        arena.give_back(late)
+        arena.settle(PlannedPlaces((), (), 8 * MIB), lambda: waited.append(1))
+        assert waited == [1, 1]
+
+    def test_if_the_system_refuses_a_piece_there_are_no_more(self) -> None:
+        asked: list[int] = []
+
+        def take(size_bytes: int) -> torch.UntypedStorage:
+            asked.append(size_bytes)
+            if len(asked) > 1:
+                raise SpillError("no")
+            return torch.UntypedStorage(size_bytes)
+
+        arena = Arena(take, 100 * MIB, 2 * MIB, piece_bytes=4 * MIB)
+        assert arena.reserve(3 * MIB) is None
+        assert arena.reserve(3 * MIB) is None
+        assert asked == [2 * MIB, 4 * MIB]
+        assert arena.reserve(2 * MIB) is not None
+
     def test_what_comes_as_planned_lies_as_planned(self) -> None:
         planned = PlannedPlaces((1000, 2000, 500), (2048, 0, 0), 4096)
         arena = Arena(torch.UntypedStorage, GROWTH_BYTES)

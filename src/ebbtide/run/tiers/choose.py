@@ -20,6 +20,8 @@ from ebbtide.run.tiers.transfers import SlowTier
 
 START_BYTES = 1 << 30
 """Pinned memory for the first step, which nothing is known about."""
+PIECE_BYTES = 1 << 30
+"""Pinned memory to add at once in such a step."""
 PEER_SHARE = 0.9
 """Share of a peer's free memory that may be taken."""
 
@@ -55,7 +57,7 @@ def tiers_for(spill: Path, *, checksum: bool, host_bytes: int | None = None) -> 
             return disk
         backend = backends[device.index]
         limit = host_bytes if host_bytes is not None else spare_bytes()
-        arena = Arena(pinned_memory(backend), limit // len(backends), START_BYTES)
+        arena = Arena(pinned_memory(backend), limit // len(backends), START_BYTES, PIECE_BYTES)
         return StreamTier(backend, arena, overflow=disks.of(device))
 
     hosts = DeviceTiers("host", "host", make_host, expect)

@@ -1,9 +1,10 @@
 """Host memory that a device copies from and to directly, and the arena that cuts it into places.
 
 NOTE [Arena]
-1. One piece of memory is taken at a time, pinned once, and only between steps: faulting pages in and pinning them takes
-   long. What does not fit has no place here, and is asked for at the next `settle`. If the system refuses, the arena
-   stays as it was.
+1. Memory is taken in one piece, pinned once, between steps: faulting pages in and pinning them takes long. What does
+   not fit has no place here, and is asked for at the next `settle`. If the system refuses, the arena stays as it was.
+   In steps that no plan knows, smaller pieces may be added instead, as to pin one takes less time than a disk would.
+   They stay until there is a plan.
 2. Where the plan is known, so are the sizes, the order and the lifetimes of what comes: each has its place beforehand
    (`ebbtide.place`), and the arena need not be larger than the most that lies there at once. Whatever comes otherwise
    takes the smallest gap that fits.
@@ -71,11 +72,14 @@ class Arena:
         take: makes the memory; it goes back when it dies.
         limit_bytes: the most to take.
         start_bytes: how much to take for the first step.
+        piece_bytes: how much to add at least in the middle of a step, where something has no place; 0 to add nothing.
     """
 
-    def __init__(self, take: TakeMemory, limit_bytes: int, start_bytes: int = 0) -> None:
+    def __init__(self, take: TakeMemory, limit_bytes: int, start_bytes: int = 0, piece_bytes: int = 0) -> None:
         self.limit_bytes = limit_bytes
         self._take = take
+        self._piece_bytes = piece_bytes
+        self._pieces: dict[Places, torch.UntypedStorage] = {}
         self._memory: torch.UntypedStorage | None = None
         self._places = Places(0)
         self._missed_bytes = start_bytes
@@ -86,7 +90,7 @@ class Arena:
 
     @property
     def size_bytes(self) -> int:
-        """How much memory there is."""
+        """How much memory there is in one piece."""
         return self._places.end_bytes
 
     def settle(self, planned: PlannedPlaces | None, quiet: Callable[[], None]) -> None:
@@ -95,19 +99,23 @@ class Arena:
         ``quiet`` is called before memory goes back: it waits until no copy is under way.
         """
         self._planned, self._next = planned, 0
+        kept = self._pieces if planned is None or not self._pieces else {}
+        beside = sum(places.end_bytes for places in kept)
         wanted = max(self.size_bytes + self._missed_bytes, planned.footprint_bytes if planned is not None else 0)
-        wanted = min(-(-wanted // GROWTH_BYTES) * GROWTH_BYTES, self.limit_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
+        most = (self.limit_bytes - beside) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        wanted = min(-(-wanted // GROWTH_BYTES) * GROWTH_BYTES, most)
         self._missed_bytes = 0
-        if self._outdated or wanted > self.size_bytes:
+        if self._outdated or wanted > self.size_bytes or kept is not self._pieces:
             quiet()
             self._outdated.clear()
+            self._pieces = kept
         if wanted > self.size_bytes:
             former = self.size_bytes
             try:
                 self._replace(wanted)
             except SpillError as fault:
                 _log.warning("%s; it stays at %s", fault, format_bytes(former))
-                self.limit_bytes = former
+                self.limit_bytes = former + beside
                 self._replace(former)
 
     def reserve(self, size_bytes: int) -> Place | None:
@@ -118,21 +126,47 @@ class Arena:
             try:
                 offset = self._places.take(rounded)
             except MemoryError:
-                self._missed_bytes += rounded
-                return None
+                return self._reserve_beside(size_bytes, rounded)
         memory = self._memory
         storage = memory[offset : offset + size_bytes] if memory is not None else torch.UntypedStorage(0)
         return Place(storage, offset, self._places)
 
+    def _reserve_beside(self, size_bytes: int, rounded: int) -> Place | None:
+        """A place in a piece that was added, or is."""
+        for places, memory in self._pieces.items():
+            with contextlib.suppress(MemoryError):
+                offset = places.take(rounded)
+                return Place(memory[offset : offset + size_bytes], offset, places)
+        if self._add_piece(rounded):
+            return self._reserve_beside(size_bytes, rounded)
+        self._missed_bytes += rounded
+        return None
+
+    def _add_piece(self, rounded: int) -> bool:
+        """Take one more piece, of ``rounded`` bytes at least, if there may be one."""
+        taken = self.size_bytes + sum(places.end_bytes for places in self._pieces)
+        left = (self.limit_bytes - taken) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        wanted = min(max(-(-rounded // GROWTH_BYTES) * GROWTH_BYTES, self._piece_bytes), left)
+        if not self._piece_bytes or self._planned is not None or wanted < rounded:
+            return False
+        try:
+            self._pieces[Places(wanted)] = self._take(wanted)
+        except SpillError as fault:
+            _log.warning("%s; what has no place goes elsewhere", fault)
+            self._piece_bytes = 0
+            return False
+        return True
+
     def give_back(self, place: Place) -> None:
         """Make a place free. Copies from and to it may still be under way: see rule 3."""
         place.places.give_back(place.offset_bytes, _rounded(place.storage.nbytes()))
-        if place.places is not self._places:
+        if place.places is not self._places and place.places not in self._pieces:
             self._outdated.append(place)
 
     def release(self) -> None:
         """Give the memory back, as soon as nothing lies in it. Call when no copy is under way."""
         self._memory, self._places = None, Places(0)
+        self._pieces.clear()
         self._outdated.clear()
 
     def _replace(self, size_bytes: int) -> None:
