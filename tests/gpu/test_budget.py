@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,24 @@ def test_the_pinned_arena_becomes_as_large_as_the_plan_needs(tmp_path: Path, mon
             overflowed.append(disk.written_bytes)
         assert tier_of(memory, "host").read_bytes > 0
     assert overflowed[-1] == overflowed[-3]
+
+
+def test_steps_that_no_plan_knows_add_pinned_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a number of bytes something moves in the first steps already, and nothing to the disk."""
+    monkeypatch.setattr("ebbtide.run.tiers.choose.START_BYTES", 0)
+    monkeypatch.setattr("ebbtide.run.tiers.choose.PIECE_BYTES", 64 << 20)
+    expected = plain(Wide)
+    torch.cuda.reset_peak_memory_stats()
+    Wide().run(0, contextlib.nullcontext)
+    limit = int(0.6 * torch.cuda.max_memory_allocated())
+    torch.cuda.empty_cache()
+    with ebbtide.Budget(limit, spill=tmp_path, machine=FAST) as memory:
+        program = Wide()
+        for index, record in enumerate(expected[:2]):
+            assert memory.state == "observe"
+            compare(record, program.run(index, memory.step), f"step {index}")
+        assert tier_of(memory, "host").read_bytes > 0
+        assert tier_of(memory, "disk").written_bytes == 0
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one device only")

@@ -56,6 +56,11 @@ def test_disks_take_what_host_memory_does_not(host_bytes: int) -> None:
     assert planned_places(STEP, plan.decisions, "host").footprint_bytes <= host_bytes
 
 
+def test_where_there_is_but_a_disk_it_is_used() -> None:
+    plan = plan_for(STEP, machine(None).without({"host"}), LIMIT, banned=frozenset())
+    assert moved(plan, "disk") > 0
+
+
 def test_the_host_has_less_to_do() -> None:
     """GPT-2 XL on an H200: half as much, for a fiftieth more of the device's time at most."""
     step, gpu = Step.load(RECORDED), load_machine("h200")

@@ -11,6 +11,7 @@ NOTE [Plans for devices]
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Set
 
@@ -38,13 +39,12 @@ def plan_for(
     if step.device == "cpu":
         return solve(step, machine, limit_bytes, banned=banned, caution=caution)
     burdened = _burdened(machine)
-    try:
-        plan = solve(step, _without_disks(burdened), limit_bytes, banned=banned, caution=caution)
-    except BudgetError:
-        plan = None
-    if plan is None or not _has_room(machine, step, plan):
-        plan = solve(step, burdened, limit_bytes, banned=banned, caution=caution)
-    return plan
+    if any(tier.kind != "disk" for tier in machine.slow_tiers()):
+        with contextlib.suppress(BudgetError):
+            plan = solve(step, _without_disks(burdened), limit_bytes, banned=banned, caution=caution)
+            if _has_room(machine, step, plan):
+                return plan
+    return solve(step, burdened, limit_bytes, banned=banned, caution=caution)
 
 
 def _burdened(machine: Machine) -> Machine:
