@@ -21,9 +21,10 @@ import ebbtide
 from ebbtide.errors import BudgetError
 from ebbtide.machine import Tier
 from tests.run.harness import HELD_MORE, Guard, Record, compare, paper_machine, rightly_warned_step, run_plain
+from tests.run.programs import SAID_BY_PYTORCH
 from tests.run.test_random_programs import PIECES, Choice, Written, write
 
-pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
+pytestmark = [pytest.mark.usefixtures("nothing_left", "quick_plans"), *SAID_BY_PYTORCH]
 
 STEPS = 20
 ADDED = [

@@ -77,7 +77,8 @@ class Argument(Window):
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The argument, as a part of the storage that ``tensor`` shows."""
-        if self.is_shown_by(tensor) and not self.conjugated and not self.negated:
+        marks = tensor.is_conj(), tensor.is_neg()
+        if marks == (self.conjugated, self.negated) and self.is_shown_by(tensor):
             return tensor
         return self.over(tensor.untyped_storage())
 
