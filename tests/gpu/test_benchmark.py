@@ -41,8 +41,11 @@ def test_a_small_run(tmp_path: Path) -> None:
     assert min(document["bandwidths"].values()) > 1e9
     for record in document["records"]:
         assert record["status"] == "measured", record
-        # PyTorch's own hook brings tensors back without their strides, and then other kernels run.
-        assert record["gradients"] in ("identical", "spread") or record["method"] == "save-on-cpu", record
+        if (record["model"], record["method"]) == ("resnet152", "save-on-cpu"):
+            # PyTorch's own hook brings tensors back without their strides, and then other kernels run, in bfloat16.
+            assert record["gradient_difference"] < 0.2, record
+        else:
+            assert record["gradients"] in ("identical", "spread"), record
 
 
 @pytest.mark.usefixtures("deterministic")

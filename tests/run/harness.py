@@ -197,15 +197,16 @@ def run_within(
     spill: Path,
     prepare: Callable[[ebbtide.Budget], None] = lambda memory: None,
     metered: bool = True,
+    tries: int | None = None,
 ) -> Trial:
     """Run a program under a budget, once it was prepared, and compare every step with plain PyTorch.
 
     Steps are ``metered`` where tensors are all that a budget counts, as on a CPU.
 
     A budget that no plan meets is asked for again at 1.02 x the least reachable peak; that one must work, if all steps
-    are of one kind. Of others, the largest may come late; and on a device, what libraries took in the first run counts.
+    are of one kind. Of others, the largest may come late; then it is asked for again up to three times, or ``tries``.
     """
-    for _ in range((1 if build().steady else 3) if metered else 6):
+    for _ in range(tries or (1 if build().steady else 3)):
         try:
             return _run_within(build, expected, limit, machine, spill, prepare, metered)
         except BudgetError as error:

@@ -147,11 +147,10 @@ class Conductor(Tracker):
         on, if it is to."""
         if self._is_lost or type(tensor) not in PLAIN_TYPES or compiled_calls() != self._calls:
             return False
-        if capture.tick == stretch or (stretch >= 0 and capture.entered):
-            capture.tick = capture.counted_from(stretch)
-            return True
         if stretch >= 0:
-            return False
+            if capture.entered:
+                capture.tick = capture.counted_from(stretch)
+            return capture.entered
         with DisableTorchDispatch():  # PyTorch may run ops to make the node of a view
             return not is_between_ops(tensor)
 

@@ -172,8 +172,6 @@ class Kind:
         if self.plan is not None and self.plan.binds != plan.binds:
             self.pace = Pace()  # where nothing bound, nobody took the times of events
         outcome = simulate(self.step, machine, plan.decisions)
-        if outcome.seconds != plan.seconds:  # what it was made for is more than what it takes the device
-            plan = dataclasses.replace(plan, seconds=outcome.seconds, bound_seconds=None)
         self.plan = plan
         self.audits, self._counts, self.audited = 0, 0, None
         self.script = write_script(self.step, plan, outcome.memory, captures_all=self.captures_all)
@@ -270,10 +268,10 @@ class Kind:
     @property
     def is_timed(self) -> bool:
         """Whether the next planned step is to be watched for its durations: not where each has other sizes."""
-        return not self.pace.done and not self.varies and not self.is_known
+        return not self.pace.done and not self.varies and not self.knows_durations
 
     @property
-    def is_known(self) -> bool:
+    def knows_durations(self) -> bool:
         """Whether durations are known as observed: a device is kept from waiting for the observer, and planned steps,
         which may wait for the host and for transfers, would say less of its ops."""
         return self.step.device != "cpu" and self.plan is not None and self.plan.binds
@@ -284,7 +282,7 @@ class Kind:
 
         ``between`` are the seconds from one event to the next: see `Pace.add`.
         """
-        if self.pace.done or self.plan is None or self.is_known:
+        if self.pace.done or self.plan is None or self.knows_durations:
             return
         was_settled = self.pace.settled
         self.pace.add(between)

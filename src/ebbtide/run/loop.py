@@ -243,7 +243,7 @@ class Loop:
 
     def watch_links(self, kind: Kind, seconds: float) -> None:
         """A step of ``kind`` ran as planned: see whether the links still are what they were when they were measured."""
-        is_timed = kind.pace.done or kind.is_known
+        is_timed = kind.pace.done or kind.knows_durations
         if self._given_machine is not None or kind.plan is None or not kind.plan.binds or not is_timed:
             return
         if self._drift is None:

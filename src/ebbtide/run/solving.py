@@ -18,7 +18,7 @@ from collections.abc import Set
 from ebbtide.decisions import Plan
 from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
-from ebbtide.plan import Caution, solve
+from ebbtide.plan import Caution, simulate, solve
 from ebbtide.run.tiers.layouts import planned_places
 from ebbtide.step import Step
 
@@ -31,13 +31,23 @@ def plan_for(
 ) -> Plan:
     """A plan to run ``step`` by. See NOTE [Plans for devices]. Raises `BudgetError` as `solve` does.
 
+    Its time is the simulator's on ``machine``, without what rule 1 adds; a bound comes with it on CPUs alone.
+
     Args:
-        step: as observed; on another device than a CPU its predicted time may leave out what rule 1 adds.
+        step: as observed.
         machine: where it runs.
         limit_bytes, banned, caution: see `solve`.
     """
     if step.device == "cpu":
         return solve(step, machine, limit_bytes, banned=banned, caution=caution)
+    plan = _plan_for_device(step, machine, limit_bytes, banned=banned, caution=caution)
+    seconds = simulate(step, machine, plan.decisions).seconds
+    return dataclasses.replace(plan, seconds=seconds, bound_seconds=None)
+
+
+def _plan_for_device(
+    step: Step, machine: Machine, limit_bytes: int, *, banned: Set[int], caution: Caution | None
+) -> Plan:
     burdened = _burdened(machine)
     if any(tier.kind != "disk" for tier in machine.slow_tiers()):
         with contextlib.suppress(BudgetError):

@@ -99,16 +99,17 @@ class Arena:
         ``quiet`` is called before memory goes back: it waits until no copy is under way.
         """
         self._planned, self._next = planned, 0
-        kept = self._pieces if planned is None or not self._pieces else {}
-        beside = sum(places.end_bytes for places in kept)
+        drops = planned is not None and bool(self._pieces)
+        beside = 0 if drops else self._added_bytes
         wanted = max(self.size_bytes + self._missed_bytes, planned.footprint_bytes if planned is not None else 0)
         most = (self.limit_bytes - beside) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         wanted = min(-(-wanted // GROWTH_BYTES) * GROWTH_BYTES, most)
         self._missed_bytes = 0
-        if self._outdated or wanted > self.size_bytes or kept is not self._pieces:
+        if self._outdated or wanted > self.size_bytes or drops:
             quiet()
             self._outdated.clear()
-            self._pieces = kept
+        if drops:
+            self._pieces.clear()
         if wanted > self.size_bytes:
             former = self.size_bytes
             try:
@@ -144,8 +145,7 @@ class Arena:
 
     def _add_piece(self, rounded: int) -> bool:
         """Take one more piece, of ``rounded`` bytes at least, if there may be one."""
-        taken = self.size_bytes + sum(places.end_bytes for places in self._pieces)
-        left = (self.limit_bytes - taken) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        left = (self.limit_bytes - self.size_bytes - self._added_bytes) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         wanted = min(max(-(-rounded // GROWTH_BYTES) * GROWTH_BYTES, self._piece_bytes), left)
         if not self._piece_bytes or self._planned is not None or wanted < rounded:
             return False
@@ -156,6 +156,10 @@ class Arena:
             self._piece_bytes = 0
             return False
         return True
+
+    @property
+    def _added_bytes(self) -> int:
+        return sum(places.end_bytes for places in self._pieces)
 
     def give_back(self, place: Place) -> None:
         """Make a place free. Copies from and to it may still be under way: see rule 3."""
