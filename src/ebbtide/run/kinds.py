@@ -209,7 +209,11 @@ class Kind:
 
     def has_held(self, held: Held, machine: Machine, verify: bool) -> None:
         """A step of this kind has held so much: if that passes the limit, plan with so much less from now on, unless
-        there is no such plan, which is warned of."""
+        there is no such plan, which is warned of.
+
+        What is held is known of large blocks alone. Where most memory is in small ones, a step may hold more of the
+        former while it holds less of the latter: it is warned of only if the large ones pass the limit by themselves.
+        """
         more = self._excess_bytes(held)
         if not more:
             return
@@ -226,6 +230,8 @@ class Kind:
             else:
                 self.places.forget()
                 return
+        if self.plan.resting_bytes + held.taken_bytes <= self.plan.limit_bytes:
+            return
         self._more_times = GIVEN_UP
         warnings.warn(
             f"a step held {format_bytes(more)} more than others that save the same tensors, and passed the limit of "
