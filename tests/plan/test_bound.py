@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import subprocess
@@ -30,6 +31,7 @@ MACHINES = {
     "slow": disk_machine(6e7, 4e7, latency=0.0),
     "slowing": disk_machine(2e8, 1e8, slowdown=0.2, latency=2e-4, compute_seconds=1e-4),
     "lone": lone_machine(),
+    "replaying": dataclasses.replace(disk_machine(6e7, 4e7, latency=0.0), replay_seconds=4e-4),
 }
 LEAST = 1 - 1e-9
 

@@ -58,6 +58,7 @@ def test_measures_this_machine(tmp_path: Path) -> None:
         assert 1e6 < link.duplex_bytes_per_second <= link.bandwidth_bytes_per_second < 1e12
         assert 0 <= link.compute_slowdown < 1
         assert 0 <= link.compute_seconds < 0.01
+    assert 1e-6 < machine.replay_seconds < 0.01
     assert [done for done, _ in steps] == sorted(done for done, _ in steps)
     assert steps[-1] == (1.0, "done")
     assert torch.equal(torch.get_rng_state(), generator)

@@ -45,7 +45,8 @@ def absences_of(problem: Problem, banned: Set[int]) -> tuple[Absences, Floats]:
     )
     chosen = [step.absences[number] for number in numbers]
     out, release, movable = first_slots(problem, numbers)
-    replay = np.array([again.seconds for again in computed_again(facts, banned)])[numbers]
+    again = computed_again(facts, banned, more_seconds=problem.machine.replay_seconds)
+    replay = np.array([one.seconds for one in again])[numbers]
     every = Absences(
         numbers,
         np.array([step.values[absence.value].size_bytes for absence in chosen], dtype=np.float64),

@@ -112,7 +112,7 @@ def formulate(problem: Problem, limit_bytes: int | Ints, banned: Set[int], most_
     """The program of NOTE [Relaxation] for delay within ``limit_bytes``, one for all moments or one for each."""
     absences, plain = absences_of(problem, banned)
     needed = needed_absences(problem, absences, plain - limit_bytes)
-    again = computed_again(problem.facts, banned, needed.gone(absences))
+    again = computed_again(problem.facts, banned, needed.gone(absences), more_seconds=problem.machine.replay_seconds)
     replay = np.array([one.seconds for one in again])[absences.number]
     absences = dataclasses.replace(absences, replay=replay)
     returns = Returns(problem.facts, banned, needed.gone(absences), _load_seconds(problem, absences))

@@ -35,7 +35,9 @@ class Again:
     reads: tuple[int, ...] = ()
 
 
-def computed_again(facts: Facts, banned: Set[int], gone: Gone = MappingProxyType({})) -> list[Again]:
+def computed_again(
+    facts: Facts, banned: Set[int], gone: Gone = MappingProxyType({}), *, more_seconds: float = 0.0
+) -> list[Again]:
     """For each absence what it takes at least to compute its value again.
 
     A recipe ends with the value's maker (see `check_recipe`). What an op of it reads, the recipe makes itself unless
@@ -48,6 +50,7 @@ def computed_again(facts: Facts, banned: Set[int], gone: Gone = MappingProxyType
         facts: the indexed step.
         banned: absences whose values no recipe may make.
         gone: values that have to be away for some time.
+        more_seconds: what each op costs besides its time.
     """
     step = facts.step
     away: dict[int, list[tuple[int, int]]] = {}
@@ -59,7 +62,7 @@ def computed_again(facts: Facts, banned: Set[int], gone: Gone = MappingProxyType
     for absence, moment in zip(step.absences, recompute_moments(facts, gone), strict=True):
         key = (absence.value, moment, absence.closes)
         if key not in known:
-            known[key] = _again(facts, *key, never, away)
+            known[key] = _again(facts, *key, never, away, more_seconds)
         found.append(known[key])
     return found
 
@@ -114,7 +117,13 @@ def _sources(facts: Facts, targets: Sequence[int]) -> list[set[int] | None]:
 
 
 def _again(
-    facts: Facts, target: int, moment: int, last: int, never: Set[int], away: Mapping[int, list[tuple[int, int]]]
+    facts: Facts,
+    target: int,
+    moment: int,
+    last: int,
+    never: Set[int],
+    away: Mapping[int, list[tuple[int, int]]],
+    more_seconds: float,
 ) -> Again:
     """The same for one value, made again between the events ``moment`` and ``last``."""
     values = facts.step.values
@@ -138,7 +147,8 @@ def _again(
         seen.update(fresh)
         wanted.extend(fresh)
     reads = sorted(leaf for leaf in leaves if values[leaf].maker not in ticks)
-    return Again(math.fsum(facts.step.ops[tick].duration_seconds for tick in ticks), tuple(reads))
+    seconds = math.fsum(facts.step.ops[tick].duration_seconds + more_seconds for tick in ticks)
+    return Again(seconds, tuple(reads))
 
 
 class Returns:

@@ -48,7 +48,7 @@ def _rate(batch: int, seconds: float) -> str:
 
 
 def links_table(machine: Machine) -> Table:
-    """How fast a machine's links are."""
+    """How fast a machine's links are, and what computing again costs."""
     # Text, not str: a bracket in a name is no markup.
     table = Table(title=Text(machine.name), title_justify="left")
     table.add_column("transfer")
@@ -63,4 +63,6 @@ def links_table(machine: Machine) -> Table:
             f"{link.compute_slowdown:.0%}",
             format_seconds(link.compute_seconds),
         )
+    if machine.replay_seconds:
+        table.caption = f"an op that runs again takes {format_seconds(machine.replay_seconds)} besides its time"
     return table

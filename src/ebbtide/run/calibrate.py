@@ -8,6 +8,7 @@ and 1.5 back, from huge ones 5.7 and 2.5.)
    the medians of single transfers of 1 to 64 MiB above that latency. A slow disk has no time for the larger sizes.
 2. Duplex bandwidth: both directions are kept busy, and each one's bytes are counted.
 3. What transfers cost compute, for each byte and for each transfer: see `ebbtide.run.beside`.
+4. What an op that runs again costs besides its own time: see `ebbtide.run.again`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch
 from ebbtide.errors import RecordError, SpillError
 from ebbtide.machine import Link, Machine, Tier
 from ebbtide.run import allocator, beside
+from ebbtide.run.again import lost_per_replay
 from ebbtide.run.beside import Direction, Stream
 from ebbtide.run.tiers.disk import DiskTier, free_bytes
 from ebbtide.run.tiers.memory import take_memory
@@ -38,7 +40,7 @@ from ebbtide.units import format_bytes
 Progress = Callable[[float, str], None]
 """Called with the fraction that is done, 0 to 1, and what is being measured."""
 
-METHOD = 5
+METHOD = 6
 """Part of the cache's key: higher when the measurement, or the disk tier's way of transfer, changes."""
 LATENCY_BYTES = 4096
 LATENCY_REPEATS = 25
@@ -89,12 +91,15 @@ def calibrate(spill: str | Path, *, progress: Progress | None = None) -> Machine
             )
         allocator.reserve_arena()
         links = _measure(tier, report)
+    report(0.95, "ops that run again")
+    replay_seconds = lost_per_replay()
     allocator.trim()  # what was measured with is in nobody's budget
     machine = Machine(
         name=f"{platform.machine()}, {os.cpu_count()} CPUs",
         fast="ram",
         tiers=(Tier("ram", "device"), Tier(tier.name, tier.kind)),
         links=links,
+        replay_seconds=replay_seconds,
     )
     _remember(machine, _cache_path(Path(spill)))
     report(1.0, "done")

@@ -18,9 +18,14 @@ from ebbtide.run.tiers import SlowTier
 from ebbtide.step import Step
 
 
-def observe_step(run: Callable[[], Any]) -> Step:
-    """Call ``run``, one forward and backward pass during which nothing moves, and return what was seen."""
-    gauges = gauges_of(likely_device())
+def observe_step(run: Callable[[], Any], device: torch.device | None = None) -> Step:
+    """Call ``run``, one forward and backward pass during which nothing moves, and return what was seen.
+
+    Args:
+        run: the step.
+        device: where it runs; None for the current CUDA device, if CUDA is in use, and else the CPU.
+    """
+    gauges = gauges_of(device or likely_device())
     on_cpu = gauges.device.type == "cpu"
     probe = allocator.arena_probe() if on_cpu else None
     recorder = Recorder(probe, clock=gauges.clock, memory=gauges.memory)
