@@ -15,6 +15,7 @@ import ebbtide
 from ebbtide.decisions import Recompute
 from ebbtide.run.capture import CaptureMode
 from ebbtide.run.meter import PeakMeter
+from ebbtide.run.script import BRIDGED
 from tests.conftest import modes_left
 from tests.run.harness import SLOW_DISK
 
@@ -93,27 +94,35 @@ def test_no_mode_is_on_in_backward_passes(
 def test_the_mode_sees_nothing_of_the_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does it go off and on again between two ops that run again, for the few that do not."""
     hidden: list[str] = []
-    turns: list[str] = []
-    dispatch, enter = CaptureMode.__torch_dispatch__, CaptureMode.enter
+    ticks: list[int] = []
+    dispatch, begin, end = CaptureMode.__torch_dispatch__, CaptureMode.begin, CaptureMode.end
 
     def watched(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.hidden:
             hidden.append(str(func))
         return dispatch(self, func, types, args, kwargs)
 
-    def entered(self: Any, place: int | None = None) -> None:
-        turns.append("on")
-        enter(self, place)
+    def on(self: CaptureMode, tick: int, between_ops: bool) -> None:
+        if not self.entered:
+            ticks.append(tick)
+        begin(self, tick, between_ops)
+
+    def off(self: CaptureMode) -> None:
+        if self.entered:
+            ticks.append(self.tick)
+        end(self)
 
     def compute(model: nn.Module, x: Tensor) -> None:
         hidden.clear()
-        turns.clear()
+        ticks.clear()
         model(x).square().mean().backward()
 
     monkeypatch.setattr(CaptureMode, "__torch_dispatch__", watched)
-    monkeypatch.setattr(CaptureMode, "enter", entered)
+    monkeypatch.setattr(CaptureMode, "begin", on)
+    monkeypatch.setattr(CaptureMode, "end", off)
     run(compute, nn.GELU, tmp_path)
-    assert turns == ["on"]
+    assert ticks
+    assert all(on - off > BRIDGED for off, on in zip(ticks[1::2], ticks[2::2], strict=False))
     assert hidden == []
 
 

@@ -16,6 +16,7 @@ from ebbtide.run.calls import Call, KnownOp, capture
 _nodes_made: Callable[[], int] = vars(torch.autograd)["_get_sequence_nr"]
 OFF, _UNKNOWN = -1, -(1 << 60)
 """No index of an op: while the mode is off, and while it does not know which op comes next."""
+_COPY = torch.ops.aten.clone.default
 
 
 class CaptureMode(DispatchMode):
@@ -23,10 +24,12 @@ class CaptureMode(DispatchMode):
 
     NOTE [Counting ops]
     Autograd saves a tensor either between two ops, or in the middle of the one that is just being called. A mode that
-    is put on in the middle of an op does not see that op; one that is taken off there leaves the op without anybody to
-    run it. So the mode is taken off only between ops, and once it was put on in the middle of an op, it counts again
-    from the next event that has another tick. As the last save before a backward pass may be in the middle of an op,
-    the mode also goes as a pass begins, see `passes.py`, unless calls are captured in it. Within one it is neither put
+    is put on in the middle of an op does not see that op: then it counts again from the next event that has another
+    tick. One that is taken off there leaves the op to PyTorch, which runs it without any mode (since its version 2.6)
+    if one of its arguments is known to Python. What has just been saved of them is; but an op that writes in place may
+    save a copy, which it makes itself, of what it is to write over: there the mode stays.
+
+    The mode also goes as a pass begins, see `passes.py`, unless calls are captured in it. Within one it is neither put
     on nor taken off: autograd puts the stack of modes back after each node. Nor is it put on or taken off within a call
     of what `torch.compile` returned, see `compiled_calls.py`, or in a transform, see `transforms.py`: in steps with
     such calls, or with saves in transforms, it stays on from beginning to end.
@@ -40,6 +43,7 @@ class CaptureMode(DispatchMode):
 
     Attributes:
         tick: index of the next op; set when a stretch begins, `OFF` while the mode is off.
+        copied: whether the op seen last was a copy.
         hidden: while true, ops are not counted; the runtime sets it around its own.
         calls: captured calls by tick.
         place: how many modes on the stack are below it, whenever it is on: those that were on as the step began.
@@ -50,7 +54,7 @@ class CaptureMode(DispatchMode):
         stand_behind_inference_mode()
         self.tick = OFF
         self.hidden = False
-        self.entered = False
+        self.entered = self.copied = False
         self.calls: dict[int, Call] = {}
         self.place = place
         self._begun_at = -1
@@ -60,7 +64,7 @@ class CaptureMode(DispatchMode):
     def begin(self, tick: int, between_ops: bool) -> None:
         """Start a stretch at an event of tick ``tick``, or go on with the one under way. See NOTE [Counting ops]."""
         if not self.entered:
-            self.entered = True
+            self.entered, self.copied = True, False
             self._begun_at = -1 if between_ops else tick
             self.enter(self.place)
         self.tick = self.counted_from(tick)
@@ -83,7 +87,7 @@ class CaptureMode(DispatchMode):
         self._known = {}
 
     def end(self) -> None:
-        """End the stretch, if one is under way. Only between ops."""
+        """End the stretch, if one is under way. See NOTE [Counting ops]."""
         if self.entered:
             self.leave()
             self.entered = False
@@ -94,6 +98,7 @@ class CaptureMode(DispatchMode):
             return func(*args, **(kwargs or {}))
         if types and wraps(types):
             return self.see_within(self._count, func, args, kwargs or {})
+        self.copied = func is _COPY
         known = self._known.get(self.tick)
         self.tick += 1
         if known is None:
@@ -141,6 +146,7 @@ class CaptureMode(DispatchMode):
 
 
 def is_between_ops(saved: torch.Tensor) -> bool:
-    """Whether no op is under way as a tensor is being saved: it is the result of the op whose node was made last."""
+    """Whether no op is under way as a tensor is being saved: it is the result of the op whose node was made last, and
+    no copy, which that op would have made for itself. See NOTE [Counting ops]."""
     node = saved.grad_fn
-    return node is not None and node._sequence_nr() == _nodes_made() - 1
+    return node is not None and node._sequence_nr() == _nodes_made() - 1 and node.name() != "CloneBackward0"

@@ -143,16 +143,13 @@ class Conductor(Tracker):
             return self._pack(tensor)
 
     def _stays_on(self, capture: CaptureMode, stretch: int, tensor: torch.Tensor) -> bool:
-        """Whether the capture mode is on, and is to stay on, or cannot be taken off at this save; it counts from here
-        on, if it is to."""
-        if self._is_lost or type(tensor) not in PLAIN_TYPES or compiled_calls() != self._calls:
+        """Whether the capture mode is on, and is to stay on; it counts from here on."""
+        if stretch < 0 or not capture.entered or self._is_lost:
             return False
-        if stretch >= 0:
-            if capture.entered:
-                capture.tick = capture.counted_from(stretch)
-            return capture.entered
-        with DisableTorchDispatch():  # PyTorch may run ops to make the node of a view
-            return not is_between_ops(tensor)
+        if type(tensor) not in PLAIN_TYPES or compiled_calls() != self._calls:
+            return False
+        capture.tick = capture.counted_from(stretch)
+        return True
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         began = self._mark() if self._mark is not None else None
@@ -232,14 +229,11 @@ class Conductor(Tracker):
             return
         if self._capture.tick == stretch:
             return
-        between_ops = is_between_ops(tensor)
-        if stretch < 0 and not between_ops:
-            return
         if (stretch < 0 or not self._capture.entered) and (in_pass() or in_transform()):
             return  # what is done to the stack of modes there does not outlast the node, or the op
         if stretch >= 0:
-            self._capture.begin(stretch, between_ops)
-        else:
+            self._capture.begin(stretch, is_between_ops(tensor))
+        elif not self._capture.copied and self._capture in modes_on():  # it is not while it runs an op
             self._capture.end()
 
     # --- following -----------------------------------------------------------------------------------------------
