@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import functools
+import logging
 import marshal
+import sys
 import types
 import zlib
 from collections.abc import Callable
 from typing import Any
+
+NOTICE = "ebbtide compiles its planner, once for this installation: some 15 seconds"
+_log = logging.getLogger(__name__)
 
 
 @functools.cache
@@ -19,12 +24,34 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     import numba
 
+    _tell_of_compiling()
     whole = _with_its_calls(function)
     try:
         return numba.njit(cache=True)(whole)
     except RuntimeError:
         # No directory can be written to: then it is compiled once in each process.
         return numba.njit(whole)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _tell_of_compiling() -> None:
+    """Say so when something of ours is compiled for the first time, as a step then takes long for no other reason."""
+    from numba.core import event
+
+    class Teller(event.Listener):
+        told = False
+
+        def on_start(self, begun: event.Event) -> None:
+            if not self.told and _is_ours(begun.data["dispatcher"].py_func):
+                self.told = True
+                _log.info(NOTICE)
+                if sys.stderr.isatty():
+                    print(NOTICE, file=sys.stderr, flush=True)
+
+        def on_end(self, _: event.Event) -> None:
+            """Nothing to say."""
+
+    event.register("numba:compile", Teller())  # type: ignore[no-untyped-call]
 
 
 def _with_its_calls(function: Any) -> Any:

@@ -10,7 +10,7 @@ import numba
 import numpy as np
 import pytest
 
-from ebbtide.compiled import compiled
+from ebbtide.compiled import NOTICE, compiled
 from ebbtide.plan import find_recipes
 from ebbtide.plan.course import run_course
 from ebbtide.plan.follow import Follower, Moves, Trip, follow
@@ -87,3 +87,32 @@ def test_functions_that_are_called_are_compiled_too_and_named_after() -> None:
     assert walked.__qualname__.startswith("walk_")
     assert ran.__qualname__ == "run_course"
     assert walked.__globals__["_judged"].py_func.__globals__["run_course"] is compiled(run_course)
+
+
+COMPILES = """
+import logging, numba
+from ebbtide.compiled import NOTICE, compiled
+
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+
+def twice(number):
+    return 2 * number
+
+def thrice(number):
+    return 3 * number
+
+def of_somebody_else(number):
+    return number
+
+numba.njit(of_somebody_else)(1)
+print("so far nothing", flush=True)
+twice.__module__ = thrice.__module__ = "ebbtide.plan.walk"
+compiled(twice)(1)
+compiled(thrice)(1)
+"""
+
+
+def test_who_waits_for_the_compiler_is_told_so_once() -> None:
+    command = [sys.executable, "-c", COMPILES]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True)
+    assert done.stdout.splitlines() == ["so far nothing", NOTICE]

@@ -44,11 +44,12 @@ def bring_back(
         The columns of `Profile`, in its order.
     """
     moments, count = len(plain), len(modes)
-    begin = np.where(modes == OFFLOAD, release, opens)
-    end, parent = closes.copy(), np.full(count, -1, np.int64)
+    begin, end, parent = opens.copy(), closes.copy(), np.full(count, -1, np.int64)
     done, recipe = np.zeros(count, np.bool_), np.arange(count)
     for place in range(count):
-        if modes[place] > RECOMPUTE:
+        if modes[place] == OFFLOAD:
+            begin[place] = release[place]
+        elif modes[place] > RECOMPUTE:
             recipe[place] = first_deeper[place] + modes[place] - RECOMPUTE - 1
     extra_seconds, excess = np.zeros(moments), np.zeros(moments, np.int64)
     waiting, position = np.empty(DEEPEST_NESTING + 2, np.int64), np.empty(DEEPEST_NESTING + 2, np.int64)

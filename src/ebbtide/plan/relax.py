@@ -18,6 +18,7 @@ from ebbtide.compiled import compiled
 from ebbtide.plan.course import RATES, Scene
 from ebbtide.plan.follow import Course, Moves
 from ebbtide.plan.problem import Floats, Ints
+from ebbtide.plan.spans import add_between
 
 ROUNDS = np.array([0.25, 0.5, 0.75, 1.0, 2.0, 4.0])
 """How much longer than predicted transfers may take in each round, as a share of their time."""
@@ -116,7 +117,7 @@ def postpone(sent: Any, slots: Any, starts: Any, room: Any, release: Any, load: 
             until = slots[place + 1] + 1
             if room[first:until].min() < size:
                 break
-            room[first:until] -= size
+            add_between(room, first, until, -size)
             first, place = until, place + 1
         release[number] = slots[place]
 
@@ -140,7 +141,7 @@ def advance(sent: Any, slots: Any, starts: Any, room: Any, release: Any, load: A
             while place > 0 and slots[place - 1] >= bar and starts[slots[place]] > issue[number]:
                 if room[slots[place - 1] : slots[place]].min() < size:
                     break
-                room[slots[place - 1] : slots[place]] -= size
+                add_between(room, slots[place - 1], slots[place], -size)
                 place -= 1
             load[number] = slots[place]
             loads[load[number]] += 1

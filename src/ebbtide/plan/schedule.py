@@ -16,6 +16,7 @@ from ebbtide.plan.caution import Caution
 from ebbtide.plan.follow import Moves
 from ebbtide.plan.problem import Floats, Ints, Problem
 from ebbtide.plan.profile import OFFLOAD, RECOMPUTE, Candidates, Modes, Profile, Trips
+from ebbtide.plan.spans import add_between
 
 
 class Scheduler:
@@ -62,8 +63,9 @@ class Scheduler:
         )  # fmt: skip
         if release is None:
             return None
+        order = np.lexsort((queue, profile.end[queue]))
         load = compiled(place_loads)(
-            self.slots, starts[self.slots], level, self.cap, queue, links, release, candidates.size_bytes,
+            self.slots, starts[self.slots], level, self.cap, queue, order, links, release, candidates.size_bytes,
             profile.end, candidates.closes, trips.in_seconds[links, queue], starts[profile.end[queue]], self.late[1],
         )  # fmt: skip
         moves = Moves.none(self.absences)
@@ -97,7 +99,7 @@ def place_releases(
         position = min(np.searchsorted(slot_seconds, copied), len(slots) - 1)
         slot = max(first, min(last, slots[position]))
         release[rank] = slot
-        level[first + busy[first] : slot + busy[slot]] += size_bytes[place]
+        add_between(level, first + busy[first], slot + busy[slot], size_bytes[place])
     moment = settled = 0
     while moment < len(level):
         if level[moment] <= cap[moment]:
@@ -120,7 +122,7 @@ def place_releases(
                 if slots[position] + busy[slots[position]] > moment:
                     position -= 1
                 slot = max(first, slots[position]) if position >= 0 else first
-                level[slot + busy[slot] : until] -= size_bytes[place]
+                add_between(level, slot + busy[slot], until, -size_bytes[place])
                 release[rank] = slot
                 relieved = True
                 break
@@ -130,16 +132,15 @@ def place_releases(
 
 
 def place_loads(
-    slots: Any, slot_seconds: Any, level: Any, cap: Any, queue: Any, links: Any, release: Any, size_bytes: Any,
-    end: Any, closes: Any, in_seconds: Any, due_seconds: Any, late: Any,
+    slots: Any, slot_seconds: Any, level: Any, cap: Any, queue: Any, order: Any, links: Any, release: Any,
+    size_bytes: Any, end: Any, closes: Any, in_seconds: Any, due_seconds: Any, late: Any,
 ) -> Any:  # fmt: skip
-    """Slot of each load in ``queue``: in time if there is room, else the first with room, else on demand."""
+    """Slot of each load in ``queue``: in time if there is room, else the first with room, else on demand.
+
+    ``order`` has the places in the queue by moment of need.
+    """
     count = len(queue)
     load = np.empty(count, np.int64)
-    keys = np.empty(count, np.int64)
-    for rank in range(count):
-        keys[rank] = end[queue[rank]] * (len(end) + 1) + queue[rank]
-    order = np.argsort(keys)
     wanted = np.empty(count)
     free_until = np.full(links.max() + 1 if count else 0, np.inf)
     for turn in range(count - 1, -1, -1):
@@ -160,7 +161,7 @@ def place_loads(
                 break
         if slot < end[place]:
             load[rank] = slot
-            level[slot : end[place]] += size_bytes[place]
+            add_between(level, slot, end[place], size_bytes[place])
         else:
             load[rank] = closes[place]
     return load

@@ -11,6 +11,7 @@ from ebbtide.compiled import compiled
 from ebbtide.plan.caution import NO_CEILING
 from ebbtide.plan.problem import Floats, Ints, Problem
 from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Mask, Modes, Profile, profile
+from ebbtide.plan.spans import add_between
 
 MIDDLE = 0.2
 """How far from the pivot a place to cut may be, as a share of all the bytes that are brought back too early."""
@@ -178,5 +179,5 @@ def keep_where_room(room: Any, places: Any, begin: Any, end: Any, size_bytes: An
                 fits, tight = False, moment
                 break
         if fits:
-            room[begin[place] : end[place]] -= size_bytes[place]
+            add_between(room, begin[place], end[place], -size_bytes[place])
             modes[place] = KEEP

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ebbtide.plan.course import DONE, run_course, write_script
+from ebbtide.plan.spans import copy_rows
 
 TIER, REPLAY, OUT, RELEASE, LOAD = range(5)
 """Rows of a plan: the columns of `Moves`, in their order."""
@@ -82,7 +83,7 @@ def walk(
     seconds, lost_at, _, _ = _judged(scene, start, limit_bytes, ceiling, np.inf)
     best_seconds, spent = seconds, 0.0
     while spent < work and best_seconds > enough_seconds:
-        trial[:] = now
+        copy_rows(now, trial)
         _change_some(choices, trial, lost_at, scene.clock)
         heat = HEAT * (1.0 - spent / work) * (best_seconds - plain_seconds)
         longest = seconds - heat * np.log(1.0 - np.random.random())
@@ -91,10 +92,10 @@ def walk(
         if not fits:
             continue
         seconds, lost_at = taken, losses
-        now[:] = trial
+        copy_rows(trial, now)
         if seconds < best_seconds:
             best_seconds = seconds
-            best[:] = trial
+            copy_rows(trial, best)
     return best, best_seconds, spent
 
 
