@@ -1,8 +1,13 @@
-"""What was measured of a step that ran. A plain record, no torch."""
+"""What was measured of steps that ran. Plain records, no torch."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+from collections.abc import Iterator
+
+LATEST = 10_000
+"""Of so many steps it is remembered what was measured: a training may have millions."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,3 +27,33 @@ class Measured:
     peak_bytes: int | None = None
     rss_bytes: int | None = None
     left: str = ""
+
+
+class Measurements:
+    """What was measured of each step, of the latest ones; its length is how many have been measured at all.
+
+    Args:
+        most: of how many steps it is remembered.
+    """
+
+    def __init__(self, most: int = LATEST) -> None:
+        self._count = 0
+        self._latest: collections.deque[Measured] = collections.deque(maxlen=most)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Measured]:
+        return iter(self._latest)
+
+    def add(self, measured: Measured) -> int:
+        """A step was measured; returns its number, the first one's being 0."""
+        self._latest.append(measured)
+        self._count += 1
+        return self._count - 1
+
+    def correct(self, number: int, measured: Measured) -> None:
+        """More is known now of step ``number``, if it is remembered still."""
+        place = number - self._count + len(self._latest)
+        if place >= 0:
+            self._latest[place] = measured

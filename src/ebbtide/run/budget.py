@@ -85,8 +85,8 @@ class Budget:
 
     @property
     def measured(self) -> list[Measured]:
-        """What was measured in each step."""
-        return self._loop.measured
+        """What was measured in each of the latest 10,000 steps."""
+        return list(self._loop.measured)
 
     @property
     def plan(self) -> Plan | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ebbtide.errors import BudgetError, OutOfMemoryError, PlanError
 from ebbtide.machine import Machine
-from ebbtide.measured import Measured
+from ebbtide.measured import Measurements
 from ebbtide.observe.schema import COMPILED_GRAPH
 from ebbtide.plan import plain_peak_bytes
 from ebbtide.run import allocator
@@ -58,7 +58,7 @@ class Loop:
     Attributes:
         limit_bytes, tiers, verify, hard: as given; the limit is known once a step was observed.
         compiles: whether what `torch.compile` made runs in steps, as long as the limit can be met so.
-        measured: of each step.
+        measured: of the latest steps; its length counts all.
         kinds: kinds of steps by their keys.
         current: the latest kind; None before the first was observed.
         observations_left: how many steps are to be observed before anything else.
@@ -92,7 +92,7 @@ class Loop:
         self._drift: Drift | None = None
         self.ground: TrainingDevice | None = None
         self.tiers = tiers
-        self.measured: list[Measured] = []
+        self.measured = Measurements()
         self.kinds: dict[int, Kind] = {}
         self.current: Kind | None = None
         self._library = Library([])

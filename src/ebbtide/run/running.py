@@ -229,11 +229,10 @@ class Running:
         """Note what was measured, its time as soon as the device is done; and watch the pace of planned steps."""
         loop, kind, conductor = self._loop, self._kind, self._conductor
         script = kind.script if kind is not None and self._watched(kind, measured.left) else None
-        number = len(loop.measured)
-        loop.measured.append(measured)
+        number = loop.measured.add(measured)
 
         def then(seconds: float, between: list[float]) -> None:
-            loop.measured[number] = dataclasses.replace(measured, seconds=seconds)
+            loop.measured.correct(number, dataclasses.replace(measured, seconds=seconds))
             # It may have been planned for anew meanwhile.
             if kind is not None and script is not None and kind.script is script:
                 kind.watch(loop.machine, between, loop.verify)
