@@ -319,9 +319,11 @@ class Recorder(DispatchMode):
         self.interrupts.raise_kept()
         self._tick_over()
         self.captures_all |= in_transform()
-        tensor = inside(tensor)
+        is_parameter, tensor = isinstance(tensor, torch.nn.Parameter), inside(tensor)
         followed = self._is_real(tensor) and has_storage(tensor)
         storage = self._touch(tensor) if followed else self._nowhere()
+        if is_parameter and self._values[storage.versions[0]].maker != EXTERNAL:
+            storage = self._nowhere()  # it is saved as what it will be by then: see `keep` in `run/holdings.py`
         number = len(self._saved)
         self._unpacked.append([])
         self._saved_modules.append(self._trail.path)

@@ -18,7 +18,6 @@ import torch
 
 from ebbtide.errors import StepError
 from ebbtide.observe.ledger import has_storage, sizes, use_count
-from ebbtide.observe.wrapped import PLAIN_TYPES
 from ebbtide.run.meter import note_memory
 
 if TYPE_CHECKING:
@@ -100,12 +99,15 @@ class Kept:
 def keep(tensor: torch.Tensor, number: int) -> Kept:
     """Keep a saved tensor where it is. Most saves of most steps end here, and a constructor would be slower to enter.
 
+    A parameter is kept as itself, as PyTorch does: who gives it other ``data`` for some time, as those do who share
+    parameters out among processes, takes the memory from it, and means the data that it has when it is asked for.
+
     Args:
         tensor: any shape; it is not copied.
         number: of the saved tensor in its step; -1 if nobody counts.
     """
     kept = Kept()
-    kept.tensor = shown = tensor.detach()
+    kept.tensor = shown = tensor if type(tensor) is torch.nn.Parameter else tensor.detach()
     kept.version = shown._version
     kept.number = number
     return kept
@@ -275,9 +277,10 @@ def only_held_once(identity: int, wrapper: int) -> bool:
 
 
 def is_plain(tensor: Any) -> bool:
-    """Whether a saved tensor is one that can be moved: dense, unwrapped, not lazily conjugated, of no subclass."""
+    """Whether a saved tensor is one that can be moved: dense, unwrapped, not lazily conjugated, of no subclass, and no
+    parameter: see `keep`."""
     return (
-        type(tensor) in PLAIN_TYPES
+        type(tensor) is torch.Tensor
         and has_storage(tensor)
         and not tensor.is_conj()
         and not tensor.is_neg()

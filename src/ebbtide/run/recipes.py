@@ -108,7 +108,7 @@ class Recipe:
         """What a captured argument stands for now."""
         if isinstance(item, Argument):
             if item.external is not None:
-                return _unchanged(item.external, item.version)
+                return _unchanged(item.external, item)
             if item.value in made:
                 return item.of(made[item.value])
             leaf = self.leaves[item.value]
@@ -121,16 +121,16 @@ class Recipe:
         return item
 
 
-def _unchanged(external: torch.Tensor, version: int) -> torch.Tensor:
-    if external._version != version:
+def _unchanged(external: torch.Tensor, captured: Argument) -> torch.Tensor:
+    if external._version != captured.version:
         raise RecipeError(
             f"a tensor {list(external.shape)} that a value is computed again from was changed in place between forward "
             "and backward; change it after the backward pass, or leave verify on: such values are then found in the "
             "first planned step and kept"
         )
-    if external.numel() and not external.untyped_storage().nbytes():
+    if external.shape != captured.shape or (external.numel() and not external.untyped_storage().nbytes()):
         raise RecipeError(
-            f"a tensor {list(external.shape)} that a value is computed again from had its memory taken from it between "
+            f"a tensor {list(captured.shape)} that a value is computed again from had its memory taken from it between "
             "forward and backward, which was not so in the step that was observed; leave verify on: such values are "
             "then found in the first planned step and kept"
         )
