@@ -1,7 +1,7 @@
 """Tells when a backward pass begins, from Python: the last moment at which a mode can be taken off for all of it.
 
 Autograd keeps the modes that are on as a pass begins, and has them on, and no others, at each of its nodes. A mode that
-is not wanted there, and that no save came behind of at which to take it off, goes now.
+is not wanted there, but that no save has come to take off at since it was, goes now.
 """
 
 from __future__ import annotations
