@@ -77,7 +77,7 @@ def run(compute: Compute, activation: type[nn.Module], directory: Path) -> None:
 def test_no_mode_is_on_in_backward_passes(
     activation: type[nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the last tensor is saved in the middle of an op, at which a mode cannot be taken off."""
+    """Also where the op that saves the last tensor is captured, behind which no save comes to take the mode off at."""
     seen: list[str] = []
     original = vars(CaptureMode)["__torch_dispatch__"]
 
