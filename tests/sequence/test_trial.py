@@ -25,6 +25,13 @@ class TestSamples:
         assert len(samples._means) < MOST_SAMPLES
         assert samples.typical() == pytest.approx(4 / 3, rel=0.05)
 
+    def test_slower_calls(self) -> None:
+        """Where one call in ten takes three times as long, a chain takes so much longer, too."""
+        samples = Samples()
+        for number in range(4 * MANY_CALLS):
+            samples.add(3.0 if number % 10 == 0 else 1.0)
+        assert samples.typical() == pytest.approx(1.2)
+
     def test_another_process(self) -> None:
         """One call in many takes a hundred times as long: it does not count, nor do the first calls if told so."""
         samples = Samples()
