@@ -172,7 +172,7 @@ def measure(repeats: int, console: Console) -> list[Cost]:
     kept = script_of(start, 1.0)
 
     def captured() -> None:
-        mode = CaptureMode(half.known, lambda _: None)
+        mode = CaptureMode(half.known, half.names, lambda _: None)
         mode.begin(0, between_ops=True)
         chain(start)
         mode.end()

@@ -114,12 +114,14 @@ class Saved:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:
     """A save ("pack") or a request ("unpack") of saved tensor number ``saved``, after ``tick`` ops; ``phase`` is
-    ``backward`` if it happened inside a backward pass."""
+    ``backward`` if it happened inside a backward pass; ``between`` says of a save that no op was under way: of others,
+    op ``tick`` may have been."""
 
     kind: EventKind
     tick: int
     saved: int
     phase: Phase = "forward"
+    between: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -288,6 +290,7 @@ def _are_ints(item: Any) -> bool:
 _IS: dict[str, Callable[[Any], bool]] = {
     "str": lambda item: isinstance(item, str),
     "int": _is_int,
+    "bool": lambda item: type(item) is bool,
     "float": lambda item: type(item) in (int, float),
     "tuple[int, ...]": _are_ints,
     "tuple[tuple[int, int], ...]": lambda item: (

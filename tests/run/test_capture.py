@@ -1,16 +1,21 @@
-"""Where the capture mode may be taken off and put on: at any tensor that autograd saves, in the middle of an op too."""
+"""Where the capture mode may be taken off and put on: at any tensor that autograd saves, in the middle of an op too.
+What it sees is counted right from there on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ebbtide.observe.mode import modes_on
-from ebbtide.run.capture import CaptureMode, is_between_ops
+from ebbtide.observe.mode import is_between_ops, modes_on
+from ebbtide.observe.schema import operator_info
+from ebbtide.run.capture import CaptureMode, is_clear
+from ebbtide.run.observing import observe_step
+from ebbtide.run.stretches import stretches
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -22,12 +27,21 @@ LSTM, GRU = nn.LSTM(8, 3), nn.GRU(8, 3)
 ATTENTION = nn.MultiheadAttention(8, 2)
 
 
+def two_products(x: Tensor) -> Tensor:
+    """Two ops of one name, of which but the first saves anything."""
+    product = x * SCALE
+    with torch.no_grad():
+        other = product * 2
+    return product + other.neg()
+
+
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "sin": torch.sin,
     "tanh": torch.tanh,
     "product": lambda x: x * SCALE,
     "product in place": lambda x: x.mul_(SCALE),
     "sum of products in place": lambda x: x.addcmul_(x.detach(), SCALE),
+    "two products": two_products,
     "linear": lambda x: functional.linear(x, WEIGHT),
     "convolution": lambda x: functional.conv1d(x, KERNEL, torch.ones(3)),
     "layer norm": lambda x: functional.layer_norm(x, (8,), SCALE),
@@ -50,7 +64,7 @@ OPS: dict[str, Callable[[Tensor], Tensor]] = {
 def run(op: Callable[[Tensor], Tensor], off_at: int) -> tuple[list[Tensor], int]:
     """The results of ``op`` and its gradients, and how many tensors it saved; under a mode that is taken off at one."""
     torch.manual_seed(1)
-    capture, saved = CaptureMode({}, lambda _: None, place=0), 0
+    capture, saved = CaptureMode({}, (), lambda _: None, place=0), 0
 
     def pack(tensor: Tensor) -> Tensor:
         nonlocal saved
@@ -82,6 +96,107 @@ def test_taken_off_at_any_save(op: Callable[[Tensor], Tensor]) -> None:
         assert all(map(torch.equal, found, expected)), place
 
 
+class Names(CaptureMode):
+    """Notes which op is seen at which tick."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__({}, names, lambda _: None, place=0)
+        self.seen: list[tuple[int, str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.seen.append((self.tick - 1, operator_info(func).name))
+        return result
+
+
+def counted(op: Callable[[Tensor], Tensor], capture: Names, ticks: Sequence[int], on_at: int) -> list[int]:
+    """Run ``op`` twice over, under a mode that is put on at one of its saves, or at the beginning.
+
+    Args:
+        op: what to run.
+        capture: the mode.
+        ticks: those of the saves, if they are known.
+        on_at: the save; -1 for the beginning.
+
+    Returns:
+        The tick of the op that comes next, as far as the mode knows, at each save.
+    """
+    torch.manual_seed(1)
+    found: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        if len(found) == on_at:
+            capture.begin(ticks[on_at], is_between_ops(tensor))
+        elif ticks and capture.entered:
+            capture.tick = capture.counted_from(ticks[len(found)])
+        found.append(capture.tick)
+        with torch._C._DisableTorchDispatch():
+            return tensor.detach()
+
+    given = GIVEN.clone().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        if on_at < 0:
+            capture.begin(0, between_ops=True)
+        try:
+            op(given + 0)
+            op(given - 1)
+        finally:
+            capture.end()
+    return found
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
+def test_counts_from_any_save(op: Callable[[Tensor], Tensor]) -> None:
+    """A mode that is put on at a save sees the next op at the latest, and knows which it is, if that can be told."""
+    whole = Names(())
+    ticks = counted(op, whole, (), on_at=-1)
+    names = [name for _, name in whole.seen]
+    assert [tick for tick, _ in whole.seen] == list(range(len(names)))
+    for place, tick in enumerate(ticks):
+        late = Names(names)
+        known = counted(op, late, ticks, on_at=place)[place] >= 0
+        told = [(at, name) for at, name in late.seen if at >= 0]
+        assert all(whole.seen[at] == (at, name) for at, name in told)
+        if known:
+            assert told == whole.seen[tick:]
+        elif is_clear(names[tick : tick + 2]):
+            assert told in (whole.seen[tick:], whole.seen[tick + 1 :])
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
+def test_stretches_show_any_call(op: Callable[[Tensor], Tensor]) -> None:
+    """Whichever op is wanted, the mode is on in time for it and counts it right, and goes off behind it."""
+
+    def run() -> None:
+        torch.manual_seed(1)
+        given = GIVEN.clone().requires_grad_()
+        op(given + 0)
+        op(given - 1)
+
+    step = observe_step(run)
+    names = [op.name for op in step.ops]
+    for wanted, name in enumerate(names):
+        *starts, first = stretches(step, [wanted])
+        capture, events = Names(names), iter(starts)
+
+        def pack(tensor: Tensor, capture: Names = capture, events: Iterator[int] = events) -> Tensor:
+            start = next(events)
+            if start < 0 and not capture.copied:
+                capture.end()
+            elif start >= 0:
+                capture.begin(start, is_between_ops(tensor))
+            with torch._C._DisableTorchDispatch():
+                return tensor.detach()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            if first >= 0:
+                capture.begin(first, between_ops=True)
+            run()
+        capture.end()
+        assert (wanted, name) in capture.seen
+        assert [name == names[tick] for tick, name in capture.seen if tick >= 0].count(False) == 0
+
+
 def saves(op: Callable[[Tensor], Tensor], capture: CaptureMode, on_at: int) -> list[tuple[bool, bool]]:
     """What is known at each save: whether no op was under way, and whether the mode saw a copy last."""
     found: list[tuple[bool, bool]] = []
@@ -101,7 +216,7 @@ def saves(op: Callable[[Tensor], Tensor], capture: CaptureMode, on_at: int) -> l
 
 
 def test_between_ops() -> None:
-    capture = CaptureMode({}, lambda _: None, place=0)
+    capture = CaptureMode({}, (), lambda _: None, place=0)
     assert saves(torch.sin, capture, -1) == [(False, False)]  # its operand
     assert saves(torch.tanh, capture, -1) == [(True, False)]  # its result
     assert saves(lambda x: x.exp().sin(), capture, -1) == [(True, False), (False, False)]
@@ -109,6 +224,6 @@ def test_between_ops() -> None:
 
 def test_copies_are_made_in_the_middle_of_an_op() -> None:
     """An op that writes over what its backward pass needs saves a copy, which looks like a result."""
-    capture = CaptureMode({}, lambda _: None, place=0)
+    capture = CaptureMode({}, (), lambda _: None, place=0)
     result, operand, copy = (True, False), (False, False), (False, True)
     assert saves(lambda x: x.exp().mul_(SCALE).sin(), capture, 0) == [result, operand, copy, operand]

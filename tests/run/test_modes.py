@@ -15,7 +15,7 @@ import ebbtide
 from ebbtide.decisions import Recompute
 from ebbtide.run.capture import CaptureMode
 from ebbtide.run.meter import PeakMeter
-from ebbtide.run.script import BRIDGED
+from ebbtide.run.stretches import BRIDGED
 from tests.conftest import modes_left
 from tests.run.harness import SLOW_DISK
 

@@ -42,7 +42,7 @@ from ebbtide.observe.ledger import (
     tensors_in,
     use_count,
 )
-from ebbtide.observe.mode import DispatchMode
+from ebbtide.observe.mode import DispatchMode, is_between_ops
 from ebbtide.observe.modules import ModuleTrail
 from ebbtide.observe.schema import COMPILED_GRAPH, operator_info
 from ebbtide.observe.transforms import in_transform
@@ -319,6 +319,7 @@ class Recorder(DispatchMode):
         self.interrupts.raise_kept()
         self._tick_over()
         self.captures_all |= in_transform()
+        between = is_between_ops(tensor)
         is_parameter, tensor = isinstance(tensor, torch.nn.Parameter), inside(tensor)
         followed = self._is_real(tensor) and has_storage(tensor)
         storage = self._touch(tensor) if followed else self._nowhere()
@@ -337,7 +338,7 @@ class Recorder(DispatchMode):
                 unpacked=(),
             )
         )
-        self._events.append(Event("pack", len(self._ops), number, _phase()))
+        self._events.append(Event("pack", len(self._ops), number, _phase(), between))
         self._clock += 1
         return number
 

@@ -13,10 +13,12 @@ from ebbtide.observe.schema import operator_info
 from ebbtide.observe.wrapped import wraps
 from ebbtide.run.calls import Call, KnownOp, capture
 
-_nodes_made: Callable[[], int] = vars(torch.autograd)["_get_sequence_nr"]
+_AsCalled: Any = vars(torch._C)["_RestorePythonTLSSnapshot"]
 OFF, _UNKNOWN = -1, -(1 << 60)
 """No index of an op: while the mode is off, and while it does not know which op comes next."""
 _COPY = torch.ops.aten.clone.default
+COPY_NAME = str(_COPY)
+"""The op that copies a tensor. See NOTE [Counting ops]."""
 
 
 class CaptureMode(DispatchMode):
@@ -24,10 +26,12 @@ class CaptureMode(DispatchMode):
 
     NOTE [Counting ops]
     Autograd saves a tensor either between two ops, or in the middle of the one that is just being called. A mode that
-    is put on in the middle of an op does not see that op: then it counts again from the next event that has another
-    tick. One that is taken off there leaves the op to PyTorch, which runs it without any mode (since its version 2.6)
-    if one of its arguments is known to Python. What has just been saved of them is; but an op that writes in place may
-    save a copy, which it makes itself, of what it is to write over: there the mode stays.
+    is put on in the middle of an op does not see that op, but what the op calls itself, which is not counted. Which of
+    the two it was is told by the name of the op that comes next, or, if those of both are the same, by the next event
+    that has another tick. One that is taken off there leaves the op to PyTorch, which runs it without any mode (since
+    its version 2.6) if one of its arguments is known to Python. What has just been saved of them is; but an op that
+    writes in place may save a copy, which it makes itself, of what it is to write over: there the mode stays. Where it
+    is put on before such a copy, it sees that, but not the op.
 
     The mode also goes as a pass begins, see `passes.py`, unless calls are captured in it. Within one it is neither put
     on nor taken off: autograd puts the stack of modes back after each node. Nor is it put on or taken off within a call
@@ -39,6 +43,7 @@ class CaptureMode(DispatchMode):
 
     Args:
         known: what the step's record says, by tick, of the ops that recipes replay.
+        names: of all ops, by tick.
         on_mismatch: called with a reason when an op is not the recorded one.
 
     Attributes:
@@ -49,7 +54,13 @@ class CaptureMode(DispatchMode):
         place: how many modes on the stack are below it, whenever it is on: those that were on as the step began.
     """
 
-    def __init__(self, known: dict[int, KnownOp], on_mismatch: Callable[[str], None], place: int | None = None) -> None:
+    def __init__(
+        self,
+        known: dict[int, KnownOp],
+        names: Sequence[str],
+        on_mismatch: Callable[[str], None],
+        place: int | None = None,
+    ) -> None:
         super().__init__()
         stand_behind_inference_mode()
         self.tick = OFF
@@ -58,7 +69,10 @@ class CaptureMode(DispatchMode):
         self.calls: dict[int, Call] = {}
         self.place = place
         self._begun_at = -1
+        self._opening: Sequence[str] = ()
+        self._is_quick = False
         self._known = known
+        self._names = names
         self._on_mismatch = on_mismatch
 
     def begin(self, tick: int, between_ops: bool) -> None:
@@ -66,7 +80,10 @@ class CaptureMode(DispatchMode):
         if not self.entered:
             self.entered, self.copied = True, False
             self._begun_at = -1 if between_ops else tick
-            self.enter(self.place)
+            self._opening = () if between_ops else self._names[tick : tick + 2]
+            self._is_quick = self.put_on(self.place)
+            if not self._is_quick:
+                self.enter(self.place)
         self.tick = self.counted_from(tick)
 
     def counted_from(self, tick: int) -> int:
@@ -80,7 +97,7 @@ class CaptureMode(DispatchMode):
     def lose_count(self) -> None:
         """Capture nothing more until an event says which op comes next."""
         if self.entered:
-            self.tick = _UNKNOWN
+            self.tick, self._opening = _UNKNOWN, ()
 
     def forget(self) -> None:
         """Capture nothing more; the mode itself stays until `end`."""
@@ -89,7 +106,10 @@ class CaptureMode(DispatchMode):
     def end(self) -> None:
         """End the stretch, if one is under way. See NOTE [Counting ops]."""
         if self.entered:
-            self.leave()
+            if self._is_quick:
+                self.take_off()
+            else:
+                self.leave()
             self.entered = False
             self.tick = OFF
 
@@ -99,11 +119,22 @@ class CaptureMode(DispatchMode):
         if types and wraps(types):
             return self.see_within(self._count, func, args, kwargs or {})
         self.copied = func is _COPY
+        if self.tick < 0 and self._opening and not _is_within_op():
+            self.tick = self._told_by(operator_info(func).name)
         known = self._known.get(self.tick)
         self.tick += 1
         if known is None:
             return func(*args, **(kwargs or {}))
         return self._run_known(func, args, kwargs or {}, known)
+
+    def _told_by(self, name: str) -> int:
+        """The index of the first op since the mode was put on, which is called ``name``. See NOTE [Counting ops]."""
+        opening, self._opening = self._opening, ()
+        if name == COPY_NAME:
+            self._begun_at += 1  # the op that made it may be under way still
+        elif is_clear(opening) and name in opening:
+            return self._begun_at + opening.index(name)
+        return self.tick
 
     def _count(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Count what an op on tensors that wrap others becomes."""
@@ -145,8 +176,12 @@ class CaptureMode(DispatchMode):
             self.hidden = False
 
 
-def is_between_ops(saved: torch.Tensor) -> bool:
-    """Whether no op is under way as a tensor is being saved: it is the result of the op whose node was made last, and
-    no copy, which that op would have made for itself. See NOTE [Counting ops]."""
-    node = saved.grad_fn
-    return node is not None and node._sequence_nr() == _nodes_made() - 1 and node.name() != "CloneBackward0"
+def is_clear(opening: Sequence[str]) -> bool:
+    """Whether the name of an op says which of two it is that may come first, given both. See NOTE [Counting ops]."""
+    return len(set(opening)) == 2 and COPY_NAME not in opening
+
+
+def _is_within_op() -> bool:
+    """Whether the op that a mode is shown was called by another op: autograd is left out there."""
+    with _AsCalled():
+        return torch._C._dispatch_tls_is_dispatch_key_excluded("AutogradFunctionality")

@@ -21,11 +21,11 @@ import torch
 from ebbtide.observe.clock import Clock, Span
 from ebbtide.observe.compiled_calls import compiled_calls
 from ebbtide.observe.ledger import sizes
-from ebbtide.observe.mode import correct_notes, modes_on
+from ebbtide.observe.mode import correct_notes, is_between_ops, modes_on
 from ebbtide.observe.transforms import in_transform
 from ebbtide.observe.wrapped import PLAIN_TYPES, inside
 from ebbtide.run.allocator import Trimmer
-from ebbtide.run.capture import OFF, CaptureMode, is_between_ops
+from ebbtide.run.capture import OFF, CaptureMode
 from ebbtide.run.forks import Library
 from ebbtide.run.garbage import expect_objects
 from ebbtide.run.holdings import keep
@@ -135,7 +135,7 @@ class Conductor(Tracker):
             if capture is None or capture.tick == OFF == stretch:
                 self._event = event + 1
                 return keep(tensor, self._numbers[event])
-            if self._stays_on(capture, stretch, tensor):
+            if self._stays_on(capture, stretch, tensor) or self._turns(capture, stretch, tensor):
                 self._event = event + 1
                 with DisableTorchDispatch():
                     return keep(tensor, self._numbers[event])
@@ -149,6 +149,18 @@ class Conductor(Tracker):
         if type(tensor) not in PLAIN_TYPES or compiled_calls() != self._calls:
             return False
         capture.tick = capture.counted_from(stretch)
+        return True
+
+    def _turns(self, capture: CaptureMode, stretch: int, tensor: torch.Tensor) -> bool:
+        """Put the capture mode on, or take it off, where that is all that is to be done; whether it was."""
+        if self._is_lost or type(tensor) not in PLAIN_TYPES or compiled_calls() != self._calls:
+            return False
+        if in_pass() or in_transform() or (stretch < 0 and capture.copied):
+            return False
+        if stretch >= 0:
+            capture.begin(stretch, is_between_ops(tensor))
+        else:
+            capture.end()
         return True
 
     def _pack(self, tensor: torch.Tensor) -> Any:

@@ -18,15 +18,11 @@ from ebbtide.decisions import Decision, Offload, Plan, Recompute
 from ebbtide.errors import PlanError
 from ebbtide.plan.problem import replayable_from
 from ebbtide.run.calls import KnownOp
+from ebbtide.run.stretches import one_stretch, stretches
 from ebbtide.step import EXTERNAL, Absence, Event, Saved, Step
 
 NOBODY = -2
 """The number of no saved tensor; those that no script counts have -1."""
-
-
-BRIDGED = 3
-"""Ops for which the capture mode stays on though nobody wants them: between kernels it costs some 15 us for each, and
-to take it off and put it on again some 50."""
 
 
 OBJECTS_SAVED, OBJECTS_HELD, OBJECTS_CAPTURED = 2, 6, 9
@@ -105,6 +101,7 @@ class Script:
             The last entry is for the start of the step.
         stays_on: whether there is but one stretch, from the start of the step to its end.
         known: by tick, the ops that recipes replay.
+        names: by tick, of all ops.
         limit_bytes: the plan's.
         resting_bytes: alive at rest.
         alive: by event, bytes alive above those at rest.
@@ -124,6 +121,7 @@ class Script:
     stretches: tuple[int, ...]
     stays_on: bool
     known: dict[int, KnownOp]
+    names: tuple[str, ...]
     limit_bytes: int
     resting_bytes: int
     alive: tuple[int, ...]
@@ -165,14 +163,15 @@ def write_script(step: Step, plan: Plan, memory: Sequence[int], *, captures_all:
     known = _known_ops(step, plan.decisions)
     savings = _savings(step, plan.decisions)
     actions = _actions(step, plan.decisions)
-    stretches = _one_stretch(step) if captures_all and known else _stretches(step, known)
+    runs = one_stretch(step) if captures_all and known else stretches(step, known)
     return Script(
         savings=savings,
         expected=tuple(e.saved if e.kind == "pack" else ~e.saved for e in step.events),
         actions=actions,
-        stretches=stretches,
+        stretches=runs,
         stays_on=captures_all,
         known=known,
+        names=tuple(op.name for op in step.ops),
         limit_bytes=plan.limit_bytes,
         resting_bytes=plan.resting_bytes,
         alive=tuple(memory[moment] - plan.resting_bytes for moment in step.event_moments()),
@@ -368,36 +367,3 @@ def _headroom(step: Step, memory: Sequence[int]) -> tuple[int, ...]:
         most = max((memory[op_moments[t]] + step.ops[t].workspace_bytes for t in span), default=0)
         headroom.append(max(0, most - memory[moment]))
     return tuple(headroom)
-
-
-def _stretches(step: Step, known: dict[int, KnownOp]) -> tuple[int, ...]:
-    """Where the capture mode has to run: to the next event after a call that it needs, and before that from the last
-    save outside of a backward pass, within which it cannot be put on, of an earlier tick than the last save before the
-    call, so that ops are counted right from there on. Where it would be off for a few ops alone, it stays on. See NOTE
-    [Counting ops] in `ebbtide.run.capture`.
-    """
-    ticks = [0, *(event.tick for event in step.events), len(step.ops)]
-    saves = [index for index, event in enumerate(step.events, 1) if event.kind == "pack"]
-    begins = [index for index in saves if step.events[index - 1].phase == "forward"]
-    begin_ticks = [ticks[index] for index in begins]
-    runs = [False] * (len(ticks) - 1)
-    for tick in known:
-        last = bisect.bisect_right(ticks, tick, 0, len(runs)) - 1
-        save = bisect.bisect_right(saves, last) - 1
-        before = bisect.bisect_left(begin_ticks, ticks[saves[save]]) - 1 if save >= 0 else -1
-        first = begins[before] if before >= 0 else 0
-        runs[first : last + 1] = [True] * (last + 1 - first)
-    ended: int | None = None
-    for index, run in enumerate(runs):
-        if index and step.events[index - 1].kind != "pack":
-            ended = None
-        if run and ended is not None and ticks[index] - ticks[ended] <= BRIDGED:
-            runs[ended:index] = [True] * (index - ended)
-        ended = index + 1 if run else ended
-    starts = [tick if run else -1 for tick, run in zip(ticks, runs, strict=False)]
-    return (*starts[1:], starts[0])
-
-
-def _one_stretch(step: Step) -> tuple[int, ...]:
-    """The same with the capture mode on from the start of the step, counting anew from each event."""
-    return (*(event.tick for event in step.events), 0)

@@ -73,7 +73,7 @@ class Tracker(Keeper):
         self._exact = self._alike = self._whole = True
         self._shown_early: set[int] = set()
         self._is_lost = False
-        self._capture = CaptureMode(script.known, self._differs) if script.remakes else None
+        self._capture = CaptureMode(script.known, script.names, self._differs) if script.remakes else None
 
     @property
     def finished(self) -> bool:
@@ -227,7 +227,7 @@ class Tracker(Keeper):
         self._take_up(script)
         outdated, self._capture = self._capture, None
         if script.remakes:
-            self._capture = CaptureMode(script.known, self._differs, self._place)
+            self._capture = CaptureMode(script.known, script.names, self._differs, self._place)
         if outdated is not None:
             outdated.forget()
             self._outdated.append(outdated)
