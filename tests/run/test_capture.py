@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ebbtide.observe import lengths, mode
 from ebbtide.observe.mode import is_between_ops, modes_on
 from ebbtide.observe.schema import operator_info
 from ebbtide.run.capture import CaptureMode, is_clear
@@ -227,3 +228,26 @@ def test_copies_are_made_in_the_middle_of_an_op() -> None:
     capture = CaptureMode({}, (), lambda _: None, place=0)
     result, operand, copy = (True, False), (False, False), (False, True)
     assert saves(lambda x: x.exp().mul_(SCALE).sin(), capture, 0) == [result, operand, copy, operand]
+
+
+def on_and_off(capture: CaptureMode) -> None:
+    capture.begin(0, between_ops=True)
+    capture.end()
+
+
+def test_an_interrupt_as_the_mode_is_put_on_or_taken_off_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_push", "_pop"):
+        original = vars(mode)[name]
+
+        def interrupted(given: Any, original: Callable[[Any], None] = original) -> None:
+            original(given)
+            raise KeyboardInterrupt
+
+        capture = CaptureMode({}, (), lambda _: None, place=0)
+        with monkeypatch.context() as patch:
+            patch.setattr(mode, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                on_and_off(capture)
+        capture.end()
+        assert modes_on() == []
+        assert torch.ctc_loss is lengths._original

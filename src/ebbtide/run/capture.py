@@ -81,8 +81,9 @@ class CaptureMode(DispatchMode):
             self.entered, self.copied = True, False
             self._begun_at = -1 if between_ops else tick
             self._opening = () if between_ops else self._names[tick : tick + 2]
-            self._is_quick = self.put_on(self.place)
-            if not self._is_quick:
+            self._is_quick = True  # first, as an interrupt may come in between
+            if not self.put_on(self.place):
+                self._is_quick = False
                 self.enter(self.place)
         self.tick = self.counted_from(tick)
 
