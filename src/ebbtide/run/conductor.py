@@ -28,11 +28,11 @@ from ebbtide.run.allocator import Trimmer
 from ebbtide.run.capture import OFF, CaptureMode
 from ebbtide.run.forks import Library
 from ebbtide.run.garbage import expect_objects
-from ebbtide.run.holdings import keep
+from ebbtide.run.holdings import Kept, View, keep
 from ebbtide.run.keeper import DisableTorchDispatch
 from ebbtide.run.passes import in_pass, tell_no_more, tell_of_passes
 from ebbtide.run.safe import SafePolicy
-from ebbtide.run.script import NOBODY, Script
+from ebbtide.run.script import NOBODY, Saving, Script
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.tracker import Tracker
 from ebbtide.run.verify import Truth
@@ -109,10 +109,11 @@ class Conductor(Tracker):
         """Choose the events at which the hooks may be short."""
         script = self.script
         self._kept, self._shown, self._numbers = script.kept, script.shown, script.numbers
-        self._stretches = script.stretches
+        self._stretches, self._holds = script.stretches, script.holds
         self._also_held = self._library.also_held(script)
         if not self._is_short:
-            self._kept, self._shown = (None,) * len(self._kept), (NOBODY,) * len(self._shown)
+            self._kept = self._holds = (None,) * len(self._kept)
+            self._shown = (NOBODY,) * len(self._shown)
         elif self._also_held:
             kept = list(script.kept)
             for number in self._also_held:
@@ -140,7 +141,28 @@ class Conductor(Tracker):
                 with DisableTorchDispatch():
                     return keep(tensor, self._numbers[event])
         with self._lock:
+            saving = self._holds[event]
+            if saving is not None and event == self._event and type(tensor) is torch.Tensor:
+                handle = self._hold_shortly(tensor, saving)
+                if handle is not None:
+                    return handle
             return self._pack(tensor)
+
+    def _hold_shortly(self, tensor: torch.Tensor, saving: Saving) -> Kept | View | None:
+        """Hold what is to be held here, if it is what is expected; None if that has to be looked into."""
+        if tensor.is_nested or tensor.dtype is not saving.dtype or tensor.shape != saving.shape or self._is_lost:
+            return None
+        if not self._same_value(tensor, saving):
+            return None
+        event, capture = self._event, self._capture
+        if capture is not None:
+            stretch = self._stretches[event]
+            is_off = capture.tick == OFF == stretch
+            if not (is_off or self._stays_on(capture, stretch, tensor) or self._turns(capture, stretch, tensor)):
+                return None
+        self._event = event + 1
+        with DisableTorchDispatch():
+            return self._hold(tensor, self._numbers[event], saving)
 
     def _stays_on(self, capture: CaptureMode, stretch: int, tensor: torch.Tensor) -> bool:
         """Whether the capture mode is on, and is to stay on; it counts from here on."""

@@ -110,9 +110,10 @@ class Script:
         held: numbers of the saved tensors that do not just stay, ascending.
         kept: by event: the form of the saved tensor that is expected, if all that happens there is that it is kept,
             unless the capture mode has to be put on or taken off.
+        holds: by event: the same for one that is held, if nothing is to be done with another.
         shown: by event: number of the saved tensor, if all that happens there is that it is asked for; else `NOBODY`.
         numbers: by event: how many tensors were saved before, so the number of the one that is saved there, if any.
-            These three have one entry more, for whatever comes after the last event.
+            These four have one entry more, for whatever comes after the last event.
     """
 
     savings: tuple[Saving, ...]
@@ -129,6 +130,7 @@ class Script:
     prefixes: tuple[int, ...]
     held: tuple[int, ...]
     kept: tuple[Form | None, ...]
+    holds: tuple[Saving | None, ...]
     shown: tuple[int, ...]
     numbers: tuple[int, ...]
 
@@ -179,6 +181,7 @@ def write_script(step: Step, plan: Plan, memory: Sequence[int], *, captures_all:
         prefixes=_prefixes(step.saved),
         held=tuple(n for n, saving in enumerate(savings) if saving.treatment != Treatment.KEEP),
         kept=_kept(step.events, actions, savings),
+        holds=_holds(step.events, actions, savings),
         shown=(
             *(
                 e.saved if action is None and e.kind == "unpack" else NOBODY
@@ -356,6 +359,17 @@ def _kept(
                 form = Form(saving.dtype, saving.shape)
                 kept[index] = known.setdefault(form, form)
     return tuple(kept)
+
+
+def _holds(
+    events: Sequence[Event], actions: Sequence[Actions | None], savings: Sequence[Saving]
+) -> tuple[Saving | None, ...]:
+    """By event: what is saved and held there, if nothing else is to be done."""
+    holds: list[Saving | None] = [None] * (len(events) + 1)
+    for index, event in enumerate(events):
+        if event.kind == "pack" and actions[index] is None and savings[event.saved].treatment != Treatment.KEEP:
+            holds[index] = savings[event.saved]
+    return tuple(holds)
 
 
 def _headroom(step: Step, memory: Sequence[int]) -> tuple[int, ...]:
