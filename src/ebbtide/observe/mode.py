@@ -32,8 +32,6 @@ _push: Callable[[TorchDispatchMode], None] = torch._C._push_on_torch_dispatch_st
 _pop: Callable[[None], object] = torch._C._pop_torch_dispatch_stack
 _how_many: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _at: Callable[[int], object] = torch._C._get_dispatch_stack_at
-
-
 _nodes_made: Callable[[], int] = vars(torch.autograd)["_get_sequence_nr"]
 
 
@@ -213,10 +211,15 @@ class DispatchMode(_Unnoticed):
         _push(self)
         return True
 
+    @property
+    def is_on_top(self) -> bool:
+        """Whether it sees the next op first. A mode that runs an op is not on the stack meanwhile."""
+        top = _how_many() - 1
+        return top >= 0 and _at(top) is self
+
     def take_off(self) -> None:
         """Undo `put_on`, wherever this mode is by now."""
-        top = _how_many() - 1
-        if top >= 0 and _at(top) is self:
+        if self.is_on_top:
             _pop(None)
             mode_is_off(self)
         else:

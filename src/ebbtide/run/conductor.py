@@ -177,10 +177,12 @@ class Conductor(Tracker):
         """Put the capture mode on, or take it off, where that is all that is to be done; whether it was."""
         if self._is_lost or type(tensor) not in PLAIN_TYPES or compiled_calls() != self._calls:
             return False
-        if in_pass() or in_transform() or (stretch < 0 and capture.copied):
+        if in_pass() or in_transform():
             return False
         if stretch >= 0:
             capture.begin(stretch, is_between_ops(tensor))
+        elif capture.copied or not capture.is_on_top:
+            return False
         else:
             capture.end()
         return True
