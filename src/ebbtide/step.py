@@ -329,11 +329,11 @@ def read_document(path: str | Path) -> dict[str, Any]:
     try:
         data = Path(path).read_bytes()
         document = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-    except gzip.BadGzipFile as fault:
+    except (gzip.BadGzipFile, zlib.error) as fault:
         raise RecordError(f"{path}: damaged, or cut short: {fault}") from fault
     except OSError as fault:
         raise RecordError(f"{path}: cannot be read: {fault.strerror or fault}") from fault
-    except (ValueError, EOFError, zlib.error, RecursionError) as fault:
+    except (ValueError, EOFError, RecursionError) as fault:
         raise RecordError(f"{path}: not JSON, or cut short: {fault}") from fault
     if not isinstance(document, dict):
         raise RecordError(f"{path}: not a file of ebbtide's")

@@ -41,6 +41,10 @@ ADDED = [
 """What may come in between; as in `PIECES`, but nothing that was not there is there afterwards."""
 
 
+FOLLOWED = [(piece, 0, 0) for piece in (0, 63, 0, 15, 0, 53, 0, 30, 59)]
+"""A program whose variants write in place to what others let go of, or make values again from."""
+
+
 class Varied(Written):
     """Runs, at step ``index``, the source text whose number ``turns`` has there."""
 
@@ -97,6 +101,18 @@ def runs(source: str) -> bool:
 )
 @hypothesis.example(  # one holds more of large blocks, at a time when there is less of small ones: no limit is passed
     choices=[(0, 0, 0), (0, 0, 0), (2, 2, 2), (33, 0, 0), (0, 0, 0), (0, 2, 0), (0, 0, 0), (0, 0, 0)],
+    seed=0,
+    percent=40,
+    bandwidth=1e6,
+)
+@hypothesis.example(  # one writes to what the plan it goes over to has been made to drop: its backward pass is refused
+    choices=[*FOLLOWED, (0, 9, 0), (0, 0, 0), (63, 6, 0)],
+    seed=284,
+    percent=40,
+    bandwidth=1e6,
+)
+@hypothesis.example(  # one writes to what a dropped value is made again from: its forward pass is not refused
+    choices=FOLLOWED,
     seed=0,
     percent=40,
     bandwidth=1e6,

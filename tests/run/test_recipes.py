@@ -16,7 +16,7 @@ from ebbtide.decisions import Recompute
 from ebbtide.errors import RecipeError
 from ebbtide.observe.schema import operator_info
 from ebbtide.run.calls import KnownOp, capture
-from ebbtide.run.holdings import Holding
+from ebbtide.run.holdings import ChangedError, Holding, view_of
 from ebbtide.run.recipes import Recipe
 from tests.run.harness import SLOW_DISK, Program, run_plain, run_within
 
@@ -44,6 +44,42 @@ def test_a_view_of_a_value_is_read_again_as_it_was(view: str) -> None:
     again = Recipe(1, [call], {0: leaf}, (0,)).replay()
     assert torch.equal(again, expected)
     assert again.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_who_writes_to_what_was_dropped_is_told(writes: bool) -> None:
+    """As by PyTorch, though what is made again is what was saved."""
+    value = torch.randn(6, 5)
+    known = KnownOp("aten.mul.Tensor", (0,), (1,), (), frozenset(), batch_norm=False)
+    call, _ = capture(torch.ops.aten.mul.Tensor, (value, 2.0), {}, known)
+    leaf, holding, product = Holding(), Holding(), value * 2.0
+    leaf.fill(value)
+    holding.fill(product)
+    view = view_of(holding, product, 0)
+    expected = product.clone()
+    holding.drop(Recipe(1, [call], {0: leaf}, (0,)))
+    if not writes:
+        assert torch.equal(view.show(), expected)
+    product.t()[0].zero_()
+    for _ in range(2):  # not only where it is made again
+        with pytest.raises(RuntimeError, match=r"\[torch.float32 \[6, 5\]\] is at version 1; expected version 0"):
+            view.show()
+        holding.arrive()
+
+
+def test_what_cannot_be_made_again_now_is_asked_for_later() -> None:
+    """A recipe that was refused once is still there."""
+    value = torch.ones(4)
+    known = KnownOp("aten.mul.Tensor", (0,), (1,), (), frozenset(), batch_norm=False)
+    call, _ = capture(torch.ops.aten.mul.Tensor, (value, 2.0), {}, known)
+    leaf, holding = Holding(), Holding()
+    leaf.fill(value)
+    holding.fill(value * 2.0)
+    holding.drop(Recipe(1, [call], {0: leaf}, (0,)))
+    value.zero_()
+    for _ in range(2):
+        with pytest.raises(ChangedError):
+            holding.arrive()
 
 
 @pytest.fixture

@@ -30,13 +30,14 @@ that is like this one. If there is any way to leave out parts so that the rest a
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 
 from ebbtide.observe.ledger import has_storage, sizes
-from ebbtide.run.holdings import Holding
+from ebbtide.run.holdings import ChangedError, Holding
 from ebbtide.run.script import Saving, Script, Treatment
 
 
@@ -288,5 +289,6 @@ def catch_up(
     if missing:
         let_go(list(held.values()))
     for holding in missing:
-        holding.arrive()
+        with contextlib.suppress(ChangedError):  # raised again if it is asked for, as PyTorch would
+            holding.arrive()
         let_go(list(held.values()))  # with what its recipe has read

@@ -11,6 +11,7 @@ NOTE [Holdings]
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,12 +26,33 @@ if TYPE_CHECKING:
     from ebbtide.run.tiers.transfers import Load, Slot, SlowTier
 
 
-def changed_error(tensor: torch.Tensor, version: int) -> RuntimeError:
-    """The error that PyTorch itself raises when a saved tensor was written in place."""
-    return RuntimeError(
+class ChangedError(RuntimeError):
+    """What was saved has been written in place since. PyTorch itself raises a `RuntimeError` that says the same."""
+
+
+def changed_error(shown: torch.Tensor | Window, found: int, version: int) -> ChangedError:
+    """The error for what ``shown`` has, whose version is ``found`` and should be ``version``."""
+    shape = list(sizes(shown) if isinstance(shown, torch.Tensor) else shown.shape)
+    return ChangedError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{tensor.dtype} {list(sizes(tensor))}] is at version {tensor._version}; expected version {version} instead."
+        f"[{shown.dtype} {shape}] is at version {found}; expected version {version} instead."
     )
+
+
+@functools.cache
+def _nothing(device: torch.device) -> torch.Tensor:
+    return torch.empty(0, device=device)
+
+
+_nothing(torch.device("cpu"))  # not in a step, where a mode or a transform of the user's might see it
+
+
+def shell_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory that counts its versions with ``tensor``: it shows what is written in place later."""
+    with torch._C._DisableTorchDispatch():  # a mode may be on in which there are no tensors with memory
+        shell = tensor.detach()
+        shell.data = _nothing(tensor.device)
+    return shell
 
 
 class Version(NamedTuple):
@@ -92,7 +114,7 @@ class Kept:
     def show(self) -> torch.Tensor:
         """The saved tensor. Raises `RuntimeError` if it was changed in place, as PyTorch would."""
         if self.tensor._version != self.version:
-            raise changed_error(self.tensor, self.version)
+            raise changed_error(self.tensor, self.tensor._version, self.version)
         return self.tensor
 
 
@@ -122,6 +144,8 @@ class Holding:
         size_bytes: bytes of the storage.
         recipe: what makes it again while it is dropped.
         recipes: for each time that it will be dropped.
+        shell: of what was saved, once that is no longer held here, and ``saved``, its version then. Whoever else has it
+            may write to it.
     """
 
     __slots__ = (
@@ -130,6 +154,8 @@ class Holding:
         "load",
         "recipe",
         "recipes",
+        "saved",
+        "shell",
         "size_bytes",
         "slot",
         "tensor",
@@ -149,10 +175,13 @@ class Holding:
         self.load: Load | None = None
         self.recipe: Recipe | None = None
         self.recipes: tuple[Recipe, ...] = ()
+        self.shell: torch.Tensor | None = None
+        self.saved = 0
 
     def fill(self, tensor: torch.Tensor) -> None:
         """Hold the storage of ``tensor``."""
         self.tensor = tensor.detach()
+        self.shell = None
         self.version = tensor._version
         self.versions = (version_of(tensor),)
         storage = tensor.untyped_storage()
@@ -192,11 +221,17 @@ class Holding:
         """
         if self.slot is not None and self.tensor is not None:
             self.slot.wait()
-            self.tensor = self.tensor if self.tensor._version != self.version else None
+            if self.tensor._version == self.version:
+                self._let_go()
 
     def drop(self, recipe: Recipe) -> None:
         """Let go of the bytes; ``recipe`` makes them again."""
         self.recipe = recipe
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self.shell is None and self.tensor is not None:
+            self.shell, self.saved = shell_of(self.tensor), self.version
         self.tensor = None
 
     def fetch(self) -> None:
@@ -219,10 +254,11 @@ class Holding:
             self.tier.free(self.slot)
             self.slot = None
             return self._adopt(like.over(storage) if like is not None else _bytes_of(storage))
-        recipe, self.recipe = self.recipe, None
-        if recipe is None:
+        if self.recipe is None:
             raise StepError("a saved tensor is asked for that was never filled; please report this with the program")
-        return self._adopt(recipe.replay())
+        tensor = self.recipe.replay()
+        self.recipe = None
+        return self._adopt(tensor)
 
     def _adopt(self, tensor: torch.Tensor) -> torch.Tensor:
         self.tensor = tensor
@@ -242,11 +278,13 @@ class View(Window):
     def show(self) -> torch.Tensor:
         """The saved tensor. Raises `RuntimeError` if it was changed in place, as PyTorch would."""
         holding = self.holding
-        tensor = holding.tensor
+        tensor, shell = holding.tensor, holding.shell
+        if shell is not None and shell._version != holding.saved:
+            raise changed_error(self, shell._version, holding.saved)
         if tensor is None:
             tensor = holding.arrive(self)
         elif tensor._version != holding.version:
-            raise changed_error(tensor, holding.version)
+            raise changed_error(tensor, tensor._version, holding.version)
         if self.is_shown_by(tensor):
             return tensor
         if tensor.dtype is self.dtype:

@@ -48,7 +48,7 @@ class Wrapped:
         """The same, with its inner tensor from elsewhere."""
         shell = self._shell
         if shell._version != self._version:
-            raise changed_error(shell, self._version)
+            raise changed_error(shell, shell._version, self._version)
         setattr(shell, self._name, show())
         try:
             return shell.detach()

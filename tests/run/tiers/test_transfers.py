@@ -17,7 +17,7 @@ import torch
 from ebbtide.errors import SpillError
 from ebbtide.observe.mode import DispatchMode
 from ebbtide.run.allocator import trim
-from ebbtide.run.holdings import Holding
+from ebbtide.run.holdings import Holding, view_of
 from ebbtide.run.tiers import DiskTier, QueuedTier
 from ebbtide.run.tiers import queued as queued_module
 from ebbtide.run.tiers.places import Places
@@ -312,6 +312,18 @@ class TestFree:
             assert memory() is None
         finally:
             gc.enable()
+
+    def test_who_writes_to_what_was_released_is_told(self, tier: QueuedTier) -> None:
+        tensor, holding = torch.ones(4096), Holding()
+        holding.fill(tensor)
+        view = view_of(holding, tensor, 0)
+        holding.send(tier)
+        holding.release()
+        assert holding.tensor is None
+        assert torch.equal(view.show(), torch.ones(4096))
+        tensor.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            view.show()
 
     def test_what_no_holding_wants_is_not_written(self, disk: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
         holdings = [Holding() for _ in range(3)]
