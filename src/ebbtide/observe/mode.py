@@ -27,12 +27,13 @@ _FLAGS: dict[str, Callable[[Any], bool]] = {
 _set_compile_flag = getattr(dispatch, "set_is_in_mode_without_ignore_compile_internals", None)
 """Tells the copy of it that PyTorch keeps outside of Python."""
 
-
+# The same stack, a mode at a time, without what PyTorch's own functions in Python do besides.
 _push: Callable[[TorchDispatchMode], None] = torch._C._push_on_torch_dispatch_stack
 _pop: Callable[[None], object] = torch._C._pop_torch_dispatch_stack
 _how_many: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _at: Callable[[int], object] = torch._C._get_dispatch_stack_at
 _nodes_made: Callable[[], int] = vars(torch.autograd)["_get_sequence_nr"]
+"""How many nodes this thread has made."""
 
 
 def is_between_ops(saved: torch.Tensor) -> bool:

@@ -136,19 +136,19 @@ class Conductor(Tracker):
             if capture is None or capture.tick == OFF == stretch:
                 self._event = event + 1
                 return keep(tensor, self._numbers[event])
-            if self._stays_on(capture, stretch, tensor) or self._turns(capture, stretch, tensor):
+            if self._stays_on(capture, stretch, tensor) or self._switches(capture, stretch, tensor):
                 self._event = event + 1
                 with DisableTorchDispatch():
                     return keep(tensor, self._numbers[event])
         with self._lock:
             saving = self._holds[event]
             if saving is not None and event == self._event and type(tensor) is torch.Tensor:
-                handle = self._hold_shortly(tensor, saving)
+                handle = self._hold_at_once(tensor, saving)
                 if handle is not None:
                     return handle
             return self._pack(tensor)
 
-    def _hold_shortly(self, tensor: torch.Tensor, saving: Saving) -> Kept | View | None:
+    def _hold_at_once(self, tensor: torch.Tensor, saving: Saving) -> Kept | View | None:
         """Hold what is to be held here, if it is what is expected; None if that has to be looked into."""
         if tensor.is_nested or tensor.dtype is not saving.dtype or tensor.shape != saving.shape or self._is_lost:
             return None
@@ -158,7 +158,7 @@ class Conductor(Tracker):
         if capture is not None:
             stretch = self._stretches[event]
             is_off = capture.tick == OFF == stretch
-            if not (is_off or self._stays_on(capture, stretch, tensor) or self._turns(capture, stretch, tensor)):
+            if not (is_off or self._stays_on(capture, stretch, tensor) or self._switches(capture, stretch, tensor)):
                 return None
         self._event = event + 1
         with DisableTorchDispatch():
@@ -173,7 +173,7 @@ class Conductor(Tracker):
         capture.tick = capture.counted_from(stretch)
         return True
 
-    def _turns(self, capture: CaptureMode, stretch: int, tensor: torch.Tensor) -> bool:
+    def _switches(self, capture: CaptureMode, stretch: int, tensor: torch.Tensor) -> bool:
         """Put the capture mode on, or take it off, where that is all that is to be done; whether it was."""
         if self._is_lost or type(tensor) not in PLAIN_TYPES or compiled_calls() != self._calls:
             return False

@@ -40,18 +40,19 @@ def changed_error(shown: torch.Tensor | Window, found: int, version: int) -> Cha
 
 
 @functools.cache
-def _nothing(device: torch.device) -> torch.Tensor:
+def nothing(device: torch.device) -> torch.Tensor:
+    """A tensor of no elements."""
     return torch.empty(0, device=device)
 
 
-_nothing(torch.device("cpu"))  # not in a step, where a mode or a transform of the user's might see it
+nothing(torch.device("cpu"))  # not in a step, where a mode or a transform of the user's might see it
 
 
 def shell_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without memory that counts its versions with ``tensor``: it shows what is written in place later."""
     with torch._C._DisableTorchDispatch():  # a mode may be on in which there are no tensors with memory
         shell = tensor.detach()
-        shell.data = _nothing(tensor.device)
+        shell.data = nothing(tensor.device)
     return shell
 
 
@@ -242,7 +243,15 @@ class Holding:
             note_memory(self.load.storage)
 
     def arrive(self, like: View | None = None) -> torch.Tensor:
-        """Make the storage present, whatever that takes, and return a tensor that shows it."""
+        """Make the storage present, whatever that takes, and return a tensor that shows it.
+
+        Args:
+            like: how it is to be shown if it is read back; None for as bytes.
+
+        Raises:
+            ChangedError, RecipeError: if it cannot be made again, as what that reads has been written to or taken away.
+            SpillError: if it cannot be read back.
+        """
         if self.tensor is not None:
             return self.tensor
         self.fetch()
@@ -276,7 +285,8 @@ class View(Window):
     number: int
 
     def show(self) -> torch.Tensor:
-        """The saved tensor. Raises `RuntimeError` if it was changed in place, as PyTorch would."""
+        """The saved tensor. Raises `ChangedError` if it was changed in place, as PyTorch would; else what `Holding.arrive`
+        raises."""
         holding = self.holding
         tensor, shell = holding.tensor, holding.shell
         if shell is not None and shell._version != holding.saved:

@@ -18,6 +18,13 @@ def stretches(step: Step, known: Iterable[int]) -> tuple[int, ...]:
     """Where the capture mode has to run: to the next event after a call that it needs, from the last event at which it
     can be put on and still counts that call right. Where it would be off for a few ops alone, it stays on. See NOTE
     [Counting ops] in `ebbtide.run.capture`.
+
+    Args:
+        step: what was seen.
+        known: ticks of the calls.
+
+    Returns:
+        By event, the tick of the next op if the mode runs from there on, else -1; the last entry is for the start.
     """
     ticks = [0, *(event.tick for event in step.events), len(step.ops)]
     opening = _openings(step, ticks)

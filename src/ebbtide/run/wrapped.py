@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 
 from ebbtide.observe.wrapped import wrapped_name
-from ebbtide.run.holdings import Kept, View, changed_error, keep
+from ebbtide.run.holdings import Kept, View, changed_error, keep, nothing
 
-_NOTHING = torch.empty(0, device="cpu")
+_NOTHING = nothing(torch.device("cpu"))
 
 
 class Wrapped:
