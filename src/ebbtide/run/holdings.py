@@ -285,8 +285,11 @@ class View(Window):
     number: int
 
     def show(self) -> torch.Tensor:
-        """The saved tensor. Raises `ChangedError` if it was changed in place, as PyTorch would; else what `Holding.arrive`
-        raises."""
+        """The saved tensor.
+
+        Raises:
+            ChangedError: if it was changed in place, as PyTorch would; and what `Holding.arrive` raises.
+        """
         holding = self.holding
         tensor, shell = holding.tensor, holding.shell
         if shell is not None and shell._version != holding.saved:
