@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import sys
@@ -14,7 +15,7 @@ import torch
 import torch.utils._python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ebbtide.observe.mode import DispatchMode, correct_notes
+from ebbtide.observe.mode import DispatchMode, correct_notes, run_op
 from ebbtide.observe.wrapped import wraps
 from tests.conftest import modes_left
 from tests.run.wrapper import Doubled
@@ -188,3 +189,36 @@ def test_interrupt_of_an_op_on_wrappers() -> None:
     assert mode.seen == ["aten.sin.default"]
     torch.ones(1)
     assert mode.seen == ["aten.sin.default"]
+
+
+class Running(DispatchMode):
+    """Runs what it sees."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run_op(func, args, kwargs or {})
+
+
+@pytest.mark.parametrize("modes", [1, 2])
+def test_what_is_written_by_the_list_counts_versions_as_ever(modes: int) -> None:
+    """PyTorch does not count them itself while a mode is on; autograd must refuse what was written to."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(modes):
+            stack.enter_context(Running())
+        weight = torch.ones(3, requires_grad=True)
+        result = weight.exp()
+        lists: list[Any] = [[result.detach(), torch.ones(2)]]
+        torch._foreach_mul_(lists[0], 0.5)
+        assert [tensor._version for tensor in (result, *lists[0])] == [1, 1, 1]
+        torch._foreach_exp(lists[0])
+        result.detach().mul_(0.5)
+        assert result._version == 2
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            result.sum().backward()
+
+
+def test_written_inference_tensors_have_no_versions() -> None:
+    with torch.inference_mode():
+        numbers = [torch.ones(3)]
+        with Running():
+            torch._foreach_mul_(numbers, 0.5)
+    assert numbers[0].tolist() == [0.5] * 3

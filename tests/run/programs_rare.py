@@ -380,6 +380,23 @@ class Speech(Program):
 
 
 @program
+class OtherFormulas(Chain):
+    """Products along a dimension, and filling with what is learnt: of their gradients PyTorch has two formulas, of
+    which it takes the other one where a dispatch mode is on."""
+
+    def build(self) -> nn.Module:
+        model = super().build()
+        model.register_parameter("level", nn.Parameter(torch.tensor(0.3)))
+        return model
+
+    def forward(self, index: int) -> Tensor:
+        h = self.model[:2](self.data(index, 256, 64)).sigmoid()
+        h = h.masked_fill(h < 0.5, self.model.level) + 0.4
+        h = h.view(256, -1, 4).prod(-1).repeat(1, 4) * h.add(0.1).masked_fill_(h > 0.95, self.model.level)
+        return self.model[2:](h)
+
+
+@program
 class OutOfInference(Chain):
     """Leaves inference mode, as what is called from evaluations does, and goes on afterwards."""
 

@@ -43,6 +43,26 @@ def is_between_ops(saved: torch.Tensor) -> bool:
     return node is not None and node._sequence_nr() == _nodes_made() - 1 and node.name() != "CloneBackward0"
 
 
+def run_op(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an op that a mode was shown. Its versions count as they do without one: those of tensors that are written in
+    place by the list do not go up under a mode, so that autograd would not refuse what was written to."""
+    if not _writes_lists(func):
+        return func(*args, **kwargs)
+    before = [(tensor, tensor._version) for tensor in args[0] if not tensor.is_inference()]
+    result = func(*args, **kwargs)
+    for tensor, version in before:
+        if tensor._version == version:
+            torch.autograd.graph.increment_version(tensor)
+    return result
+
+
+@functools.cache
+def _writes_lists(func: Any) -> bool:
+    """Whether it is one of the ops that work on lists of tensors, in place."""
+    name: str = getattr(getattr(func, "_schema", None), "name", "")
+    return name.startswith("aten::_foreach_") and name.endswith("_")
+
+
 def modes_on() -> list[TorchDispatchMode]:
     """The modes on this thread's stack, the one that sees ops first at its end."""
     return dispatch._get_current_dispatch_mode_stack()

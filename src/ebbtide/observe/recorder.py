@@ -27,6 +27,7 @@ import torch
 
 from ebbtide.errors import StepError
 from ebbtide.observe.allocated import AllocatedProbe, Memory, with_everything_allocated
+from ebbtide.observe.asking import AskingNodes
 from ebbtide.observe.clock import Clock, HostClock, Span, total_seconds
 from ebbtide.observe.compiled_calls import compiled_calls
 from ebbtide.observe.drafts import OpDraft, SeenStorage, ValueDraft, absences_of
@@ -42,9 +43,9 @@ from ebbtide.observe.ledger import (
     tensors_in,
     use_count,
 )
-from ebbtide.observe.mode import DispatchMode, is_between_ops
+from ebbtide.observe.mode import DispatchMode, is_between_ops, run_op
 from ebbtide.observe.modules import ModuleTrail
-from ebbtide.observe.schema import COMPILED_GRAPH, operator_info
+from ebbtide.observe.schema import COMPILED_GRAPH, OperatorInfo, operator_info
 from ebbtide.observe.transforms import in_transform
 from ebbtide.observe.workspace import WorkspaceProbe
 from ebbtide.observe.wrapped import PLAIN_TYPES, inside, wraps
@@ -93,6 +94,7 @@ class Recorder(DispatchMode):
         self._time = clock if clock is not None else HostClock()
         self._mark = self._time.mark
         self._trail = ModuleTrail()
+        self._asking = AskingNodes(self)
         self._wrapper = storage_wrapper_count()
         self._records: dict[StorageRecord, SeenStorage] = {}
         self._storages: list[SeenStorage] = []
@@ -166,7 +168,29 @@ class Recorder(DispatchMode):
         if trains:
             self._note_statistics(draft, args, tick)
         self._note_made(draft, result, tick, grown)
+        self._asking.made(func, result)
         return result
+
+    def node_begins(self) -> None:
+        """What runs from now on is one op. See NOTE [Nodes that ask] in `asking.py`."""
+        with self.lock:
+            self._tick_over()
+            if self._probe is not None:
+                self._probe.before(self.ledger.made_bytes)
+            self.resume()
+
+    def node_ended(self, name: str, given: Sequence[Any], made: Sequence[Any]) -> None:
+        """Record it."""
+        with self.lock:
+            ended = self._mark()
+            grown = self._probe.after() if self._probe is not None else 0
+            started, self._left = self._left, ended
+            self._tick_over()
+            tick = len(self._ops)
+            draft = OpDraft(OperatorInfo(name, (), (), "opaque"), self._inputs(given, {}, tick), *self._place())
+            draft.spans = [(started, ended)]
+            self._begin(draft)
+            self._note_made(draft, made, tick, grown)
 
     def run_graph(self, run: Callable[[], Any], inputs: Sequence[Any], written: Collection[int]) -> Any:
         """Record a compiled graph as one op."""
@@ -208,7 +232,7 @@ class Recorder(DispatchMode):
         self._time.fall_behind()
         started = self._mark()
         try:
-            result = func(*args, **kwargs)
+            result = run_op(func, args, kwargs)
             ended = self._mark()
         finally:  # before anything else can take memory
             grown = self._probe.after() if self._probe is not None else 0
@@ -220,6 +244,7 @@ class Recorder(DispatchMode):
 
     def _tick_over(self) -> None:
         """What every moment begins with: time since the last belongs to the last op; who is alone from now on."""
+        self._asking.follow()
         if self._ops:
             now = self._mark()
             if self._time.is_behind(now):

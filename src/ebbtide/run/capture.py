@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ebbtide.errors import RecipeError
-from ebbtide.observe.mode import DispatchMode, stand_behind_inference_mode
+from ebbtide.observe.mode import DispatchMode, run_op, stand_behind_inference_mode
 from ebbtide.observe.schema import operator_info
 from ebbtide.observe.wrapped import wraps
 from ebbtide.run.calls import Call, KnownOp, capture
@@ -125,7 +125,7 @@ class CaptureMode(DispatchMode):
         known = self._known.get(self.tick)
         self.tick += 1
         if known is None:
-            return func(*args, **(kwargs or {}))
+            return run_op(func, args, kwargs or {})
         return self._run_known(func, args, kwargs or {}, known)
 
     def _told_by(self, name: str) -> int:
@@ -145,12 +145,12 @@ class CaptureMode(DispatchMode):
         tick = self.tick - 1
         if operator_info(func).name != known.name:
             self._on_mismatch(f"op {tick} is {func}, expected {known.name}")
-            return func(*args, **kwargs)
+            return run_op(func, args, kwargs)
         try:
             call, given = capture(func, args, kwargs, known)
         except RecipeError as fault:
             self._on_mismatch(f"op {tick}: {fault}")
-            return func(*args, **kwargs)
+            return run_op(func, args, kwargs)
         result = func(*args, **kwargs)
         call.note(result, given)
         self.calls[tick] = call

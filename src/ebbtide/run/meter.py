@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from ebbtide.observe.allocated import Memory
+from ebbtide.observe.asking import AskingNodes
 from ebbtide.observe.inductor import compiled_as_ops
 from ebbtide.observe.ledger import Ledger, has_storage, tensors_in
-from ebbtide.observe.mode import DispatchMode
+from ebbtide.observe.mode import DispatchMode, run_op
 from ebbtide.observe.wrapped import wraps
 
 _running: list[Ledger] = []
@@ -34,6 +35,7 @@ class PeakMeter(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._ledger = Ledger()
+        self._asking = AskingNodes(self)
         self._hidden = False
         self._compiled = compiled_as_ops()
 
@@ -70,10 +72,21 @@ class PeakMeter(DispatchMode):
     def _count(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._hidden:
             return func(*args, **kwargs)
+        self._asking.follow()
         self._touch((*args, *kwargs.values()))
-        result = func(*args, **kwargs)
+        result = run_op(func, args, kwargs)
         self._make(result)
+        self._asking.made(func, result)
         return result
+
+    def node_begins(self) -> None:
+        """A node runs that calls what is not counted. See NOTE [Nodes that ask] in `asking.py`."""
+
+    def node_ended(self, name: str, given: Sequence[Any], made: Sequence[Any]) -> None:
+        """Count what it was given and what it has made."""
+        del name
+        self._touch(given)
+        self._make(made)
 
     def run_graph(self, run: Callable[[], Any], inputs: Sequence[Any], written: Collection[int]) -> Any:
         """Count what a compiled graph reads and what it returns."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ebbtide.errors import RecipeError
+from ebbtide.observe.asking import shown
 from ebbtide.observe.ledger import tensors_in
 from ebbtide.observe.schema import is_partly_written
 from ebbtide.run.calls import Argument, Call
@@ -68,7 +69,7 @@ class Recipe:
             self.leaves[value].arrive()
         made: dict[int, torch.Tensor] = {}
         # No tensor here requires grad, so nothing is saved whatever the mode.
-        with torch._C._DisableAutocast():
+        with torch._C._DisableAutocast(), shown():
             if len(self.calls) == 1:
                 self._run(self.calls[0], made)
             else:

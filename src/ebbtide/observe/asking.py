@@ -1,0 +1,116 @@
+"""Nodes of autograd that ask whether a dispatch mode is on, and compute by another formula if so.
+
+NOTE [Nodes that ask]
+For some gradients PyTorch has two formulas, one of which it keeps for tensors that are more than memory. It takes every
+tensor for such a one while any mode is on. The results differ in their last bits, or in the signs of zeros. These are
+the nodes of all operators of which PyTorch's own samples show a difference in first derivatives.
+
+So that a step in which a mode of ours is on computes what it would without one, they are not to find it: the dispatch
+key that leads to modes is left out while they run. Autograd puts its keys back after each node, whether it fails or
+not. What a node calls then is not seen: it is taken for one op, with what it was given and what it has made. Two kinds
+of passes go by the other formula still: those in which a mode of the user's is on, as they do without us; and those
+that make a graph, as what a node saves there has to be seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ebbtide.observe.mode import DispatchMode, modes_on
+
+_aten = torch.ops.aten
+_WITH_NODES_THAT_ASK = frozenset(
+    {
+        _aten.prod.default,
+        _aten.prod.dim_int,
+        _aten.masked_fill.Tensor,
+        _aten.masked_fill_.Tensor,
+        _aten.max.default,
+        _aten.min.default,
+        _aten.median.default,
+        _aten.nanmedian.default,
+    }
+)
+
+
+_SHOWN: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
+def shown() -> contextlib.AbstractContextManager[None]:
+    """A context of which modes see the ops, though it be within a node that asks: a hook may run ops there."""
+    return _show() if torch._C._dispatch_tls_is_dispatch_key_excluded("Python") else _SHOWN
+
+
+@contextlib.contextmanager
+def _show() -> Iterator[None]:
+    torch._C._dispatch_tls_set_dispatch_key_excluded("Python", False)
+    try:
+        yield
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded("Python", True)
+
+
+class NodeWatcher(Protocol):
+    """Sees ops, and wants to know of nodes that ask what it cannot see."""
+
+    def node_begins(self) -> None:
+        """A node runs; what it calls is not shown to anyone."""
+        ...
+
+    def node_ended(self, name: str, given: Sequence[Any], made: Sequence[Any]) -> None:
+        """It has run: its name, the gradients it was given, those it has made; None where there is none."""
+        ...
+
+
+class AskingNodes:
+    """Finds the nodes that ask of the ops that its owner sees."""
+
+    def __init__(self, owner: NodeWatcher) -> None:
+        self._owner = weakref.ref(owner)
+        self._results: list[torch.Tensor] = []
+
+    def made(self, func: Any, result: Any) -> None:
+        """An op was run. What it has made gets its node only after it was shown to all modes."""
+        if func in _WITH_NODES_THAT_ASK and torch.is_grad_enabled():
+            self._results.append(result)
+
+    def follow(self) -> None:
+        """Something else comes: hide modes from the nodes of what was made before."""
+        if self._results:
+            for result in self._results:
+                node = result.grad_fn
+                if node is not None:
+                    hidden = _Hidden(self._owner, node.name())
+                    node.register_prehook(hidden.begin)
+                    node.register_hook(hidden.end)
+            self._results.clear()
+
+
+class _Hidden:
+    """Hides modes from one node."""
+
+    def __init__(self, owner: weakref.ref[NodeWatcher], name: str) -> None:
+        self._owner = owner
+        self._name = name
+        self._is_on = False
+
+    def begin(self, given: Sequence[Any]) -> None:
+        del given
+        stack: list[object] = [*modes_on()]
+        owner = self._owner()
+        ours = owner in stack and all(isinstance(mode, DispatchMode) for mode in stack)
+        self._is_on = ours and not torch.is_grad_enabled()
+        if self._is_on and owner is not None:
+            owner.node_begins()
+            torch._C._dispatch_tls_set_dispatch_key_excluded("Python", True)
+
+    def end(self, made: Sequence[Any], given: Sequence[Any]) -> None:
+        owner = self._owner()
+        if self._is_on and owner is not None:
+            torch._C._dispatch_tls_set_dispatch_key_excluded("Python", False)
+            owner.node_ended(self._name, given, made)
