@@ -36,7 +36,8 @@ _WITH_NODES_THAT_ASK = frozenset(
         _aten.nanmedian.default,
     }
 )
-
+_NODES_THAT_ASK = ("Prod", "MaskedFill", "Max", "Min", "Median", "Nanmedian")
+"""How their names begin. What was written through a view has the node of the view."""
 
 _SHOWN: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -84,7 +85,7 @@ class AskingNodes:
         if self._results:
             for result in self._results:
                 node = result.grad_fn
-                if node is not None:
+                if node is not None and node.name().startswith(_NODES_THAT_ASK):
                     hidden = _Hidden(self._owner, node.name())
                     node.register_prehook(hidden.begin)
                     node.register_hook(hidden.end)
