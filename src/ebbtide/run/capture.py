@@ -29,8 +29,9 @@ class CaptureMode(DispatchMode):
     is put on in the middle of an op does not see that op, but what the op calls itself, which is not counted. Which of
     the two it was is told by the name of the op that comes next, or, if those of both are the same, by the next event
     that has another tick. One that is taken off there leaves the op to PyTorch, which runs it without any mode (since
-    its version 2.6) if one of its arguments is known to Python. What has just been saved of them is; but an op that
-    writes in place may save a copy, which it makes itself, of what it is to write over: there the mode stays. Where it
+    its version 2.6) if one of its arguments is known to Python. What has just been saved of them is, with two
+    exceptions, where the mode stays: an op that writes in place may save a copy, which it makes itself, of what it is
+    to write over; and what is lazily conjugated, negated or zero is copied on the way, and only the copy goes on. Where it
     is put on before such a copy, it sees that, but not the op.
 
     The mode also goes as a pass begins, see `passes.py`, unless calls are captured in it. Within one it is neither put
@@ -103,6 +104,10 @@ class CaptureMode(DispatchMode):
     def forget(self) -> None:
         """Capture nothing more; the mode itself stays until `end`."""
         self._known = {}
+
+    def may_end(self, saved: torch.Tensor) -> bool:
+        """Whether the stretch may end as ``saved`` is being saved. See NOTE [Counting ops]."""
+        return not (self.copied or saved.is_conj() or saved.is_neg() or saved._is_zerotensor())
 
     def end(self) -> None:
         """End the stretch, if one is under way. See NOTE [Counting ops]."""

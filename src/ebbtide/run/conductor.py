@@ -181,7 +181,7 @@ class Conductor(Tracker):
             return False
         if stretch >= 0:
             capture.begin(stretch, is_between_ops(tensor))
-        elif capture.copied or not capture.is_on_top:
+        elif not capture.is_on_top or not capture.may_end(tensor):
             return False
         else:
             capture.end()
@@ -269,7 +269,7 @@ class Conductor(Tracker):
             return  # what is done to the stack of modes there does not outlast the node, or the op
         if stretch >= 0:
             self._capture.begin(stretch, is_between_ops(tensor))
-        elif not self._capture.copied and self._capture in modes_on():  # it is not while it runs an op
+        elif self._capture.may_end(tensor) and self._capture in modes_on():  # it is not while it runs an op
             self._capture.end()
 
     # --- following -----------------------------------------------------------------------------------------------
