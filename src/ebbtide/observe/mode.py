@@ -32,15 +32,15 @@ _push: Callable[[TorchDispatchMode], None] = torch._C._push_on_torch_dispatch_st
 _pop: Callable[[None], object] = torch._C._pop_torch_dispatch_stack
 _how_many: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _at: Callable[[int], object] = torch._C._get_dispatch_stack_at
-_nodes_made: Callable[[], int] = vars(torch.autograd)["_get_sequence_nr"]
-"""How many nodes this thread has made."""
+nodes_made: Callable[[], int] = vars(torch.autograd)["_get_sequence_nr"]
+"""How many nodes this thread has made: the number that the next one will have."""
 
 
 def is_between_ops(saved: torch.Tensor) -> bool:
     """Whether no op is under way as a tensor is being saved: it is the result of the op whose node was made last, and
     no copy, which that op would have made for itself."""
     node = saved.grad_fn
-    return node is not None and node._sequence_nr() == _nodes_made() - 1 and node.name() != "CloneBackward0"
+    return node is not None and node._sequence_nr() == nodes_made() - 1 and node.name() != "CloneBackward0"
 
 
 def run_op(func: Any, args: Any, kwargs: Any) -> Any:

@@ -31,8 +31,8 @@ class CaptureMode(DispatchMode):
     that has another tick. One that is taken off there leaves the op to PyTorch, which runs it without any mode (since
     its version 2.6) if one of its arguments is known to Python. What has just been saved of them is, with two
     exceptions, where the mode stays: an op that writes in place may save a copy, which it makes itself, of what it is
-    to write over; and what is lazily conjugated, negated or zero is copied on the way, and only the copy goes on. Where it
-    is put on before such a copy, it sees that, but not the op.
+    to write over; and what is lazily conjugated, negated or zero is copied on the way, and only the copy goes on. Where
+    it is put on before such a copy, it sees that, but not the op.
 
     The mode also goes as a pass begins, see `passes.py`, unless calls are captured in it. Within one it is neither put
     on nor taken off: autograd puts the stack of modes back after each node. Nor is it put on or taken off within a call

@@ -19,6 +19,7 @@ import torch
 
 from ebbtide.errors import StepError
 from ebbtide.observe.ledger import has_storage, sizes, use_count
+from ebbtide.observe.mode import nodes_made
 from ebbtide.run.meter import note_memory
 
 if TYPE_CHECKING:
@@ -145,6 +146,7 @@ class Holding:
         size_bytes: bytes of the storage.
         recipe: what makes it again while it is dropped.
         recipes: for each time that it will be dropped.
+        put_off: where it is to go, as soon as the op that has saved it is over.
         shell: of what was saved, once that is no longer held here, and ``saved``, its version then. Whoever else has it
             may write to it.
     """
@@ -153,6 +155,7 @@ class Holding:
         "__weakref__",
         "identity",
         "load",
+        "put_off",
         "recipe",
         "recipes",
         "saved",
@@ -161,6 +164,7 @@ class Holding:
         "slot",
         "tensor",
         "tier",
+        "under_way",
         "version",
         "versions",
     )
@@ -172,6 +176,8 @@ class Holding:
         self.versions: tuple[Version, ...] = ()
         self.size_bytes = 0
         self.tier: SlowTier | None = None
+        self.put_off: SlowTier | None = None
+        self.under_way = -1
         self.slot: Slot | None = None
         self.load: Load | None = None
         self.recipe: Recipe | None = None
@@ -180,8 +186,9 @@ class Holding:
         self.saved = 0
 
     def fill(self, tensor: torch.Tensor) -> None:
-        """Hold the storage of ``tensor``."""
+        """Hold the storage of ``tensor``, which is being saved."""
         self.tensor = tensor.detach()
+        self.under_way = -1 if tensor.requires_grad or not tensor.is_floating_point() else nodes_made()
         self.shell = None
         self.version = tensor._version
         self.versions = (version_of(tensor),)
@@ -208,18 +215,28 @@ class Holding:
         return self.tensor is not None and self.identity == identity and self.version == version
 
     def send(self, tier: SlowTier) -> None:
-        """Queue the copy out; nothing to do if it is away or was changed."""
+        """Queue the copy out; nothing to do if it is away or was changed.
+
+        It is put off where the op may be under way that saves it and is to fill it yet, of which no version will tell:
+        `torch.nn.functional.rrelu` saves the slopes that it draws before it does.
+        """
         if self.intact and self.slot is None:
             assert self.tensor is not None
-            self.tier = tier
+            if self.under_way == nodes_made():
+                self.put_off = tier
+                return
+            self.tier, self.put_off = tier, None
             self.slot = tier.write(self.tensor.untyped_storage())
             self.slot.owner = weakref.ref(self)
 
     def release(self) -> None:
         """Wait until the copy out is done and let go of the bytes.
 
-        A tensor that was changed in place stays, so that asking for it raises the error that PyTorch would raise.
+        A tensor that was changed in place stays, so that asking for it raises the error that PyTorch would raise. One
+        whose copy out has to be put off stays, too.
         """
+        if self.put_off is not None:
+            self.send(self.put_off)
         if self.slot is not None and self.tensor is not None:
             self.slot.wait()
             if self.tensor._version == self.version:

@@ -37,9 +37,12 @@ class Keeper:
         self._held: dict[int, weakref.ref[Holding]] = {}
         self._also_held: frozenset[int] = frozenset()
         self._capture: CaptureMode | None = None
+        self._put_off: list[tuple[weakref.ref[Holding], bool]] = []
 
     def _perform(self, actions: Actions) -> None:
         """Do what the script says, as far as the values are still held."""
+        if self._put_off:
+            self._catch_up()
         for value in actions.drops:
             holding = self._holding(value)
             if holding is not None:
@@ -52,6 +55,7 @@ class Keeper:
             holding = self._holding(value)
             if holding is not None:
                 holding.send(self._tier(tier))
+                self._note_put_off(holding, goes=False)
         for value in actions.loads:
             holding = self._holding(value)
             if holding is not None:
@@ -69,6 +73,8 @@ class Keeper:
             return self._hold(tensor, number, saving)
 
     def _hold(self, tensor: torch.Tensor, number: int, saving: Saving) -> Kept | View:
+        if self._put_off:
+            self._catch_up()
         stays = saving.treatment == Treatment.KEEP and number not in self._also_held
         if stays or not is_plain(tensor):
             return keep(tensor, number)
@@ -117,6 +123,23 @@ class Keeper:
         elif holding.intact:
             self._send(holding, "")
             holding.release()
+            self._note_put_off(holding, goes=True)
+
+    def _note_put_off(self, holding: Holding, *, goes: bool) -> None:
+        """Copy it out, and let go of it if it ``goes``, as soon as that may be."""
+        if holding.put_off is not None:
+            self._put_off.append((weakref.ref(holding), goes))
+
+    def _catch_up(self) -> None:
+        """Move out what could not be moved out before."""
+        noted, self._put_off = self._put_off, []
+        for reference, goes in noted:
+            holding = reference()
+            if holding is not None and holding.put_off is not None:
+                holding.send(holding.put_off)
+                if goes:
+                    holding.release()
+                self._note_put_off(holding, goes=goes)
 
     def _send(self, holding: Holding, tier: str) -> None:
         """Queue the copy out of what the script does not move."""

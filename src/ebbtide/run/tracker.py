@@ -235,6 +235,8 @@ class Tracker(Keeper):
                 self._capture.take_over(outdated, former.known)
         held = {value: holding for value in self._held if (holding := self._holding(value)) is not None}
         catch_up(script, self._event, held, remade_alike(former, script, count), self._send)
+        for holding in held.values():
+            self._note_put_off(holding, goes=True)
         return True
 
     def _differs(self, reason: str) -> None:

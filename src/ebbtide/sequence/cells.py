@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ebbtide.errors import SequenceError
+from ebbtide.observe.mode import nodes_made
 from ebbtide.sequence.blocks import Block
 from ebbtide.sequence.checksums import Checksums
-from ebbtide.sequence.graphs import Outside, local_gradients, nodes_made
+from ebbtide.sequence.graphs import Outside, local_gradients
 from ebbtide.sequence.tensors import State, TensorLayout, bytes_of
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]

@@ -27,9 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 
 from ebbtide.errors import SequenceError
+from ebbtide.observe.mode import nodes_made
 
-nodes_made: Callable[[], int] = vars(torch.autograd)["_get_sequence_nr"]
-"""The number that the next node of this thread will have."""
 _hooks = torch._C._autograd
 _LEAF_NODE = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
 _alias = torch.ops.aten.alias.default
