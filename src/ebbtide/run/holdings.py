@@ -147,6 +147,7 @@ class Holding:
         recipe: what makes it again while it is dropped.
         recipes: for each time that it will be dropped.
         put_off: where it is to go, as soon as the op that has saved it is over.
+        under_way: how many nodes there were when it was saved by an op that may fill it yet; -1 if none may.
         shell: of what was saved, once that is no longer held here, and ``saved``, its version then. Whoever else has it
             may write to it.
     """
@@ -185,10 +186,11 @@ class Holding:
         self.shell: torch.Tensor | None = None
         self.saved = 0
 
-    def fill(self, tensor: torch.Tensor) -> None:
-        """Hold the storage of ``tensor``, which is being saved."""
+    def fill(self, tensor: torch.Tensor, *, is_saved: bool = False) -> None:
+        """Hold the storage of ``tensor``; ``is_saved``: which is just being saved."""
         self.tensor = tensor.detach()
-        self.under_way = -1 if tensor.requires_grad or not tensor.is_floating_point() else nodes_made()
+        filled = not is_saved or tensor.requires_grad or not tensor.is_floating_point()
+        self.under_way = -1 if filled else nodes_made()
         self.shell = None
         self.version = tensor._version
         self.versions = (version_of(tensor),)

@@ -84,7 +84,7 @@ class Keeper:
             holding = Holding()
             self._held[saving.value] = weakref.ref(holding)
         if fresh or saving.first:  # the node that saved it first may be gone already, and the holding with it
-            holding.fill(tensor)
+            holding.fill(tensor, is_saved=True)
             holding.recipes = self._recipes(saving, holding)
             for tier in saving.tiers:
                 self._tier(tier).expect(tensor.device)
