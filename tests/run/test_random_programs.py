@@ -98,6 +98,22 @@ PIECES = [
     "{t} = torch.autograd.grad({a}.sin().square().sum(), {a}, create_graph=True)[0]",
     "{t} = torch.autograd.grad(F.linear({a}, w0, b0).tanh().sum(), {a}, create_graph=True)[0] * {a}",
     "del {a}",
+    "{t} = F.rrelu({a}, training=True)",
+    "{t} = torch.fft.fft({a}).conj().imag",
+    "{t} = F.gumbel_softmax({a}, dim=-1)",
+    "{t} = {a} * torch.rand({a}.shape, generator=torch.Generator().manual_seed(5))",
+    "{t} = {a} * {a}.sum().item()",
+    "{t} = {a}.topk(3, -1).values",
+    "{t} = {a}.unfold(-1, 3, 2)",
+    "{t} = {a}.scatter_add(-1, {a}.argsort(-1), {a}.sin())",
+    "{t} = F.instance_norm({a})",
+    "{t} = F.conv_transpose2d({a}, kernel)",
+    "{t} = torch.cdist({a}, {b})",
+    "with torch.autocast('cpu', torch.bfloat16): {t} = F.linear({a}, w0, b0).float()",
+    "torch._foreach_mul_([{a}], 0.9)",
+    "{a}.masked_fill_({a} > 1, 0.5)",
+    "{a}.register_hook(lambda gradient: gradient * 2)",
+    "{a}.sum().backward(retain_graph=True)",
 ]
 """Statements; ``t`` is a new name, ``a`` and ``b`` are tensors that are there. What does not run is left out."""
 
