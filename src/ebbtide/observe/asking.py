@@ -39,12 +39,12 @@ _WITH_NODES_THAT_ASK = frozenset(
 _NODES_THAT_ASK = ("Prod", "MaskedFill", "Max", "Min", "Median", "Nanmedian")
 """How their names begin. What was written through a view has the node of the view."""
 
-_SHOWN: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+_NOTHING_TO_DO: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def shown() -> contextlib.AbstractContextManager[None]:
     """A context of which modes see the ops, though it be within a node that asks: a hook may run ops there."""
-    return _show() if torch._C._dispatch_tls_is_dispatch_key_excluded("Python") else _SHOWN
+    return _show() if torch._C._dispatch_tls_is_dispatch_key_excluded("Python") else _NOTHING_TO_DO
 
 
 @contextlib.contextmanager
@@ -69,19 +69,19 @@ class NodeWatcher(Protocol):
 
 
 class AskingNodes:
-    """Finds the nodes that ask of the ops that its owner sees."""
+    """Finds the nodes that ask of the ops that its owner, a mode, sees. It does not keep its owner alive."""
 
     def __init__(self, owner: NodeWatcher) -> None:
         self._owner = weakref.ref(owner)
         self._results: list[torch.Tensor] = []
 
     def made(self, func: Any, result: Any) -> None:
-        """An op was run. What it has made gets its node only after it was shown to all modes."""
+        """``func`` was run and returned ``result``, which gets its node only after it was shown to all modes."""
         if func in _WITH_NODES_THAT_ASK and torch.is_grad_enabled():
             self._results.append(result)
 
     def follow(self) -> None:
-        """Something else comes: hide modes from the nodes of what was made before."""
+        """Something else comes: hide modes from the nodes of what was made before, and let go of that."""
         if self._results:
             for result in self._results:
                 node = result.grad_fn
@@ -93,7 +93,7 @@ class AskingNodes:
 
 
 class _Hidden:
-    """Hides modes from one node."""
+    """Hides modes from one node, whenever that runs."""
 
     def __init__(self, owner: weakref.ref[NodeWatcher], name: str) -> None:
         self._owner = owner
@@ -101,6 +101,7 @@ class _Hidden:
         self._is_on = False
 
     def begin(self, given: Sequence[Any]) -> None:
+        """The node is to run, with these gradients or None: its pre-hook."""
         del given
         stack: list[object] = [*modes_on()]
         owner = self._owner()
@@ -111,6 +112,7 @@ class _Hidden:
             torch._C._dispatch_tls_set_dispatch_key_excluded("Python", True)
 
     def end(self, made: Sequence[Any], given: Sequence[Any]) -> None:
+        """It has run: its hook."""
         owner = self._owner()
         if self._is_on and owner is not None:
             torch._C._dispatch_tls_set_dispatch_key_excluded("Python", False)

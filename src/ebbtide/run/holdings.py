@@ -188,7 +188,7 @@ class Holding:
 
     def fill(self, tensor: torch.Tensor, *, is_saved: bool = False) -> None:
         """Hold the storage of ``tensor``; ``is_saved``: which is just being saved."""
-        self.tensor = tensor.detach()
+        self.tensor, self.put_off = tensor.detach(), None
         filled = not is_saved or tensor.requires_grad or tensor._version > 0 or not tensor.is_floating_point()
         self.under_way = -1 if filled else nodes_made()
         self.shell = None

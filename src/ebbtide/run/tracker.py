@@ -235,7 +235,7 @@ class Tracker(Keeper):
                 self._capture.take_over(outdated, former.known)
         held = {value: holding for value in self._held if (holding := self._holding(value)) is not None}
         catch_up(script, self._event, held, remade_alike(former, script, count), self._send)
-        for holding in held.values():
+        for holding in held.values():  # some before they have to go, which does no harm
             self._note_put_off(holding, goes=True)
         return True
 
