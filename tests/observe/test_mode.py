@@ -68,6 +68,7 @@ def interrupted(call: Callable[[], object], moment: int) -> bool:
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 tells of opcodes only if a frame asked before it was to trace
     sys.settrace(trace)
     try:
         call()
