@@ -10,6 +10,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,12 @@ def plain(cell: Any, state: Any, inputs: Iterable[Any], truncate: int | None = N
 def states(count: int, *like: Tensor) -> int:
     """Bytes of memory for so many states."""
     return count * TensorLayout(list(like)).size_bytes
+
+
+def in_thread(work: Callable[[], Any]) -> Any:
+    """What ``work`` gives in a thread of its own."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
 
 
 def same(a: Any, b: Any) -> bool:
@@ -155,6 +162,30 @@ class TestOutside:
 
         compare(program, memory=states(3, torch.zeros(3, WIDTH)))
 
+    @pytest.mark.parametrize("before", [30, 100, 1000], ids=lambda before: f"{before} nodes before")
+    def test_results_of_other_threads(self, before: int) -> None:
+        """Each thread numbers nodes from 0: some steps' are numbered as those that are used from outside, or later."""
+
+        def program(loop: Loop) -> tuple[Any, list[Tensor]]:
+            weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
+
+            def made() -> tuple[Tensor, Tensor]:
+                for _ in range(before):
+                    weight.sin()
+                return (weight * 2).tanh().chunk(2)
+
+            def cell(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+                h = torch.tanh(h @ left.t() @ left / 5 + x).sin()
+                return h, h.cos() @ right.t() if x > 0 else h * 2
+
+            left, right = in_thread(made)
+            start = torch.randn(3, WIDTH, requires_grad=True)
+            final, ys = in_thread(lambda: loop(cell, start, torch.arange(20)))
+            (final.sum() + sum(y.square().sum() for y in ys)).backward()
+            return (final, ys), [weight, start]
+
+        compare(program, memory=states(3, torch.zeros(3, WIDTH)))
+
     def test_two_scans_and_layers_around_them(self) -> None:
         def program(loop: Loop) -> tuple[Any, list[Tensor]]:
             embedding, head = nn.Embedding(11, WIDTH), nn.Linear(WIDTH, 11)
@@ -227,6 +258,16 @@ class TestOutside:
 
         with pytest.raises(ebbtide.SequenceError, match="step 1 uses a tensor that an earlier step made"):
             ebbtide.scan(cell, torch.zeros(WIDTH), torch.zeros(4, WIDTH))
+
+    def test_result_of_another_thread_that_cannot_be_told_from_a_step(self) -> None:
+        weight = torch.randn(WIDTH, requires_grad=True)
+        scale = in_thread(lambda: weight.sin() * 2)
+
+        def program() -> object:
+            return ebbtide.scan(lambda h, x: ((h * scale).tanh() + x, None), torch.zeros(WIDTH), torch.zeros(4, WIDTH))
+
+        with pytest.raises(ebbtide.SequenceError, match=r"another thread did; .* in the thread that calls scan"):
+            in_thread(program)
 
 
 class TestGraph:

@@ -47,6 +47,7 @@ class Outside:
         self.tensors: list[Tensor] = []
         self._numbers: dict[Hashable, int] = {}
         self._began = nodes_made()
+        self._elsewhere: set[Node] = set()  # nodes of other threads, numbered as some of a later step might be
 
     def input_number(self, tensor: Tensor) -> int:
         """The number of a tensor that a step has as an input: another one than if the cell closes over it, too."""
@@ -81,14 +82,15 @@ class Outside:
             SequenceError: if it uses what an earlier step made, other than through the state, or what is not found.
         """
         outputs = list(outputs)
-        leaves, results = _ends(outputs, {id(tensor) for tensor in own}, since)
+        until = nodes_made()
+        leaves, results = _ends(outputs, {id(tensor) for tensor in own}, since, until, self._elsewhere)
         counts = {self._number(leaf, id(leaf)): count for leaf, count in leaves}
         unknown = {edge for edge in results if edge not in self._numbers}
         if unknown:
-            if any(node._sequence_nr() >= self._began for node, _ in unknown):
+            if any(self._began <= node._sequence_nr() < until for node, _ in unknown):
                 raise SequenceError(
-                    f"step {step} uses a tensor that an earlier step made and that is not in its state; return it as "
-                    "a part of the state"
+                    f"step {step} uses a tensor that an earlier step made and that is not in its state, or that "
+                    "another thread did; return it as a part of the state, or make it in the thread that calls scan"
                 )
             with _disable_current_modes(), _Finder(unknown) as finder:
                 finder.look(outputs)  # one may have been passed on as it was
@@ -96,11 +98,12 @@ class Outside:
             missing = unknown - finder.found.keys()
             if missing:
                 raise SequenceError(
-                    f"step {step} uses a result of {next(iter(missing))[0].name()} from outside that cannot be found; "
-                    "pass it as a part of the state or of the inputs"
+                    f"step {step} uses a result of {next(iter(missing))[0].name()} from outside, or from a thread of "
+                    "its own, that cannot be found; pass it as a part of the state or of the inputs"
                 )
             for edge, tensor in finder.found.items():
                 self._number(tensor, edge)
+            self._elsewhere.update(node for node, _ in unknown if node._sequence_nr() >= until)
         for edge, count in results.items():
             counts[self._numbers[edge]] = counts.get(self._numbers[edge], 0) + count
         return dict(sorted(counts.items()))
@@ -184,8 +187,18 @@ class _Finder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _ends(outputs: Iterable[Tensor], own: set[int], since: int) -> tuple[list[tuple[Tensor, int]], dict[Edge, int]]:
-    """Leaves and edges to results of other ops at which the graph of ``outputs`` ends, and how often it does."""
+def _ends(
+    outputs: Iterable[Tensor], own: set[int], since: int, until: int, elsewhere: set[Node]
+) -> tuple[list[tuple[Tensor, int]], dict[Edge, int]]:
+    """Leaves and edges to results of other ops at which the graph of ``outputs`` ends, and how often it does.
+
+    Args:
+        outputs: of a step.
+        own: see `Outside.used`.
+        since: `nodes_made` when the step began.
+        until: `nodes_made` now.
+        elsewhere: nodes that are not the step's, whatever their numbers.
+    """
     leaves: dict[int, Tensor] = {}
     counts: dict[int, int] = {}
     results: dict[Edge, int] = {}
@@ -208,7 +221,7 @@ def _ends(outputs: Iterable[Tensor], own: set[int], since: int) -> tuple[list[tu
                 if key not in own:
                     leaves[key] = leaf
                     counts[key] = counts.get(key, 0) + 1
-            elif node._sequence_nr() < since:
+            elif not since <= node._sequence_nr() < until or node in elsewhere:
                 results[edge] = results.get(edge, 0) + 1  # type: ignore[index, arg-type]
             else:
                 seen.add(node)

@@ -58,7 +58,7 @@ def scan(
             take comes on top, and so do inputs, outputs and gradients.
         spill: directory for states that do not fit, on a fast disk; or several, fastest first. Without one, steps are
             run again.
-        truncate: detach the state before each step whose number is a multiple of this.
+        truncate: detach the state before each step whose number is a multiple of this, but not state 0.
         check: compare every state that is computed again with a checksum of the first time, and what the disk gives
             back with what it was given. Takes 4 bytes of memory for each step.
         progress: whether to show a bar; if not given, for long chains on a terminal.
