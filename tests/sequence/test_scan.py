@@ -169,7 +169,7 @@ class TestOutside:
         def program(loop: Loop) -> tuple[Any, list[Tensor]]:
             weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
 
-            def made() -> tuple[Tensor, Tensor]:
+            def made() -> tuple[Tensor, ...]:
                 for _ in range(before):
                     weight.sin()
                 return (weight * 2).tanh().chunk(2)
@@ -185,6 +185,34 @@ class TestOutside:
             return (final, ys), [weight, start]
 
         compare(program, memory=states(3, torch.zeros(3, WIDTH)))
+
+    def test_leaves_of_the_steps_themselves(self) -> None:
+        """They are not held from one step to the next: each is as large as a state."""
+
+        def program(loop: Loop) -> tuple[Any, list[Tensor]]:
+            energy = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+            scales = [torch.rand(WIDTH, requires_grad=True) for _ in range(12)]
+
+            def cell(x: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+                place = x.detach().requires_grad_()
+                loss = energy(place * scales[int(k)]).sum()
+                (force,) = torch.autograd.grad(loss, place, create_graph=True)
+                made.append(weakref.ref(place))
+                return x - 0.1 * force, loss
+
+            made: list[weakref.ref[Tensor]] = []
+            start = torch.randn(3, WIDTH, requires_grad=True)
+            final, ys = loop(cell, start, torch.arange(12))
+            held.append([leaf() is not None for leaf in made].count(True))
+            edges.append(len(final.grad_fn.next_functions))
+            (final.square().sum() + torch.stack(ys).sum()).backward()
+            return (final, ys), [start, *energy.parameters(), *scales]
+
+        held: list[int] = []
+        edges: list[int] = []
+        compare(program, memory=states(3, torch.zeros(3, WIDTH)))
+        assert held == [12, 0]
+        assert edges[1] <= 4 + 12 + 3  # parameters, scales, start, places of what is gone
 
     def test_two_scans_and_layers_around_them(self) -> None:
         def program(loop: Loop) -> tuple[Any, list[Tensor]]:

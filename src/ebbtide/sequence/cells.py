@@ -132,6 +132,7 @@ class CellChain:
         is_new, began = start >= len(self._steps), time.perf_counter()
         for step in range(start, stop):
             state = self._advance(state, step)
+            self._settle()
         if is_new and start < stop:
             self._steps_took(stop - start, time.perf_counter() - began)
         return state
@@ -172,11 +173,7 @@ class CellChain:
         same = tuple(_find(output, ran.following) for output in outputs)
         inputs = tuple(map(self.outside.input_number, ran.inputs))
         once = tuple(count == 1 for count in uses.values())
-        key = (inputs, tuple(uses), once, same, _needs_grad(ran.following))
-        record = self._alike.get(key)
-        if record is None:
-            record = self._alike[key] = _Step(*key)
-        self._steps.append(record)
+        self._steps.append(self._record(inputs, tuple(uses), once, same, _needs_grad(ran.following)))
         numbers = {id(output): _Number(len(self.results) + k) for k, output in enumerate(outputs)}
         self.results += [output.detach() for output in outputs]
         nothing = ran.spec is _LEAF and ran.parts[0] is None
@@ -187,6 +184,20 @@ class CellChain:
                     numbers[id(part)] = _Number(len(self.results))
                     self.results.append(part.detach())
             self._final = [numbers.get(id(part), part) for part in ran.following]
+
+    def _record(self, *key: Any) -> _Step:
+        record = self._alike.get(key)
+        if record is None:
+            record = self._alike[key] = _Step(*key)
+        return record
+
+    def _settle(self) -> None:
+        """Forget leaves that the last step made for itself, as its graph is gone."""
+        gone = self.outside.settle()
+        if gone:
+            last = self._steps[-1]
+            uses = {number: once for number, once in zip(last.uses, last.uses_once, strict=True) if number not in gone}
+            self._steps[-1] = self._record(last.inputs, tuple(uses), tuple(uses.values()), last.same, last.needs_grad)
 
     def trial(self, state: State) -> State:
         """Run step 0, leaving no trace."""

@@ -16,6 +16,7 @@ arrives: it is added to the sum afterwards, in place, which takes less time.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ from ebbtide.observe.mode import nodes_made
 _hooks = torch._C._autograd
 _LEAF_NODE = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
 _alias = torch.ops.aten.alias.default
+_NOBODY = torch.empty(0)
 
 Edge = tuple[Node, int]
 
@@ -40,12 +42,14 @@ class Outside:
     """Tensors made outside the cell that its steps use and that require grad, numbered as they are found.
 
     Attributes:
-        tensors: they.
+        tensors: they, by number; empty ones that require none where a step's own leaf was.
     """
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self._numbers: dict[Hashable, int] = {}
+        self._new_leaves: dict[int, weakref.ref[Tensor]] = {}  # by id
+        self._free: list[int] = []  # numbers of leaves that are gone
         self._began = nodes_made()
         self._elsewhere: set[Node] = set()  # nodes of other threads, numbered as some of a later step might be
 
@@ -62,9 +66,33 @@ class Outside:
 
     def _number(self, tensor: Tensor, key: Hashable) -> int:
         if key not in self._numbers:
-            self._numbers[key] = len(self.tensors)
-            self.tensors.append(tensor)
+            if not self._free:
+                self._free.append(len(self.tensors))
+                self.tensors.append(_NOBODY)
+            self._numbers[key] = number = self._free.pop()
+            self.tensors[number] = tensor
         return self._numbers[key]
+
+    def _leaf_number(self, leaf: Tensor) -> int:
+        """A new one is not held before `settle`."""
+        key = id(leaf)
+        if key not in self._numbers:
+            self._new_leaves[key] = weakref.ref(leaf)
+            self.tensors[self._number(leaf, key)] = _NOBODY
+        return self._numbers[key]
+
+    def settle(self) -> list[int]:
+        """Hold the new leaves of the last step, whose graph is gone, or forget them; the numbers of the latter."""
+        gone = []
+        for key, held in self._new_leaves.items():
+            leaf = held()
+            if leaf is None:
+                gone.append(self._numbers.pop(key))
+            else:
+                self.tensors[self._numbers[key]] = leaf
+        self._new_leaves = {}
+        self._free += gone
+        return gone
 
     def used(
         self, outputs: Iterable[Tensor], own: Sequence[Tensor], since: int, step: int, again: Callable[[], object]
@@ -84,7 +112,7 @@ class Outside:
         outputs = list(outputs)
         until = nodes_made()
         leaves, results = _ends(outputs, {id(tensor) for tensor in own}, since, until, self._elsewhere)
-        counts = {self._number(leaf, id(leaf)): count for leaf, count in leaves}
+        counts = {self._leaf_number(leaf): count for leaf, count in leaves}
         unknown = {edge for edge in results if edge not in self._numbers}
         if unknown:
             if any(self._began <= node._sequence_nr() < until for node, _ in unknown):
