@@ -243,6 +243,23 @@ class TestOutside:
 
         compare(program, memory=states(3, torch.zeros(4, WIDTH)))
 
+    @pytest.mark.parametrize("leaf", [False, True])
+    def test_state_0_and_inputs_closed_over(self, leaf: bool) -> None:
+        """And put out as they were. A plain loop adds up all that arrives for each of them in one place."""
+
+        def program(loop: Loop) -> tuple[Any, list[Tensor]]:
+            leaves = [torch.randn(3, WIDTH, requires_grad=True) for _ in range(8)]
+            anchor, *xs = leaves if leaf else [(source * 2).sin() for source in leaves]
+
+            def cell(h: Tensor, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+                return torch.tanh(h * x + anchor * 0.7 - xs[4].cos() * anchor), (h * 3, x, xs[4])
+
+            final, ys = loop(cell, anchor, xs)
+            (final.sum() + ys[0][1].exp().sum() + ys[5][2].sin().sum() + sum(y[0].sin().sum() for y in ys)).backward()
+            return (final, ys), leaves
+
+        compare(program, memory=states(3, torch.zeros(3, WIDTH)))
+
     def test_the_same_input_each_time(self) -> None:
         """Also as something that the cell closes over."""
 
@@ -424,43 +441,45 @@ class TestGraph:
 @hypothesis.settings(max_examples=25)
 @hypothesis.given(st.data())
 def test_random_cells(data: st.DataObject) -> None:
-    """Ops, what feeds them, what is in the state, put out, watched, truncated: all at random.
+    """Ops, what feeds them, what is in the state, put out, watched, truncated: all at random. Cells may close over a part
+    of state 0 and an input.
 
     Left out are states with a tensor that was there before the step, or twice: to the plain loop it is one tensor, here
     it is several, so that three or more gradients of it add up in another order.
     """
     draw = data.draw
     seed, n, count = draw(st.integers(0, 999)), draw(st.integers(1, 12)), draw(st.integers(2, 6))
-    parts, length = draw(st.integers(1, 3)), draw(st.integers(2, 8))
-    sources = [[draw(st.integers(0, parts + 3 + k)) for _ in range(2)] for k in range(length)]
+    parts, length = draw(st.integers(1, 3)), draw(st.integers(3, 8))
+    sources = [[draw(st.integers(0, parts + 5 + k)) for _ in range(2)] for k in range(length)]
     known: list[Callable[..., Tensor]] = [torch.mul, torch.matmul, torch.atan2, torch.add]
     ops = [draw(st.sampled_from(known)) for _ in range(length)]
-    results = st.integers(parts + 3, parts + 3 + length)
+    results = st.integers(parts + 6, parts + 5 + length)
     picked = draw(st.lists(results, min_size=parts, max_size=parts, unique=True))
     put_out = draw(st.lists(results | st.integers(0, parts - 1), max_size=3))
     watched = draw(st.lists(st.booleans(), min_size=n, max_size=n))
     needs = draw(st.lists(st.booleans(), min_size=parts + 2, max_size=parts + 2))
     dtype = draw(st.sampled_from([torch.float32, torch.float64]))
+    closed_over = draw(st.integers(0, n - 1))
 
     def program(loop: Loop) -> tuple[Any, list[Tensor]]:
         torch.manual_seed(seed)
         weight = torch.randn(4, 4, dtype=dtype, requires_grad=True)
         made = (weight * 2).tanh()
-        state = [torch.randn(4, 4, dtype=dtype, requires_grad=need) for need in needs[:parts]]
+        start = [torch.randn(4, 4, dtype=dtype, requires_grad=need) for need in needs[:parts]]
         xs = [torch.randn(4, 4, dtype=dtype, requires_grad=needs[-1]) for _ in range(n)]
 
         def cell(state: list[Tensor], x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-            values = [*state, x, weight, made, torch.rand(4, 4, dtype=dtype)]
+            values = [*state, x, weight, made, torch.rand(4, 4, dtype=dtype), start[0], xs[closed_over]]
             for op, (left, right) in zip(ops, sources, strict=True):
                 values.append(op(values[left], values[right]).sin())
             return [values[k] for k in picked], [values[k] for k in put_out]
 
-        final, ys = loop(cell, state, xs)
+        final, ys = loop(cell, start, xs)
         watch = [y for y, flag in zip(ys, watched, strict=True) if flag]
         loss = sum((part.square().sum() for part in tree_leaves((watch, final))), start=torch.zeros((), dtype=dtype))
         if loss.requires_grad:
             loss.backward()
-        return (final, ys), [weight, *state, *xs]
+        return (final, ys), [weight, *start, *xs]
 
     truncate = draw(st.one_of(st.none(), st.integers(1, 5)))
     compare(program, memory=states(count, *[torch.zeros(4, 4, dtype=dtype)] * parts), truncate=truncate, check=True)

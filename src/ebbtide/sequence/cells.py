@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from ebbtide.observe.mode import nodes_made
 from ebbtide.sequence.blocks import Block
 from ebbtide.sequence.checksums import Checksums
 from ebbtide.sequence.graphs import Outside, local_gradients
+from ebbtide.sequence.steps import Ran, Step, Steps, has_gradient
 from ebbtide.sequence.tensors import State, TensorLayout, bytes_of
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]
@@ -31,45 +32,6 @@ class Inputs(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, step: int, /) -> Any: ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Step:
-    """What must be known of a step to reverse it.
-
-    Attributes:
-        inputs, uses: numbers in `Outside` of its inputs and of what else it uses.
-        uses_once: whether it uses each of the latter once.
-        same: for each tensor of its output, the tensor of the next state that it is, or -1.
-        needs_grad: for each tensor of the next state, whether it requires grad.
-    """
-
-    inputs: tuple[int, ...]
-    uses: tuple[int, ...]
-    uses_once: tuple[bool, ...]
-    same: tuple[int, ...]
-    needs_grad: tuple[bool, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Ran:
-    """A step as just run, with its graph.
-
-    Attributes:
-        inputs, given: tensors of its input that require grad, and what the cell was given in their place.
-        following: tensors of the next state.
-        parts, spec: its output, flat.
-    """
-
-    inputs: list[Tensor]
-    given: list[Tensor]
-    following: list[Tensor]
-    parts: list[Any]
-    spec: TreeSpec
-
-    def outputs(self) -> list[Tensor]:
-        """The tensors of its output that require grad, each once."""
-        return _once(part for part in self.parts if isinstance(part, Tensor) and part.requires_grad)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,11 +75,12 @@ class CellChain:
         self._truncate = truncate
         self._steps_took = steps_took
         self._checksums = Checksums("cell") if check else None
-        self._steps: list[_Step] = []
-        self._alike: dict[tuple[Any, ...], _Step] = {}  # so that steps that are alike share one record
+        self._steps = Steps()
         self._ys: list[tuple[list[Any], TreeSpec]] = []
         self._final: list[Any] = []
         self._start: list[int | None] = []
+        self._passed_on: dict[int, int] = {}  # numbers of results that are tensors from outside
+        self._start_passed_on: list[tuple[int, int]] = []
         # While steps are reversed:
         self._grads: list[Tensor | None] = []
         self._position = 0
@@ -147,10 +110,13 @@ class CellChain:
         cut = self._truncate is not None and (step + 1) % self._truncate == 0
         return [part.detach().requires_grad_(part.requires_grad and not cut) for part in ran.following]
 
-    def _run(self, state: State, step: int) -> _Ran:
+    def _run(self, state: State, step: int, whole: Collection[int] = ()) -> Ran:
+        """Run a step. Inputs get detached from what they were made of, but for those whose number is in ``whole``."""
         parts, spec = _flatten(self._inputs[step])
-        inputs = [part for part in parts if isinstance(part, Tensor) and part.requires_grad]
-        given = {id(part): part.detach().requires_grad_() for part in inputs}
+        inputs = {id(part): part for part in parts if has_gradient(part)}
+        if whole:
+            inputs = {key: part for key, part in inputs.items() if self.outside.find(part) not in whole}
+        given = {key: part.detach().requires_grad_() for key, part in inputs.items()}
         versions = [part._version for part in state]
         found = self._cell(self._layout.unflatten(state), _unflatten([given.get(id(p), p) for p in parts], spec))
         if not (isinstance(found, tuple) and len(found) == 2):
@@ -162,19 +128,20 @@ class CellChain:
             raise SequenceError(f"the cell has altered its state in place in step {step}; it must return a new one")
         if self._checksums is not None:
             self._checksums.compare(bytes_of(following), step)
-        return _Ran(_once(inputs), list(given.values()), following, *_flatten(found[1]))
+        return Ran(list(inputs.values()), list(given.values()), following, *_flatten(found[1]))
 
-    def _note(self, ran: _Ran, state: State, step: int, since: int) -> None:
+    def _note(self, ran: Ran, state: State, step: int, since: int) -> None:
         """Take up what the first run of a step shows and puts out."""
-        outputs = ran.outputs()
+        by_place = ran.outputs()
+        outputs = list(by_place.values())
         uses = self.outside.used(
             [*ran.following, *outputs], [*state, *ran.given], since, step, lambda: self._run_unseen(state, step)
         )
         same = tuple(_find(output, ran.following) for output in outputs)
         inputs = tuple(map(self.outside.input_number, ran.inputs))
-        once = tuple(count == 1 for count in uses.values())
-        self._steps.append(self._record(inputs, tuple(uses), once, same, _needs_grad(ran.following)))
+        self._steps.note(inputs, uses, tuple(by_place), same, _needs_grad(ran.following))
         numbers = {id(output): _Number(len(self.results) + k) for k, output in enumerate(outputs)}
+        self._note_passed_on(ran, state, step, outputs)
         self.results += [output.detach() for output in outputs]
         nothing = ran.spec is _LEAF and ran.parts[0] is None
         self._ys.append(_NOTHING if nothing else ([numbers.get(id(part), part) for part in ran.parts], ran.spec))
@@ -185,19 +152,21 @@ class CellChain:
                     self.results.append(part.detach())
             self._final = [numbers.get(id(part), part) for part in ran.following]
 
-    def _record(self, *key: Any) -> _Step:
-        record = self._alike.get(key)
-        if record is None:
-            record = self._alike[key] = _Step(*key)
-        return record
+    def _note_passed_on(self, ran: Ran, state: State, step: int, outputs: list[Tensor]) -> None:
+        """Which results are tensors from outside, put out as they were."""
+        for result, output in enumerate(outputs, start=len(self.results)):
+            given = _find(output, ran.given)
+            number = self.outside.find(ran.inputs[given] if given >= 0 else output)
+            if number is not None:
+                self._passed_on[result] = number
+            elif step == 0 and (place := _find(output, state)) >= 0:
+                self._start_passed_on.append((result, place))
 
     def _settle(self) -> None:
         """Forget leaves that the last step made for itself, as its graph is gone."""
         gone = self.outside.settle()
         if gone:
-            last = self._steps[-1]
-            uses = {number: once for number, once in zip(last.uses, last.uses_once, strict=True) if number not in gone}
-            self._steps[-1] = self._record(last.inputs, tuple(uses), tuple(uses.values()), last.same, last.needs_grad)
+            self._steps.forget(gone)
 
     def trial(self, state: State) -> State:
         """Run step 0, leaving no trace."""
@@ -215,6 +184,10 @@ class CellChain:
     def take_results(self, start: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The results, given the user's state 0; they are not held here any more."""
         self._start = [self.outside.find(part) for part in start]
+        for result, place in self._start_passed_on:
+            number = self._start[place]
+            if number is not None:
+                self._passed_on[result] = number
         results, self.results = self.results, []
         return tuple(results)
 
@@ -239,7 +212,10 @@ class CellChain:
             self._adjoint.append(self._grads[part.value] if isinstance(part, _Number) else None)
             if isinstance(part, _Number):
                 self._grads[part.value] = None  # so that it counts once, whatever else the same tensor is
-        self._position = sum(len(record.same) for record in self._steps)
+        for result, number in self._passed_on.items():  # in a plain loop, it comes before all that steps have to add
+            self._add_to_sum(number, self._grads[result])
+            self._grads[result] = None
+        self._position = self._steps.outputs()
         del self._grads[self._position :]
 
     def reverse(self, state: State, step: int) -> None:
@@ -248,26 +224,43 @@ class CellChain:
         self._position -= len(record.same)
         grads = self._grads[self._position :]
         del self._grads[self._position :]
-        seeds = self._seeds(len(state), step)
+        whole = self._whole(record, step)
+        if step == 0:
+            state = [
+                part if number not in whole else self.outside.tensors[number]
+                for part, number in zip(state, self._start, strict=True)
+            ]
+        seeds = self._seeds(len(state), step, whole)
         own = [(k, grad) for k, grad in enumerate(grads) if grad is not None and record.same[k] < 0]
         if own or any(grad is not None for grad in self._adjoint):
-            ran = self._run(state, step)
+            ran = self._run(state, step, whole)
             roots = [(part, grad) for part, grad in zip(ran.following, self._adjoint, strict=True) if grad is not None]
             if own:
-                outputs = ran.outputs()
-                if len(outputs) != len(record.same):
+                found = [ran.parts[place] for place in record.outputs if place < len(ran.parts)]
+                # What is whole may be several of them: they are fewer, each once.
+                if not all(map(has_gradient, found)) or len(ran.outputs() if not whole else found) != len(record.same):
                     raise _other_graph(step)
-                roots += [(outputs[k], grad) for k, grad in own]
-            self._add(state, ran, record, roots, seeds, step)
+                roots += [(found[k], grad) for k, grad in own]
+            self._add(state, ran, record, roots, seeds, step, whole)
         self._adjoint = seeds
 
-    def _seeds(self, parts: int, step: int) -> list[Tensor | None]:
+    def _whole(self, record: Step, step: int) -> frozenset[int]:
+        """Numbers of what a step has in several parts: from outside, as an input, as state 0.
+
+        Such a tensor is given to it as it is, so that gradients of all its uses arrive in one place, in a plain loop's
+        order. See NOTE [The same order of additions] in `graphs.py`.
+        """
+        if step > 0:
+            return record.twice
+        return record.twice.union(number for number in self._start if number in record.inputs or number in record.uses)
+
+    def _seeds(self, parts: int, step: int, whole: frozenset[int]) -> list[Tensor | None]:
         """Gradients that a state has as the output of the step before it."""
         seeds: list[Tensor | None] = [None] * parts
         if step == 0:
             # What it has got as something else comes first: see NOTE [The same order of additions] in `graphs.py`.
             for place, number in enumerate(self._start):
-                if number is not None:
+                if number is not None and number not in whole:
                     seeds[place], self._sums[number] = self._sums[number], None
         else:
             same = self._steps[step - 1].same
@@ -279,32 +272,34 @@ class CellChain:
     def _add(
         self,
         state: State,
-        ran: _Ran,
-        record: _Step,
+        ran: Ran,
+        record: Step,
         roots: list[tuple[Tensor, Tensor]],
         seeds: list[Tensor | None],
         step: int,
+        whole: frozenset[int],
     ) -> None:
         """Run a step's graph back: into ``seeds`` what its state gets, into the sums what is outside."""
-        if _needs_grad(ran.following) != record.needs_grad or len(ran.given) != len(record.inputs):
+        inputs = [number for number in record.inputs if number not in whole]
+        if _needs_grad(ran.following) != record.needs_grad or len(ran.given) != len(inputs):
             raise _other_graph(step)
-        places = [place for place, part in enumerate(state) if part.requires_grad]
+        uses = dict(zip(record.uses, record.uses_once, strict=True)) | dict.fromkeys(whole, False)
         tensors = self.outside.tensors
-        targets = [*(state[place] for place in places), *ran.given, *(tensors[number] for number in record.uses)]
+        ours = {id(tensors[number]) for number in whole}
+        places = [place for place, part in enumerate(state) if part.requires_grad and id(part) not in ours]
+        targets = [*(state[place] for place in places), *ran.given, *(tensors[number] for number in uses)]
         if not targets:
             return
         # What is added afterwards is not fed in: see NOTE [The same order of additions] in `graphs.py`.
-        added = [once and _is_dense(self._sums[k]) for k, once in zip(record.uses, record.uses_once, strict=True)]
-        sums = [*(seeds[place] for place in places), *(self._sums[number] for number in record.inputs)]
-        sums += [None if add else self._sums[k] for k, add in zip(record.uses, added, strict=True)]
-        keep = any(tensors[number].grad_fn is not None for number in record.uses)
+        added = [once and _is_dense(self._sums[k]) for k, once in uses.items()]
+        sums = [*(seeds[place] for place in places), *(self._sums[number] for number in inputs)]
+        sums += [None if add else self._sums[k] for k, add in zip(uses, added, strict=True)]
+        keep = any(tensors[number].grad_fn is not None for number in uses)
         found = local_gradients(roots, targets, sums, keep=keep)
         for place, grad in zip(places, found, strict=False):
             seeds[place] = grad
         rest = found[len(places) :]
-        for number, grad, add in zip(
-            (*record.inputs, *record.uses), rest, [False] * len(record.inputs) + added, strict=True
-        ):
+        for number, grad, add in zip((*inputs, *uses), rest, [False] * len(inputs) + added, strict=True):
             if add:
                 self._add_to_sum(number, grad)
             else:
@@ -368,10 +363,6 @@ def _other_graph(step: int) -> SequenceError:
         f"step {step} gave another graph when it was run again: the cell must depend on the state and the input alone; "
         "check=True finds the first step that differs"
     )
-
-
-def _once(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def _find(tensor: Tensor, among: Sequence[Tensor]) -> int:

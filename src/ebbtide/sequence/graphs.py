@@ -54,15 +54,12 @@ class Outside:
         self._elsewhere: set[Node] = set()  # nodes of other threads, numbered as some of a later step might be
 
     def input_number(self, tensor: Tensor) -> int:
-        """The number of a tensor that a step has as an input: another one than if the cell closes over it, too."""
-        return self._number(tensor, ("input", id(tensor)))
+        """The number of a tensor that a step has as an input."""
+        return self._number(tensor, _key(tensor))
 
     def find(self, tensor: Tensor) -> int | None:
-        """The number of a tensor that requires grad, if it has one, as an input or otherwise."""
-        if not tensor.requires_grad:
-            return None
-        own = id(tensor) if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
-        return self._numbers.get(("input", id(tensor)), self._numbers.get(own))
+        """The number of a tensor that requires grad, if it has one."""
+        return self._numbers.get(_key(tensor)) if tensor.requires_grad else None
 
     def _number(self, tensor: Tensor, key: Hashable) -> int:
         if key not in self._numbers:
@@ -96,8 +93,8 @@ class Outside:
 
     def used(
         self, outputs: Iterable[Tensor], own: Sequence[Tensor], since: int, step: int, again: Callable[[], object]
-    ) -> dict[int, int]:
-        """The numbers of those that the graph of a step uses, and how often. See NOTE [Where a step's graph ends].
+    ) -> dict[int, bool]:
+        """The numbers of those that the graph of a step uses, and whether once. See NOTE [Where a step's graph ends].
 
         Args:
             outputs: of the step.
@@ -134,7 +131,7 @@ class Outside:
             self._elsewhere.update(node for node, _ in unknown if node._sequence_nr() >= until)
         for edge, count in results.items():
             counts[self._numbers[edge]] = counts.get(self._numbers[edge], 0) + count
-        return dict(sorted(counts.items()))
+        return {number: count == 1 for number, count in sorted(counts.items())}
 
     @contextlib.contextmanager
     def fenced(self) -> Iterator[None]:
@@ -213,6 +210,10 @@ class _Finder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.look(tree_iter((args, kwargs)))
         return func(*args, **(kwargs or {}))
+
+
+def _key(tensor: Tensor) -> Hashable:
+    return id(tensor) if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
 
 
 def _ends(

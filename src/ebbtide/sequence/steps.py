@@ -1,0 +1,103 @@
+"""The steps of a cell: as just run, and what must be known of them to reverse them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import TreeSpec
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ran:
+    """A step as just run, with its graph.
+
+    Attributes:
+        inputs, given: tensors of its input that require grad, and what the cell was given in their place.
+        following: tensors of the next state.
+        parts, spec: its output, flat.
+    """
+
+    inputs: list[Tensor]
+    given: list[Tensor]
+    following: list[Tensor]
+    parts: list[Any]
+    spec: TreeSpec
+
+    def outputs(self) -> dict[int, Tensor]:
+        """The tensors of its output that require grad, each once, by their place in it."""
+        found: dict[int, int] = {}
+        for place, part in enumerate(self.parts):
+            if has_gradient(part):
+                found.setdefault(id(part), place)
+        return {place: self.parts[place] for place in found.values()}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """What must be known of one.
+
+    Attributes:
+        inputs, uses: numbers in `Outside` of its inputs and of what else it uses.
+        uses_once: whether it uses each of the latter once.
+        outputs: places in its output, flat, of the tensors that require grad, each once.
+        same: for each of those, the tensor of the next state that it is, or -1.
+        needs_grad: for each tensor of the next state, whether it requires grad.
+        twice: numbers that are among the inputs and among what else it uses.
+    """
+
+    inputs: tuple[int, ...]
+    uses: tuple[int, ...]
+    uses_once: tuple[bool, ...]
+    outputs: tuple[int, ...]
+    same: tuple[int, ...]
+    needs_grad: tuple[bool, ...]
+    twice: frozenset[int]
+
+
+class Steps:
+    """The steps of a chain, in order; those that are alike share one record."""
+
+    def __init__(self) -> None:
+        self._steps: list[Step] = []
+        self._alike: dict[object, Step] = {}
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __getitem__(self, step: int) -> Step:
+        return self._steps[step]
+
+    def note(
+        self,
+        inputs: tuple[int, ...],
+        uses: Mapping[int, bool],
+        outputs: tuple[int, ...],
+        same: tuple[int, ...],
+        needs_grad: tuple[bool, ...],
+    ) -> None:
+        """Add one: see `Step`; ``uses`` says of each number whether it is used once."""
+        key = (inputs, *uses.items(), outputs, same, needs_grad)
+        record = self._alike.get(key)
+        if record is None:
+            twice = frozenset(inputs).intersection(uses)
+            record = Step(inputs, tuple(uses), tuple(uses.values()), outputs, same, needs_grad, twice)
+            self._alike[key] = record
+        self._steps.append(record)
+
+    def forget(self, numbers: Collection[int]) -> None:
+        """The step noted last does not use these."""
+        last = self._steps.pop()
+        uses = {k: once for k, once in zip(last.uses, last.uses_once, strict=True) if k not in numbers}
+        self.note(last.inputs, uses, last.outputs, last.same, last.needs_grad)
+
+    def outputs(self) -> int:
+        """How many tensors all of them put out."""
+        return sum(len(step.outputs) for step in self._steps)
+
+
+def has_gradient(part: Any) -> bool:
+    """Whether it is a tensor that requires grad."""
+    return isinstance(part, Tensor) and part.requires_grad
