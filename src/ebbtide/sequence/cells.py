@@ -225,7 +225,9 @@ class CellChain:
         grads = self._grads[self._position :]
         del self._grads[self._position :]
         whole = self._whole(record, step)
-        if step == 0:
+        if whole:
+            record = record.with_whole(whole)
+        if whole and step == 0:
             state = [
                 part if number not in whole else self.outside.tensors[number]
                 for part, number in zip(state, self._start, strict=True)
@@ -280,26 +282,26 @@ class CellChain:
         whole: frozenset[int],
     ) -> None:
         """Run a step's graph back: into ``seeds`` what its state gets, into the sums what is outside."""
-        inputs = [number for number in record.inputs if number not in whole]
-        if _needs_grad(ran.following) != record.needs_grad or len(ran.given) != len(inputs):
+        if _needs_grad(ran.following) != record.needs_grad or len(ran.given) != len(record.inputs):
             raise _other_graph(step)
-        uses = dict(zip(record.uses, record.uses_once, strict=True)) | dict.fromkeys(whole, False)
         tensors = self.outside.tensors
         ours = {id(tensors[number]) for number in whole}
         places = [place for place, part in enumerate(state) if part.requires_grad and id(part) not in ours]
-        targets = [*(state[place] for place in places), *ran.given, *(tensors[number] for number in uses)]
+        targets = [*(state[place] for place in places), *ran.given, *(tensors[number] for number in record.uses)]
         if not targets:
             return
         # What is added afterwards is not fed in: see NOTE [The same order of additions] in `graphs.py`.
-        added = [once and _is_dense(self._sums[k]) for k, once in uses.items()]
-        sums = [*(seeds[place] for place in places), *(self._sums[number] for number in inputs)]
-        sums += [None if add else self._sums[k] for k, add in zip(uses, added, strict=True)]
-        keep = any(tensors[number].grad_fn is not None for number in uses)
+        added = [once and _is_dense(self._sums[k]) for k, once in zip(record.uses, record.uses_once, strict=True)]
+        sums = [*(seeds[place] for place in places), *(self._sums[number] for number in record.inputs)]
+        sums += [None if add else self._sums[k] for k, add in zip(record.uses, added, strict=True)]
+        keep = any(tensors[number].grad_fn is not None for number in record.uses)
         found = local_gradients(roots, targets, sums, keep=keep)
         for place, grad in zip(places, found, strict=False):
             seeds[place] = grad
         rest = found[len(places) :]
-        for number, grad, add in zip((*inputs, *uses), rest, [False] * len(inputs) + added, strict=True):
+        for number, grad, add in zip(
+            (*record.inputs, *record.uses), rest, [False] * len(record.inputs) + added, strict=True
+        ):
             if add:
                 self._add_to_sum(number, grad)
             else:

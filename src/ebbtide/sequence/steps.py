@@ -56,6 +56,12 @@ class Step:
     needs_grad: tuple[bool, ...]
     twice: frozenset[int]
 
+    def with_whole(self, numbers: frozenset[int]) -> Step:
+        """The step where these are what it uses from outside, several times, and not inputs."""
+        once = dict(zip(self.uses, self.uses_once, strict=True)) | dict.fromkeys(numbers, False)
+        inputs = tuple(number for number in self.inputs if number not in numbers)
+        return dataclasses.replace(self, inputs=inputs, uses=tuple(once), uses_once=tuple(once.values()))
+
 
 class Steps:
     """The steps of a chain, in order; those that are alike share one record."""
