@@ -441,10 +441,9 @@ class TestGraph:
 @hypothesis.settings(max_examples=25)
 @hypothesis.given(st.data())
 def test_random_cells(data: st.DataObject) -> None:
-    """Ops, what feeds them, what is in the state, put out, watched, truncated: all at random. Cells may close over a part
-    of state 0 and an input.
+    """Ops, what feeds them, what is in the state, put out, watched, truncated: all at random.
 
-    Left out are states with a tensor that was there before the step, or twice: to the plain loop it is one tensor, here
+    Cells may close over a part of state 0 and an input. Left out are states with a tensor that was there before the step, or twice: to the plain loop it is one tensor, here
     it is several, so that three or more gradients of it add up in another order.
     """
     draw = data.draw

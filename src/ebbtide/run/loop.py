@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import threading
 import warnings
+import weakref
 from pathlib import Path
 
 from ebbtide.errors import BudgetError, OutOfMemoryError, PlanError
@@ -44,6 +45,8 @@ GUESSES, SURPRISES = 16, 4
 _SETTLING_STEPS = 5
 _STEPS_BETWEEN_RESTS = 64
 """How often the resident size at rest is measured anew, in steps."""
+
+_open: weakref.WeakSet[Loop] = weakref.WeakSet()
 
 
 class Loop:
@@ -106,6 +109,7 @@ class Loop:
         self.running: object | None = None
         self.lock = threading.Lock()
         self.closed = False
+        _open.add(self)
 
     @property
     def machine(self) -> Machine:
@@ -197,7 +201,12 @@ class Loop:
             if self.ground is not None:
                 self.ground.cap(None)
             if self.tunes:
-                allocator.set_default()
+                self._leave_allocator()
+
+    def _leave_allocator(self) -> None:
+        """Give back the allocator's settings, unless another budget that is open has them, too."""
+        if not any(other.tunes for other in _open if other is not self and not other.closed):
+            allocator.set_default()
 
     def tier(self, name: str = "") -> SlowTier:
         """The tier of that name; without one the first, which has the others behind it."""
@@ -220,7 +229,7 @@ class Loop:
     def forget_all(self) -> None:
         """What was learnt was learnt on another device."""
         if self._tune_allocator:
-            allocator.set_default()
+            self._leave_allocator()
         self._forget_kinds()
         self._measured_machine = self._drift = None
 

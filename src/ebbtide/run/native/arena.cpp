@@ -6,6 +6,7 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 
+#include <atomic>
 #include <cstring>
 #include <mutex>
 
@@ -23,7 +24,10 @@ Arena& arena() {
   return *the;
 }
 
+// PyTorch frees some memory, that of oneDNN's tensors for one, by whatever its allocator is at that time. So once ours is
+// there it stays, to know its blocks again; whether new ones come from the arena is another matter.
 c10::Allocator* fallback = nullptr;
+std::atomic<bool> in_use{false};
 
 void give_back(void* memory) {
   if (!arena().give_back(memory)) fallback->raw_deleter()(memory);
@@ -31,7 +35,7 @@ void give_back(void* memory) {
 
 struct ArenaAllocator final : c10::Allocator {
   c10::DataPtr allocate(std::size_t size) override {
-    if (size >= kLeast) {
+    if (size >= kLeast && in_use) {
       if (void* memory = arena().take(size, kGrain, 0)) {
         return {memory, memory, &give_back, c10::Device(c10::DeviceType::CPU)};
       }
@@ -67,11 +71,17 @@ int ebbtide_arena_reserve() {
   return ready;
 }
 
-// Make new CPU tensors come from the arena (1) or from PyTorch's own allocator again (0). Returns whether it could be done.
+// Let new CPU tensors come from the arena (1) or from PyTorch's own allocator again (0). Returns whether it could be done.
 int ebbtide_arena_use(int on) {
+  static std::once_flag there;
   if (!ebbtide_arena_reserve()) return 0;
-  if (fallback == nullptr) fallback = c10::GetCPUAllocator();
-  c10::SetCPUAllocator(on ? static_cast<c10::Allocator*>(&allocator) : fallback, 255);
+  if (on) {
+    std::call_once(there, [] {
+      fallback = c10::GetCPUAllocator();
+      c10::SetCPUAllocator(&allocator, 255);
+    });
+  }
+  in_use = on != 0;
   return 1;
 }
 

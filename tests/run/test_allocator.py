@@ -1,0 +1,83 @@
+"""The arena among others: what PyTorch frees by whatever allocator there is, several budgets, several threads."""
+
+from __future__ import annotations
+
+import gc
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ebbtide
+from ebbtide.run import allocator
+from ebbtide.run.native import arena_library, find_compiler
+from tests.run.harness import FAST_DISK, Program, Record, compare, run_plain
+from tests.run.programs import Chain
+
+pytestmark = [
+    pytest.mark.usefixtures("nothing_left"),
+    pytest.mark.skipif(find_compiler() is None, reason="the arena takes a C++ compiler"),
+]
+STEPS = 12
+
+
+class Convolutions(Program):
+    """oneDNN takes memory for itself in each of them. No random numbers, which threads would share."""
+
+    def build(self) -> nn.Module:
+        layers = [nn.Conv2d(16 if k else 3, 16, 3, padding=1) for k in range(5)]
+        return nn.Sequential(*(part for layer in layers for part in (layer, nn.BatchNorm2d(16), nn.ReLU())))
+
+    def loss(self, index: int) -> Tensor:
+        loss: Tensor = self.model(self.data(index, 8, 3, 32, 32)).square().mean()
+        return loss
+
+
+def comes_from_the_arena() -> bool:
+    library = arena_library()
+    assert library is not None
+    before = library.ebbtide_arena_mark()
+    block = torch.zeros(1 << 20, dtype=torch.uint8)
+    return int(library.ebbtide_arena_most()) - before >= block.numel()
+
+
+def test_what_onednn_holds_may_be_older_or_younger_than_the_arena() -> None:
+    """It is freed by the allocator of that time, not by the one that it came from."""
+    values = torch.randn(512, 256)
+    older = values.to_mkldnn()
+    with allocator.tuned():
+        younger = older.to_dense().to_mkldnn()
+        del older
+        assert comes_from_the_arena()
+    assert not comes_from_the_arena()
+    assert torch.equal(younger.to_dense(), values)
+    del younger
+
+
+def test_budgets_in_several_threads(tmp_path: Path) -> None:
+    expected = run_plain(Convolutions, STEPS)
+    programs = [Convolutions(0) for _ in range(3)]
+
+    def train(program: Program) -> tuple[list[Record], str]:
+        with ebbtide.Budget("70%", spill=tmp_path, machine=FAST_DISK) as memory:
+            return [program.run(index, memory.step) for index in range(STEPS)], memory.state
+
+    with ThreadPoolExecutor(len(programs)) as pool:
+        for records, state in pool.map(train, programs):
+            assert state != "observe"
+            for index, (record, found) in enumerate(zip(expected, records, strict=True)):
+                compare(record, found, f"step {index}")
+
+
+def test_a_budget_that_ends_leaves_the_arena_to_another(tmp_path: Path) -> None:
+    gc.collect()  # budgets that others left open
+    with ebbtide.Budget("60%", spill=tmp_path, machine=FAST_DISK) as first:
+        with ebbtide.Budget("60%", spill=tmp_path, machine=FAST_DISK) as second:
+            for memory in (first, second):
+                program = Chain(0)
+                for index in range(4):
+                    program.run(index, memory.step)
+        assert comes_from_the_arena()
+    assert not comes_from_the_arena()
