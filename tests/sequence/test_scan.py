@@ -443,8 +443,9 @@ class TestGraph:
 def test_random_cells(data: st.DataObject) -> None:
     """Ops, what feeds them, what is in the state, put out, watched, truncated: all at random.
 
-    Cells may close over a part of state 0 and an input. Left out are states with a tensor that was there before the step, or twice: to the plain loop it is one tensor, here
-    it is several, so that three or more gradients of it add up in another order.
+    Cells may close over a part of state 0 and an input. Left out are states with a tensor that was there before the
+    step, or twice: to the plain loop it is one tensor, here it is several, so that three or more gradients of it add up
+    in another order.
     """
     draw = data.draw
     seed, n, count = draw(st.integers(0, 999)), draw(st.integers(1, 12)), draw(st.integers(2, 6))
