@@ -8,9 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 import ebbtide
-from ebbtide.decisions import Decision, Offload, Recompute
+from ebbtide.decisions import Decision, Keep, Offload, Plan, Recompute
+from ebbtide.machine import Machine
+from ebbtide.plan.judged import judged
+from ebbtide.plan.problem import Problem
+from ebbtide.plan.profile import first_slots
+from ebbtide.run import solving
+from ebbtide.step import Step
 from tests.run.harness import FAST_DISK, SLOW_DISK
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
@@ -157,3 +165,40 @@ def test_gradients_are_those_of_what_ran(piece: Piece, kind: type[Decision], lim
                 found = gradients(index in CHANGED)
             for one, other in zip(found, gradients(index in CHANGED), strict=True):
                 assert torch.equal(one, other), f"step {index}"
+
+
+def test_what_its_op_may_fill_yet_goes_when_that_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch made in the step is to go as the next tensor is saved: by `checkpoint`, for which no node is counted."""
+
+    def at_once(step: Step, machine: Machine, limit_bytes: int, **_: object) -> Plan:
+        problem = Problem.of(step, machine)
+        outs, releases, fit = first_slots(problem, range(len(step.absences)))
+        decisions: list[Decision] = [Keep()] * len(step.absences)
+        batch = next(k for k, each in enumerate(step.absences) if step.values[each.value].size_bytes == size_bytes)
+        assert fit[batch]
+        load = max(slot for slot in problem.facts.slots if slot < step.absences[batch].closes)
+        tick = {slot: tick for tick, slot in problem.facts.slot_of_tick.items()}
+        decisions[batch] = Offload("disk", tick[outs[batch]], tick[releases[batch]], tick[load])
+        return judged(problem, limit_bytes, decisions, "at once")
+
+    monkeypatch.setattr(solving, "solve", at_once)
+    torch.manual_seed(0)
+    wide = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 32))
+    model = nn.ModuleList([nn.Linear(64, 32), nn.Tanh(), wide])
+    size_bytes = 1024 * 64 * 4
+    gone = []
+    with ebbtide.Budget("95%", spill=tmp_path, machine=FAST_DISK) as memory:
+        for _ in range(6):
+            with memory.step():
+                batch = torch.randn(1024, 64)
+                storage = StorageWeakRef(batch.untyped_storage())
+                h = model[0](batch)
+                del batch
+                for layer in model[1:]:
+                    h = checkpoint(layer, h, use_reentrant=False)
+                gone.append((memory.state, storage.expired()))
+                h.square().mean().backward()
+        assert memory.plan is not None
+        assert [type(decision) for decision in memory.plan.decisions].count(Offload) == 1
+    assert ("audit", True) in gone
+    assert ("planned", True) in gone

@@ -37,7 +37,7 @@ class Keeper:
         self._held: dict[int, weakref.ref[Holding]] = {}
         self._also_held: frozenset[int] = frozenset()
         self._capture: CaptureMode | None = None
-        self._put_off: list[tuple[weakref.ref[Holding], bool]] = []
+        self._put_off: dict[weakref.ref[Holding], bool] = {}  # whether they are to go as well
 
     def _perform(self, actions: Actions) -> None:
         """Do what the script says, as far as the values are still held."""
@@ -51,6 +51,7 @@ class Keeper:
             holding = self._holding(value)
             if holding is not None:
                 holding.release()
+                self._note_put_off(holding, goes=True)
         for value, tier in actions.outs:
             holding = self._holding(value)
             if holding is not None:
@@ -128,12 +129,13 @@ class Keeper:
     def _note_put_off(self, holding: Holding, *, goes: bool) -> None:
         """Copy it out, and let go of it if it ``goes``, as soon as that may be."""
         if holding.put_off is not None:
-            self._put_off.append((weakref.ref(holding), goes))
+            reference = weakref.ref(holding)
+            self._put_off[reference] = goes or self._put_off.get(reference, False)
 
     def _catch_up(self) -> None:
         """Move out what could not be moved out before."""
-        noted, self._put_off = self._put_off, []
-        for reference, goes in noted:
+        noted, self._put_off = self._put_off, {}
+        for reference, goes in noted.items():
             holding = reference()
             if holding is not None and holding.put_off is not None:
                 holding.send(holding.put_off)
