@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -54,6 +58,42 @@ def test_what_onednn_holds_may_be_older_or_younger_than_the_arena() -> None:
     assert not comes_from_the_arena()
     assert torch.equal(younger.to_dense(), values)
     del younger
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_while_another_thread_takes_memory() -> None:
+    """As for the workers of a data loader. The child, too, can take memory."""
+    stop = threading.Event()
+
+    def take() -> None:
+        while not stop.is_set():
+            torch.empty(1 << 18, dtype=torch.uint8)
+
+    with allocator.tuned(), ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            pool.submit(take)
+        try:
+            for _ in range(50):
+                child = os.fork()
+                if child == 0:
+                    torch.empty(1 << 18, dtype=torch.uint8)
+                    os._exit(0)
+                assert ended(child)
+        finally:
+            stop.set()
+
+
+def ended(child: int) -> bool:
+    """Whether a process ends well within half a minute; it is killed otherwise."""
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status) == 0
+        time.sleep(0.001)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
 
 
 def test_budgets_in_several_threads(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 #include "arena.h"
 
+#include <pthread.h>
+
 #include <ATen/dlpack.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -67,7 +69,11 @@ extern "C" {
 
 // Be there for those who ask for memory themselves. Returns whether it could be done.
 int ebbtide_arena_reserve() {
-  static bool ready = arena().reserve();
+  static bool ready = [] {
+    // Another thread may hold the lock while one forks (for a data loader's workers): the child would wait for ever.
+    pthread_atfork([] { arena().lock.lock(); }, [] { arena().lock.unlock(); }, [] { arena().lock.unlock(); });
+    return arena().reserve();
+  }();
   return ready;
 }
 
