@@ -259,7 +259,7 @@ class Holding:
         if self.tensor is None and self.load is None and self.slot is not None:
             assert self.tier is not None
             self.load = self.tier.read(self.slot)
-            note_memory(self.load.storage)
+            note_memory(self.load.storage, self.tier)
 
     def arrive(self, like: View | None = None) -> torch.Tensor:
         """Make the storage present, whatever that takes, and return a tensor that shows it.

@@ -14,17 +14,20 @@ from ebbtide.observe.ledger import Ledger, has_storage, tensors_in
 from ebbtide.observe.mode import DispatchMode, run_op
 from ebbtide.observe.wrapped import wraps
 
-_running: list[Ledger] = []
+_running: list[PeakMeter] = []
 
 
-def note_memory(storage: torch.UntypedStorage) -> None:
-    """Tell the meters that run about memory that no ATen op made: a load's buffer."""
-    for ledger in _running:
-        ledger.make(storage)
+def note_memory(storage: torch.UntypedStorage, tier: object) -> None:
+    """Tell the meters that run about memory that no ATen op made: that of a load from ``tier``."""
+    for meter in _running:
+        meter.note(storage, tier)
 
 
 class PeakMeter(DispatchMode):
     """Counts, byte for byte, the storages alive over a ``with`` block; costs some microseconds an op.
+
+    Args:
+        tiers: those whose loads count; None for all. A budget in another thread may load meanwhile.
 
     Attributes:
         peak_bytes: the most bytes that were ever alive, those at rest included.
@@ -32,8 +35,9 @@ class PeakMeter(DispatchMode):
         end_bytes: bytes alive at the end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tiers: Collection[object] | None = None) -> None:
         super().__init__()
+        self._tiers = tiers
         self._ledger = Ledger()
         self._asking = AskingNodes(self)
         self._hidden = False
@@ -54,14 +58,19 @@ class PeakMeter(DispatchMode):
     def __enter__(self) -> PeakMeter:
         self._compiled.__enter__()
         super().__enter__()
-        _running.append(self._ledger)
+        _running.append(self)
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._ledger.close()
-        _running.remove(self._ledger)
+        _running.remove(self)
         super().__exit__(*exception)
         self._compiled.__exit__(None, None, None)
+
+    def note(self, storage: torch.UntypedStorage, tier: object) -> None:
+        """Memory of a load from ``tier``."""
+        if self._tiers is None or tier in self._tiers:
+            self._ledger.make(storage)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

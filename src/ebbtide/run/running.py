@@ -122,7 +122,7 @@ class Running:
             clock=self._ground.clock if self._state == "planned" and kind.is_timed else None,
         )
         if self._state == "audit" or (self._state == "idle" and self._turn is not None and kind.to_be_counted()):
-            self._meter = PeakMeter() if memory is None else AllocatedMeter(memory)
+            self._meter = PeakMeter(loop.tiers.values()) if memory is None else AllocatedMeter(memory)
             self._meter.enter()
         push_hooks(self._conductor.pack, self._conductor.unpack)
         self._conductor.start()

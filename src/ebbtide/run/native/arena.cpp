@@ -107,10 +107,10 @@ void ebbtide_arena_leave_regions() { arena().leave_regions(); }
 
 std::size_t ebbtide_arena_left_outside() { return arena().left_outside(); }
 
-// Bytes taken now. From now on what is taken is watched.
+// Bytes taken now. From now on what is taken is watched for the calling thread.
 std::size_t ebbtide_arena_mark() { return arena().mark(); }
 
-// The most bytes taken at once since `mark`, without blocks that came and went and were never written to. Ends the watch.
+// The most bytes taken at once since `mark`, without blocks that came and went and were never written to. Ends that watch.
 std::size_t ebbtide_arena_most() { return arena().most(); }
 
 // From now on count the blocks that the calling thread takes, and no other one's. Returns the number of this turn.

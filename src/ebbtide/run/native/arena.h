@@ -42,6 +42,7 @@
 
 #include "count.h"
 #include "marks.h"
+#include "watch.h"
 
 namespace ebbtide {
 
@@ -66,12 +67,6 @@ struct Taken {
   std::int64_t turn;  // see Count
 };
 
-// What an op that is watched takes (positive) and gives back (negative).
-struct Change {
-  std::int64_t bytes;
-  Address block;
-};
-
 struct Planned {
   std::size_t least, most;  // sizes that may lie there
   Address place;
@@ -89,9 +84,7 @@ struct Arena {
 
   Count stepping;  // what the thread that runs the steps has taken
 
-  bool watching = false;
-  std::size_t before = 0;  // bytes taken when the watch began
-  std::vector<Change> changes;
+  Watches watches;
 
   bool recording = false;
   std::int64_t now = 0;
@@ -215,24 +208,14 @@ struct Arena {
       recorded = std::int64_t(records.size());
       records.push_back({std::int64_t(size), now++, -1, 1});
     }
-    bool marked = recording || watching;
+    bool marked = recording || watches.any();
     if (marked) write_marks(at, size);
-    if (watching) changes.push_back({std::int64_t(size), at});
+    watches.each([&](Watch& watch) { watch.take(at, size); });
     taken.emplace(at, Taken{size, recorded, marked, stepping.take(size)});
     if (!following && !recording) between.emplace(at, size);
     live += size;
     if (at < middle) outside_most = std::max(outside_most, outside += size);
     return reinterpret_cast<void*>(at);
-  }
-
-  // A block goes while an op is watched: one that was taken since, and never written to, was not there at all.
-  void note_change(Address at, std::size_t size, bool written) {
-    auto its = std::find_if(changes.rbegin(), changes.rend(), [at](const Change& c) { return c.block == at; });
-    if (!written && its != changes.rend() && its->bytes > 0) {
-      its->bytes = 0;
-    } else {
-      changes.push_back({-std::int64_t(size), at});
-    }
   }
 
   bool give_back(void* memory) {
@@ -247,7 +230,7 @@ struct Arena {
       records[block->second.recorded].dies = now++;
       records[block->second.recorded].written = written;
     }
-    if (watching) note_change(start, size, written);
+    watches.each([&](Watch& watch) { watch.give_back(start, size, written); });
     if (between.erase(start) > 0 && passing.size() < kSizes) passing.insert(size);
     stepping.give_back(size, block->second.turn);
     taken.erase(block);
@@ -272,21 +255,18 @@ struct Arena {
 
   std::size_t mark() {
     std::lock_guard<std::mutex> guard(lock);
-    watching = true;
-    changes.clear();
-    return before = live;
+    watches.begin(live);
+    return live;
   }
 
   std::size_t most() {
     std::lock_guard<std::mutex> guard(lock);
-    watching = false;
-    std::int64_t now = std::int64_t(before), most = now;
-    for (const Change& change : changes) most = std::max(most, now += change.bytes);
-    return std::size_t(most);
+    return watches.end();
   }
 
   std::int64_t count() {
     std::lock_guard<std::mutex> guard(lock);
+    watches.runs_step();
     return stepping.begin();
   }
 
