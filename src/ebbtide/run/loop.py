@@ -47,6 +47,7 @@ _STEPS_BETWEEN_RESTS = 64
 """How often the resident size at rest is measured anew, in steps."""
 
 _open: weakref.WeakSet[Loop] = weakref.WeakSet()
+_open_lock = threading.Lock()
 
 
 class Loop:
@@ -109,7 +110,8 @@ class Loop:
         self.running: object | None = None
         self.lock = threading.Lock()
         self.closed = False
-        _open.add(self)
+        with _open_lock:
+            _open.add(self)
 
     @property
     def machine(self) -> Machine:
@@ -205,7 +207,9 @@ class Loop:
 
     def _leave_allocator(self) -> None:
         """Give back the allocator's settings, unless another budget that is open has them, too."""
-        if not any(other.tunes for other in _open if other is not self and not other.closed):
+        with _open_lock:
+            others = [other for other in _open if other is not self and not other.closed]
+        if not any(other.tunes for other in others):
             allocator.set_default()
 
     def tier(self, name: str = "") -> SlowTier:
