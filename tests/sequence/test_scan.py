@@ -9,8 +9,7 @@ import itertools
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,91 +17,15 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import ebbtide
 from ebbtide.run.tiers import DiskTier
 from ebbtide.sequence import choose
-from ebbtide.sequence.tensors import TensorLayout
+from tests.sequence.loops import LSTM, WIDTH, Loop, compare, lstm_program, plain, same, states
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
-WIDTH = 24
-Loop = Callable[..., tuple[Any, list[Any]]]
-
-
-def plain(cell: Any, state: Any, inputs: Iterable[Any], truncate: int | None = None, **_: Any) -> tuple[Any, list[Any]]:
-    """What `scan` must equal."""
-    ys = []
-    for step, x in enumerate(inputs):
-        if truncate is not None and step > 0 and step % truncate == 0:
-            state = torch.utils._pytree.tree_map(lambda part: part.detach(), state)
-        state, y = cell(state, x)
-        ys.append(y)
-    return state, ys
-
-
-def states(count: int, *like: Tensor) -> int:
-    """Bytes of memory for so many states."""
-    return count * TensorLayout(list(like)).size_bytes
-
-
-def in_thread(work: Callable[[], Any]) -> Any:
-    """What ``work`` gives in a thread of its own."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(work).result()
-
-
-def same(a: Any, b: Any) -> bool:
-    """Whether two results are equal, bit for bit."""
-    if isinstance(a, Tensor):
-        return torch.equal(a, b) and a.dtype == b.dtype and a.requires_grad == b.requires_grad
-    if isinstance(a, (tuple, list)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
-
-
-def compare(program: Callable[[Loop], tuple[Any, list[Tensor]]], **options: Any) -> None:
-    """Run ``program`` with either loop from the same seed; it returns results, and what must have equal gradients."""
-    found = []
-    for loop in (plain, ebbtide.scan):
-        torch.manual_seed(0)
-        results, watched = program(lambda *arguments, loop=loop, **more: loop(*arguments, **{**options, **more}))
-        found.append((results, [part.grad for part in watched], torch.get_rng_state()))
-    (results, grads, generator), (other_results, other_grads, other_generator) = found
-    assert same(results, other_results)
-    for number, (grad, other) in enumerate(zip(grads, other_grads, strict=True)):
-        assert (grad is None) == (other is None), number
-        assert grad is None or (other is not None and torch.equal(grad, other)), number
-    assert torch.equal(generator, other_generator)
-
-
-class LSTM(nn.Module):
-    """Weights are used several times in each step, so that the order of additions shows; the output is the state."""
-
-    def __init__(self, width: int = WIDTH, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.inner = nn.LSTMCell(width, width)
-        self.mix = nn.Parameter(torch.randn(width, width) / width**0.5)
-        self.dropout = dropout
-
-    def forward(self, state: tuple[Tensor, Tensor], x: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        h, c = state
-        h = torch.tanh(h @ self.mix) + (x @ self.mix) * torch.sin(h @ self.mix.t())
-        h, c = self.inner(nn.functional.dropout(x, self.dropout), (h, c))
-        return (h, c), h
-
-
-def lstm_program(n: int, pick: Callable[[Any, list[Any]], Tensor], dropout: float = 0.0) -> Any:
-    def program(loop: Loop) -> tuple[Any, list[Tensor]]:
-        cell = LSTM(dropout=dropout)
-        xs = torch.randn(n, 3, WIDTH, requires_grad=True)
-        state = (torch.randn(3, WIDTH, requires_grad=True), torch.randn(3, WIDTH, requires_grad=True))
-        final, ys = loop(cell, state, xs)
-        pick(final, ys).backward()
-        return (final, ys), [*cell.parameters(), xs, *state]
-
-    return program
 
 
 PICKS: dict[str, Callable[[Any, list[Any]], Tensor]] = {
@@ -136,183 +59,6 @@ def test_dropout_and_spill(spilled: bool, tmp_path: Path) -> None:
     program = lstm_program(60, PICKS["a loss per output"], dropout=0.4)
     compare(program, memory=states(4, state, state), check=True, **options)
     assert list(tmp_path.iterdir()) == []
-
-
-class TestOutside:
-    """What the cell uses without being given it."""
-
-    def test_results_of_other_ops(self) -> None:
-        """Keys are computed from values, both are closed over, and both come from parameters that the cell uses too."""
-
-        def program(loop: Loop) -> tuple[Any, list[Tensor]]:
-            weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
-            source = torch.randn(5, WIDTH, requires_grad=True)
-            values = (source @ weight).tanh()
-            keys, gate = (values @ weight.t()).chunk(2, dim=1)
-
-            def cell(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-                h = torch.tanh(h @ weight / 5 + x)
-                attended = torch.softmax(h[:, : WIDTH // 2] @ keys.t(), -1) @ values
-                return h + attended * torch.sigmoid(h[:, :5] @ gate).repeat(1, 2), attended
-
-            xs = torch.randn(14, 3, WIDTH)
-            final, ys = loop(cell, torch.zeros(3, WIDTH), xs)
-            (final.sum() + torch.stack(ys).square().sum()).backward()
-            return (final, ys), [weight, source]
-
-        compare(program, memory=states(3, torch.zeros(3, WIDTH)))
-
-    @pytest.mark.parametrize("before", [30, 100, 1000], ids=lambda before: f"{before} nodes before")
-    def test_results_of_other_threads(self, before: int) -> None:
-        """Each thread numbers nodes from 0: some steps' are numbered as those that are used from outside, or later."""
-
-        def program(loop: Loop) -> tuple[Any, list[Tensor]]:
-            weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
-
-            def made() -> tuple[Tensor, ...]:
-                for _ in range(before):
-                    weight.sin()
-                return (weight * 2).tanh().chunk(2)
-
-            def cell(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-                h = torch.tanh(h @ left.t() @ left / 5 + x).sin()
-                return h, h.cos() @ right.t() if x > 0 else h * 2
-
-            left, right = in_thread(made)
-            start = torch.randn(3, WIDTH, requires_grad=True)
-            final, ys = in_thread(lambda: loop(cell, start, torch.arange(20)))
-            (final.sum() + sum(y.square().sum() for y in ys)).backward()
-            return (final, ys), [weight, start]
-
-        compare(program, memory=states(3, torch.zeros(3, WIDTH)))
-
-    def test_leaves_of_the_steps_themselves(self) -> None:
-        """They are not held from one step to the next: each is as large as a state."""
-
-        def program(loop: Loop) -> tuple[Any, list[Tensor]]:
-            energy = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
-            scales = [torch.rand(WIDTH, requires_grad=True) for _ in range(12)]
-
-            def cell(x: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-                place = x.detach().requires_grad_()
-                loss = energy(place * scales[int(k)]).sum()
-                (force,) = torch.autograd.grad(loss, place, create_graph=True)
-                made.append(weakref.ref(place))
-                return x - 0.1 * force, loss
-
-            made: list[weakref.ref[Tensor]] = []
-            start = torch.randn(3, WIDTH, requires_grad=True)
-            final, ys = loop(cell, start, torch.arange(12))
-            held.append([leaf() is not None for leaf in made].count(True))
-            edges.append(len(final.grad_fn.next_functions))
-            (final.square().sum() + torch.stack(ys).sum()).backward()
-            return (final, ys), [start, *energy.parameters(), *scales]
-
-        held: list[int] = []
-        edges: list[int] = []
-        compare(program, memory=states(3, torch.zeros(3, WIDTH)))
-        assert held == [12, 0]
-        assert edges[1] <= 4 + 12 + 3  # parameters, scales, start, places of what is gone
-
-    def test_two_scans_and_layers_around_them(self) -> None:
-        def program(loop: Loop) -> tuple[Any, list[Tensor]]:
-            embedding, head = nn.Embedding(11, WIDTH), nn.Linear(WIDTH, 11)
-            below, above = LSTM(), LSTM()
-            tokens = torch.randint(11, (20, 3))
-            start = (torch.zeros(3, WIDTH), torch.zeros(3, WIDTH))
-            middle, ys = loop(below, start, embedding(tokens))
-            final, ys = loop(above, middle, ys)
-            loss = nn.functional.cross_entropy(head(torch.stack(ys)).flatten(0, 1), tokens.flatten())
-            loss.backward()
-            return (final, ys), [p for m in (embedding, head, below, above) for p in m.parameters()]
-
-        compare(program, memory="40KiB")
-
-    def test_other_parameters_in_each_step(self) -> None:
-        """A scan over the layers of a deep network; one is used twice, and some need no gradient."""
-
-        def program(loop: Loop) -> tuple[Any, list[Tensor]]:
-            blocks = [nn.Linear(WIDTH, WIDTH) for _ in range(12)]
-            blocks[3].requires_grad_(False)
-            blocks[7] = blocks[2]
-            x = torch.randn(4, WIDTH)
-            final, ys = loop(lambda h, block: (h + torch.relu(block(h)), None), x, nn.ModuleList(blocks))
-            final.square().sum().backward()
-            assert ys == [None] * 12
-            return final, [p for block in blocks for p in block.parameters()]
-
-        compare(program, memory=states(3, torch.zeros(4, WIDTH)))
-
-    @pytest.mark.parametrize("leaf", [False, True])
-    def test_state_0_and_inputs_closed_over(self, leaf: bool) -> None:
-        """And put out as they were. A plain loop adds up all that arrives for each of them in one place."""
-
-        def program(loop: Loop) -> tuple[Any, list[Tensor]]:
-            leaves = [torch.randn(3, WIDTH, requires_grad=True) for _ in range(8)]
-            anchor, *xs = leaves if leaf else [(source * 2).sin() for source in leaves]
-
-            def cell(h: Tensor, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-                return torch.tanh(h * x + anchor * 0.7 - xs[4].cos() * anchor), (h * 3, x, xs[4])
-
-            final, ys = loop(cell, anchor, xs)
-            (final.sum() + ys[0][1].exp().sum() + ys[5][2].sin().sum() + sum(y[0].sin().sum() for y in ys)).backward()
-            return (final, ys), leaves
-
-        compare(program, memory=states(3, torch.zeros(3, WIDTH)))
-
-    def test_the_same_input_each_time(self) -> None:
-        """Also as something that the cell closes over."""
-
-        def program(loop: Loop) -> tuple[Any, list[Tensor]]:
-            x = torch.randn(3, WIDTH, requires_grad=True)
-            y = torch.randn(3, WIDTH, requires_grad=True)
-
-            def cell(h: Tensor, given: tuple[Tensor, Tensor, int]) -> tuple[Tensor, Tensor]:
-                return torch.tanh(h + given[0] * y).sin() * given[0] - given[1] * given[2], h
-
-            final, ys = loop(cell, torch.randn(3, WIDTH), [(x, x, k) for k in range(9)])
-            (final.sum() + ys[4].exp().sum()).backward()
-            return (final, ys), [x, y]
-
-        compare(program, memory=states(3, torch.zeros(3, WIDTH)))
-
-    def test_hooks_see_the_whole_gradient_once(self) -> None:
-        def program(loop: Loop) -> tuple[Any, list[Tensor]]:
-            cell = LSTM()
-            scale = torch.randn(WIDTH, WIDTH, requires_grad=True)
-            scaled = scale.sin()
-            scaled.retain_grad()
-            seen: list[Tensor] = []
-            scaled.register_hook(seen.append)
-            cell.mix.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
-            state = (torch.zeros(3, WIDTH), torch.zeros(3, WIDTH))
-            _, ys = loop(lambda s, x: cell(s, x @ scaled), state, torch.randn(9, 3, WIDTH))
-            torch.stack(ys).sum().backward()
-            assert scaled.grad is not None
-            return (seen, scaled.grad), [scale, *cell.parameters()]
-
-        compare(program, memory="40KiB")
-
-    def test_tensor_that_leaks_from_step_to_step(self) -> None:
-        kept: list[Tensor] = []
-        weight = torch.randn(WIDTH, requires_grad=True)
-
-        def cell(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
-            kept.append(h * weight)
-            return torch.tanh(kept[-1] + sum(kept)), None
-
-        with pytest.raises(ebbtide.SequenceError, match="step 1 uses a tensor that an earlier step made"):
-            ebbtide.scan(cell, torch.zeros(WIDTH), torch.zeros(4, WIDTH))
-
-    def test_result_of_another_thread_that_cannot_be_told_from_a_step(self) -> None:
-        weight = torch.randn(WIDTH, requires_grad=True)
-        scale = in_thread(lambda: weight.sin() * 2)
-
-        def program() -> object:
-            return ebbtide.scan(lambda h, x: ((h * scale).tanh() + x, None), torch.zeros(WIDTH), torch.zeros(4, WIDTH))
-
-        with pytest.raises(ebbtide.SequenceError, match=r"another thread did; .* in the thread that calls scan"):
-            in_thread(program)
 
 
 class TestGraph:

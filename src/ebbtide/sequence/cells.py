@@ -80,6 +80,7 @@ class CellChain:
         self._final: list[Any] = []
         self._start: list[int | None] = []
         self._passed_on: dict[int, int] = {}  # numbers of results that are tensors from outside
+        self._just_passed_on: dict[int, int] = {}  # by the last step, which may have made some for itself
         self._start_passed_on: list[tuple[int, int]] = []
         # While steps are reversed:
         self._grads: list[Tensor | None] = []
@@ -158,7 +159,7 @@ class CellChain:
             given = _find(output, ran.given)
             number = self.outside.find(ran.inputs[given] if given >= 0 else output)
             if number is not None:
-                self._passed_on[result] = number
+                self._just_passed_on[result] = number
             elif step == 0 and (place := _find(output, state)) >= 0:
                 self._start_passed_on.append((result, place))
 
@@ -167,6 +168,9 @@ class CellChain:
         gone = self.outside.settle()
         if gone:
             self._steps.forget(gone)
+        if self._just_passed_on:
+            self._passed_on |= {result: number for result, number in self._just_passed_on.items() if number not in gone}
+            self._just_passed_on = {}
 
     def trial(self, state: State) -> State:
         """Run step 0, leaving no trace."""
