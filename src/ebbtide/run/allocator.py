@@ -18,7 +18,6 @@ import ctypes
 import os
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 from ebbtide.observe.workspace import WorkspaceProbe
 from ebbtide.run.native import arena_library
@@ -151,12 +150,6 @@ def rss_bytes() -> int:
     if _statm is None:
         _statm = _ProcFile("statm")
     return int(_statm.read().split(None, 2)[1]) * _PAGE
-
-
-def available_bytes() -> int:
-    """RAM that the system says is available."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))  # it says KiB
 
 
 def high_water_bytes() -> int:

@@ -35,7 +35,8 @@ class Budget:
         verify: compare every value that is computed again with the truth, once.
         tune_allocator: let glibc's allocator keep its pages while this budget lives. See `ebbtide.run.allocator`.
         machine: the links to plan for; measured on first use by default.
-        host: pinned host memory for tensors that leave CUDA devices, at most; half of what is available by default.
+        host: pinned host memory for tensors that leave CUDA devices, at most; by default half of what is available,
+            shared with the other processes of `torchrun` on this machine.
         checksum: check the bytes that come back from the disk.
         hard: on CUDA, let PyTorch's allocator refuse, until this budget is closed, what goes beyond the limit, whoever
             asks for it; not in the step that verifies. It counts whole segments: leave room for the holes in them.

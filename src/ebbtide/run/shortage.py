@@ -8,7 +8,7 @@ import torch
 
 from ebbtide.decisions import Plan
 from ebbtide.errors import OutOfMemoryError
-from ebbtide.run.allocator import available_bytes
+from ebbtide.run.available import available_bytes
 from ebbtide.run.gauges import DeviceMemory
 from ebbtide.units import format_bytes, parse_bytes
 

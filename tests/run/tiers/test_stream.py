@@ -326,6 +326,15 @@ def test_spare_memory_is_some_of_what_there_is() -> None:
     assert 0 < spare_bytes() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
 
 
+@pytest.mark.parametrize(("processes", "parts"), [("8", 8), ("1", 1), ("0", 1), ("", 1), ("many", 1)])
+def test_processes_of_one_machine_share_spare_memory(
+    monkeypatch: pytest.MonkeyPatch, processes: str, parts: int
+) -> None:
+    monkeypatch.setattr("ebbtide.run.tiers.pinned.available_bytes", lambda: 160)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    assert spare_bytes() == 80 // parts
+
+
 class TestStreamTier:
     def test_the_host_waits_for_nothing(self, backend: InlineBackend) -> None:
         tier = StreamTier(backend, Arena(torch.UntypedStorage, MIB, MIB))

@@ -32,7 +32,7 @@ def tiers_for(spill: Path, *, checksum: bool, host_bytes: int | None = None) -> 
     Without CUDA there is a disk. With it, there are host memory, the disk, and each device as a peer of the others.
     What has no place on a peer goes to host memory, and what has none there to the disk. Each device gets its own
     of each when it first moves something; values in RAM go to the disk all the same. All devices together pin at most
-    ``host_bytes``, by default half of the RAM that is available when the first of them moves something.
+    ``host_bytes``, by default `spare_bytes` when the first of them moves something.
 
     Raises:
         SpillError: if the directory cannot be used.

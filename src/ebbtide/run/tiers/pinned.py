@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from ebbtide.errors import SpillError
-from ebbtide.run.allocator import available_bytes
+from ebbtide.run.available import available_bytes
 from ebbtide.run.backends.base import Backend
 from ebbtide.run.tiers.memory import storage_over
 from ebbtide.run.tiers.places import Places
@@ -251,5 +251,6 @@ def touch(address: int, size_bytes: int, cpus: frozenset[int]) -> None:
 
 
 def spare_bytes() -> int:
-    """Half of the RAM that the system says is available."""
-    return available_bytes() // 2
+    """Half of the RAM that is available to this machine or container, shared with the other processes of `torchrun`."""
+    beside = os.environ.get("LOCAL_WORLD_SIZE", "")  # processes here, this one included
+    return available_bytes() // 2 // max(1, int(beside) if beside.isdecimal() else 1)
