@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import marshal
@@ -26,11 +27,34 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
     _tell_of_compiling()
     whole = _with_its_calls(function)
-    try:
-        return numba.njit(cache=True)(whole)
-    except RuntimeError:
-        # No directory can be written to: then it is compiled once in each process.
-        return numba.njit(whole)  # type: ignore[no-any-return]
+    dispatcher = numba.njit(whole)
+    with contextlib.suppress(RuntimeError):  # no directory can be written to: it is compiled once in each process
+        dispatcher._cache = _cache_class()(whole)
+    return dispatcher  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _cache_class() -> type[Any]:
+    """numba's cache on disk, without its errors: a full disk or a damaged file costs time, and no plan."""
+    from numba.core.caching import FunctionCache
+
+    class Cache(FunctionCache):
+        def load_overload(self, sig: Any, target_context: Any) -> Any:
+            try:
+                return super().load_overload(sig, target_context)
+            except Exception as fault:  # what a damaged pickle raises depends on the damage
+                _log.warning("%s cannot be read (%r): compiled again", self.cache_path, fault)
+                with contextlib.suppress(OSError):
+                    self.flush()  # saving reads its index, too
+                return None
+
+        def save_overload(self, sig: Any, data: Any) -> None:
+            try:
+                super().save_overload(sig, data)
+            except OSError as fault:
+                _log.warning("%s cannot be written (%s): the next process compiles again", self.cache_path, fault)
+
+    return Cache
 
 
 @functools.cache

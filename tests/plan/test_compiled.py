@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numba
 import numpy as np
 import pytest
+from numba.core.caching import CacheImpl, IndexDataCacheFile
 
 from ebbtide.compiled import NOTICE, compiled
 from ebbtide.plan import find_recipes
@@ -65,20 +70,53 @@ def test_nothing_is_compiled_before_a_plan_is_made() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
+def twice(number: int) -> int:
+    """Something to compile."""
+    return 2 * number
+
+
+def compile_twice() -> Any:
+    """As a new process does it."""
+    return compiled.__wrapped__(twice)
+
+
 def test_nowhere_to_keep_what_was_compiled_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_ = numba.njit
+    monkeypatch.setattr(CacheImpl, "_locator_classes", [])
+    assert compile_twice()(21) == 42
 
-    def refuse(*args: Any, **options: Any) -> Any:
-        if options.get("cache"):
-            raise RuntimeError("cannot cache function: no locator available")
-        return compile_(*args, **options)
 
-    monkeypatch.setattr(numba, "njit", refuse)
+def test_a_full_disk_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def twice(number: int) -> int:
-        return 2 * number
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(IndexDataCacheFile, "save", refuse)
+    assert compile_twice()(21) == 42
+    assert f"{tmp_path}" in caplog.text
+    assert "cannot be written ([Errno 28] No space left on device)" in caplog.text
 
-    assert compiled(twice)(21) == 42
+
+@pytest.mark.parametrize("kind", ["nbi", "nbc"])
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[: len(data) // 2], lambda data: b"no pickle"])
+def test_a_damaged_file_is_no_error(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+    damage: Callable[[bytes], bytes],
+) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    assert compile_twice()(21) == 42
+    (file,) = tmp_path.rglob(f"*.{kind}")
+    file.write_bytes(damage(file.read_bytes()))
+    assert compile_twice()(21) == 42
+    assert "compiled again" in caplog.text
+    caplog.clear()
+    again = compile_twice()
+    assert again(21) == 42
+    assert (sum(again.stats.cache_hits.values()), caplog.text) == (1, "")
 
 
 def test_functions_that_are_called_are_compiled_too_and_named_after() -> None:

@@ -152,6 +152,14 @@ def test_a_cache_that_cannot_be_written(
     assert "is not remembered" in caplog.text
 
 
+def test_nowhere_to_remember_it(
+    tmp_path: Path, quick: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "cache_path", lambda name: None)
+    assert machine_for(tmp_path).links == MADE_UP.links
+    assert "is not remembered: there is no home directory" in caplog.text
+
+
 def test_too_little_space(tmp_path: Path, quick: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "free_bytes", lambda directory: FREE_BYTES - 1)
     with pytest.raises(SpillError, match="has 256 MiB free, and calibrating needs 256 MiB"):

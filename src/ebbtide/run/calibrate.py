@@ -32,6 +32,7 @@ from ebbtide.machine import Link, Machine, Tier
 from ebbtide.run import allocator, beside
 from ebbtide.run.again import lost_per_replay
 from ebbtide.run.beside import Direction, Stream
+from ebbtide.run.cache import cache_path
 from ebbtide.run.tiers.disk import DiskTier, free_bytes
 from ebbtide.run.tiers.memory import take_memory
 from ebbtide.run.tiers.queued import QueuedTier
@@ -67,7 +68,7 @@ def machine_for(spill: str | Path) -> Machine:
         SpillError: if the directory cannot be used.
     """
     path = _cache_path(Path(spill))
-    if path.exists():
+    if path is not None and os.path.exists(path):
         try:
             return Machine.load(path)
         except RecordError as fault:
@@ -195,8 +196,8 @@ def _part(storage: torch.UntypedStorage, size_bytes: int) -> torch.UntypedStorag
     return part
 
 
-def _cache_path(spill: Path) -> Path:
-    """Where the answer for this machine and this directory is kept."""
+def _cache_path(spill: Path) -> Path | None:
+    """Where the answer for this machine and this directory is kept; None if nowhere."""
     real = spill.resolve()
     try:
         device = real.stat().st_dev
@@ -206,12 +207,14 @@ def _cache_path(spill: Path) -> Path:
         ) from fault
     mount = next(path for path in (real, *real.parents) if path.is_mount() or path == path.parent)
     key = json.dumps([METHOD, platform.node(), os.cpu_count(), device, str(mount), str(real)])
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "ebbtide" / f"machine-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    return cache_path(f"machine-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json")
 
 
-def _remember(machine: Machine, path: Path) -> None:
+def _remember(machine: Machine, path: Path | None) -> None:
     """Write the cache file at once, so that nobody reads half of it."""
+    if path is None:
+        _log.warning("the calibration is not remembered: there is no home directory, and no temporary one of one's own")
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".part")

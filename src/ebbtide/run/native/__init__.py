@@ -1,6 +1,6 @@
 """Builds and loads the CPU arena, `arena.cpp`, for the PyTorch that is installed.
 
-It is compiled once for each version of PyTorch, in a few seconds, and kept in the user's cache directory. Without a
+It is compiled once for each version of PyTorch, in a few seconds, and kept in the user's cache (`cache`). Without a
 C++ compiler, or where it cannot be built, there is no arena, and the C library's allocator serves: the same results,
 with more page faults.
 """
@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -19,21 +20,18 @@ from pathlib import Path
 
 import torch
 
+from ebbtide.run.cache import cache_path
+
 _SOURCE = Path(__file__).with_name("arena.cpp")
 _COMPILE_SECONDS = 120
 _log = logging.getLogger(__name__)
-
-
-def cache_directory() -> Path:
-    """Where ebbtide keeps what it measured and built: ``$XDG_CACHE_HOME/ebbtide`` or ``~/.cache/ebbtide``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ebbtide"
 
 
 @lru_cache(maxsize=1)
 def arena_library() -> ctypes.CDLL | None:
     """The arena, built if need be; None where it cannot be had, which is logged once."""
     try:
-        library = ctypes.CDLL(str(_built()))
+        library = _loaded()
     except (OSError, subprocess.SubprocessError) as fault:
         _log.warning("no CPU arena (%s): the C library's allocator is used, which costs page faults", fault)
         return None
@@ -57,13 +55,24 @@ def find_compiler() -> str | None:
     return os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 
-def _built() -> Path:
-    """Path of the compiled arena. Raises `OSError` or `SubprocessError` if there is none and none can be made."""
+def _loaded() -> ctypes.CDLL:
+    """The compiled arena. Raises `OSError` or `SubprocessError` if there is none and none can be made."""
     source = b"".join(path.read_bytes() for path in (_SOURCE, *sorted(_SOURCE.parent.glob("*.h"))))
-    name = hashlib.sha256(source + torch.__version__.encode() + torch.__file__.encode()).hexdigest()[:16]
-    path = cache_directory() / f"arena-{name}.so"
+    what = [torch.__version__, torch.__file__, platform.machine()]  # a home may be that of machines of several kinds
+    name = hashlib.sha256(source + "".join(what).encode()).hexdigest()[:16]
+    path = cache_path(f"arena-{name}.so")
+    if path is None:
+        raise FileNotFoundError("no directory to keep it in")
     if path.exists():
-        return path
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError as fault:
+            _log.warning("%s cannot be loaded (%s): built again", path, fault)
+    _build(path)
+    return ctypes.CDLL(str(path))
+
+
+def _build(path: Path) -> None:
     compiler = find_compiler()
     if compiler is None:
         raise FileNotFoundError("no C++ compiler found")
@@ -81,5 +90,6 @@ def _built() -> Path:
             capture_output=True,
             timeout=_COMPILE_SECONDS,
         )
+        with built.open("rb") as file:
+            os.fsync(file.fileno())  # a machine that stops now must not leave half of it under the final name
         built.replace(path)  # at once, so that another process never loads half a file
-    return path

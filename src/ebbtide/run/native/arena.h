@@ -106,6 +106,10 @@ struct Arena {
       void* memory = mmap(nullptr, size + kHuge, PROT_READ | PROT_WRITE,
                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
       if (memory != MAP_FAILED) {
+        if (size < kReserve) {  // addresses are limited (`ulimit -v`), and all others in the process need some, too
+          size /= 2;
+          munmap(static_cast<char*>(memory) + size + kHuge, size);
+        }
         madvise(memory, size + kHuge, MADV_HUGEPAGE);  // advice: without huge pages it works, too
         base = top = (Address(memory) + kHuge - 1) / kHuge * kHuge;
         middle = regions_end = base + size / 2;
