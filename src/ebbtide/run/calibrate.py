@@ -33,7 +33,7 @@ from ebbtide.run import allocator, beside
 from ebbtide.run.again import lost_per_replay
 from ebbtide.run.beside import Direction, Stream
 from ebbtide.run.cache import cache_path
-from ebbtide.run.tiers.disk import DiskTier, free_bytes
+from ebbtide.run.tiers.disk import DiskTier, check_directory, free_bytes
 from ebbtide.run.tiers.memory import take_memory
 from ebbtide.run.tiers.queued import QueuedTier
 from ebbtide.units import format_bytes
@@ -198,13 +198,9 @@ def _part(storage: torch.UntypedStorage, size_bytes: int) -> torch.UntypedStorag
 
 def _cache_path(spill: Path) -> Path | None:
     """Where the answer for this machine and this directory is kept; None if nowhere."""
+    check_directory(spill)
     real = spill.resolve()
-    try:
-        device = real.stat().st_dev
-    except OSError as fault:
-        raise SpillError(
-            f"spill directory {spill} does not exist; make it, or choose another with spill=..."
-        ) from fault
+    device = real.stat().st_dev
     mount = next(path for path in (real, *real.parents) if path.is_mount() or path == path.parent)
     key = json.dumps([METHOD, platform.node(), os.cpu_count(), device, str(mount), str(real)])
     return cache_path(f"machine-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json")

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import SpillError
+from ebbtide.run.calibrate import machine_for
 from ebbtide.run.tiers import DiskTier
 from ebbtide.run.tiers.disk import open_unlinked, switch_to_direct
 from ebbtide.run.tiers.memory import take_memory
@@ -149,6 +150,17 @@ class TestDirectory:
     def test_not_writable(self) -> None:
         with pytest.raises(SpillError, match=r"/proc is not writable \(.*\); choose another"):
             DiskTier("/proc")
+
+    @pytest.mark.parametrize("use", [DiskTier, machine_for])
+    def test_below_one_that_may_not_be_looked_into(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[Path], object]
+    ) -> None:
+        def refuse(path: Path) -> bool:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+        monkeypatch.setattr(Path, "exists", refuse)
+        with pytest.raises(SpillError, match=r"is not writable \(Permission denied\); choose another"):
+            use(tmp_path)
 
     def test_full_at_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         before = open_files()

@@ -207,7 +207,11 @@ def open_unlinked(directory: Path) -> int:
 
 def check_directory(directory: Path) -> None:
     """Raise `SpillError` if a directory is missing, is none, or is not writable."""
-    if not directory.exists():
+    try:
+        found = directory.exists()
+    except OSError as fault:  # a directory above it may not be looked into
+        raise _not_writable(directory, fault.strerror) from fault
+    if not found:
         raise SpillError(f"spill directory {directory} does not exist; make it, or choose another with spill=...")
     if not directory.is_dir():
         raise SpillError(f"spill directory {directory} is not a directory; choose one with spill=...")
