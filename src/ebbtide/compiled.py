@@ -41,16 +41,16 @@ def _cache_class() -> type[Any]:
     class Cache(FunctionCache):
         def load_overload(self, sig: Any, target_context: Any) -> Any:
             try:
-                return super().load_overload(sig, target_context)
+                return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
             except Exception as fault:  # what a damaged pickle raises depends on the damage
                 _log.warning("%s cannot be read (%r): compiled again", self.cache_path, fault)
                 with contextlib.suppress(OSError):
-                    self.flush()  # saving reads its index, too
+                    self.flush()  # type: ignore[no-untyped-call]  # saving reads its index, too
                 return None
 
         def save_overload(self, sig: Any, data: Any) -> None:
             try:
-                super().save_overload(sig, data)
+                super().save_overload(sig, data)  # type: ignore[no-untyped-call]
             except OSError as fault:
                 _log.warning("%s cannot be written (%s): the next process compiles again", self.cache_path, fault)
 

@@ -231,6 +231,15 @@ def test_random_cells(data: st.DataObject) -> None:
     compare(program, memory=states(count, *[torch.zeros(4, 4, dtype=dtype)] * parts), truncate=truncate, check=True)
 
 
+class Named(Tensor):
+    """Has a class of its own."""
+
+
+def named(tensor: Tensor) -> Named:
+    """``tensor`` as one."""
+    return tensor.as_subclass(Named)
+
+
 class TestBadInput:
     def attempt(self, cell: Any, state: Any = None, inputs: Any = range(20), **options: Any) -> None:
         weight = torch.ones(300, requires_grad=True)
@@ -250,6 +259,9 @@ class TestBadInput:
             (lambda s, x, w: ((s * w).double(), None), {}, "float64"),
             (lambda s, x, w: ((s * w, w), None), {}, "state 1 is not like state 0"),
             (lambda s, x, w: ((s * w).tolist(), None), {}, "got"),
+            (lambda s, x, w: (s * w, None), {"state": named(torch.zeros(3))}, "state has, at its root, .* class Named"),
+            (lambda s, x, w: (named(s * w), None), {}, "state 1 has a tensor of the class Named"),
+            (lambda s, x, w: (s * w, None), {"inputs": [named(torch.zeros(3))]}, "input 0 has a tensor of the class"),
             (lambda s, x, w: (s.add_(1), None), {}, "altered its state in place in step 0"),
         ],
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,16 @@ import ebbtide
 from tests.sequence.loops import LSTM, WIDTH, Loop, compare, in_thread, states
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+class Halved(Tensor):
+    """Products with it are half as large."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+            return found.as_subclass(Tensor) * 0.5 if func is torch.mul else found
 
 
 class TestOutside:
@@ -38,6 +49,40 @@ class TestOutside:
             return (final, ys), [weight, source]
 
         compare(program, memory=states(3, torch.zeros(3, WIDTH)))
+
+    def test_tensors_with_code_of_their_own(self) -> None:
+        """It runs in both passes, though PyTorch runs the backward pass of such a loss without."""
+
+        def program(loop: Loop) -> tuple[Any, list[Tensor]]:
+            weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
+            scale = torch.rand(WIDTH).as_subclass(Halved)
+
+            def cell(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+                return torch.tanh(torch.mul(h @ weight, scale) + x), None
+
+            final, _ = loop(cell, torch.zeros(3, WIDTH), torch.randn(14, 3, WIDTH))
+            final.sum().as_subclass(Halved).backward()
+            return (final, []), [weight]
+
+        compare(program, memory=states(3, torch.zeros(3, WIDTH)))
+
+    @pytest.mark.parametrize("spills", [False, True])
+    def test_a_default_device(self, spills: bool, tmp_path: Path) -> None:
+        """Steps find it in both passes, though PyTorch runs backward passes without; ours find it in none."""
+
+        def program(loop: Loop) -> tuple[Any, list[Tensor]]:
+            weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
+
+            def cell(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+                return torch.tanh(h @ weight * (2.0 if torch.empty(0).is_meta else 3.0) + x), None
+
+            start, xs = torch.zeros(3, WIDTH), torch.randn(40, 3, WIDTH)
+            with torch.device("meta"):
+                final, _ = loop(cell, start, xs)
+                final.sum().backward()
+            return (final, []), [weight]
+
+        compare(program, memory=states(3, torch.zeros(3, WIDTH)), spill=tmp_path if spills else None)
 
     @pytest.mark.parametrize("before", [30, 100, 1000], ids=lambda before: f"{before} nodes before")
     def test_results_of_other_threads(self, before: int) -> None:

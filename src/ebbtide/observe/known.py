@@ -102,7 +102,7 @@ class KnownValues:
 
 def _view(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
     """``storage`` seen as ``like`` sees its own."""
-    empty = torch.empty(0, dtype=like.dtype)
+    empty = torch.empty(0, dtype=like.dtype, device=storage.device)
     return empty.set_(storage, like.storage_offset(), like.size(), like.stride())
 
 

@@ -16,7 +16,7 @@ use_count: Callable[[int], int] = torch._C._storage_Use_Count
 
 def storage_wrapper_count() -> int:
     """What PyTorch counts for a storage whose only tensor is ours but which has a Python object."""
-    tensor = torch.empty(1)
+    tensor = torch.empty(1, device="cpu")
     storage = tensor.untyped_storage()
     reference, identity = weakref.ref(storage), storage._cdata
     del storage

@@ -11,7 +11,7 @@ import torch.utils._python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbtide.observe.lengths import mode_is_off, mode_is_on
-from ebbtide.observe.wrapped import wraps
+from ebbtide.observe.wrapped import is_subclass, wraps
 
 _COMPILE_FLAG = "_is_in_any_mode_without_ignore_compile_internals"
 _FLAGS: dict[str, Callable[[Any], bool]] = {
@@ -39,7 +39,8 @@ nodes_made: Callable[[], int] = vars(torch.autograd)["_get_sequence_nr"]
 def is_between_ops(saved: torch.Tensor) -> bool:
     """Whether no op is under way as a tensor is being saved: it is the result of the op whose node was made last, and
     no copy, which that op would have made for itself."""
-    node = saved.grad_fn
+    kind: Any = type(saved)
+    node = saved.grad_fn if not is_subclass(kind) else None  # that of its class's latest change
     return node is not None and node._sequence_nr() == nodes_made() - 1 and node.name() != "CloneBackward0"
 
 

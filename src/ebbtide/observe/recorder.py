@@ -48,7 +48,7 @@ from ebbtide.observe.modules import ModuleTrail
 from ebbtide.observe.schema import COMPILED_GRAPH, OperatorInfo, operator_info
 from ebbtide.observe.transforms import in_transform
 from ebbtide.observe.workspace import WorkspaceProbe
-from ebbtide.observe.wrapped import PLAIN_TYPES, inside, wraps
+from ebbtide.observe.wrapped import PLAIN_TYPES, AsOrdinary, inside, wraps
 from ebbtide.step import EXTERNAL, Event, Phase, Saved, Step
 
 
@@ -136,12 +136,18 @@ class Recorder(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with self.lock:
-            if self.hidden:
-                return func(*args, **(kwargs or {}))
-            self.interrupts.raise_kept()
-            if types and wraps(types):
-                return self.see_within(self._record_within, func, args, kwargs or {})
-            return self._record(func, args, kwargs or {})
+            if types:
+                return self._see(func, types, args, kwargs or {})
+            with AsOrdinary():
+                return self._see(func, types, args, kwargs or {})
+
+    def _see(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if self.hidden:
+            return func(*args, **kwargs)
+        self.interrupts.raise_kept()
+        if types and wraps(types):
+            return self.see_within(self._record_within, func, args, kwargs)
+        return self._record(func, args, kwargs)
 
     def _record_within(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Record what an op on tensors that wrap others becomes."""

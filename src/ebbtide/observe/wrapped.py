@@ -1,4 +1,4 @@
-"""Tensors around tensors, such as `DTensor`: the memory is that of what they wrap.
+"""Tensors around tensors, such as `DTensor`: the memory is that of what they wrap; and those with a class of their own.
 
 NOTE [Wrapped tensors]
 A wrapper says a shape that need not be that of what it wraps, and has a storage without memory. Autograd records ops on
@@ -6,19 +6,28 @@ wrappers, and saves those; below it each op becomes some on what they wrap. Our 
 saved counts, moves and comes back as what it wraps. An in-place op on a wrapper is not counted in the versions of what
 that wraps, so that nobody could tell whether what it read is still there: ops that wrappers have become are never run
 again.
+
+NOTE [Subclasses]
+Other subclasses, such as MONAI's images and fastai's, are ordinary tensors to PyTorch's kernels: their class says what
+Python functions do with them (`__torch_function__`) and what attributes they have. What is saved is held as an ordinary
+tensor with the same memory and versions; none of the class's own code runs for that. Autograd asks for the class again
+only where what was saved needs no gradient; of all else it makes an ordinary tensor, with any hooks. A backward pass is
+no code of Python's, and makes ordinary tensors of all: so ours runs ops as on ordinary ones where a mode sees them.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 """Types of tensors that PyTorch's own kernels work on, and nobody else's code."""
+AsOrdinary: Any = torch._C.DisableTorchFunctionSubclass
+"""In a ``with`` block of it tensors with a class of their own are ordinary ones, and so are results."""
 _COLLECTIVES = "torch.distributed._functional_collectives"
 
 
@@ -26,6 +35,28 @@ _COLLECTIVES = "torch.distributed._functional_collectives"
 def is_wrapper(kind: type) -> bool:
     """Whether tensors of this type wrap others, as far as PyTorch's compiler can tell."""
     return issubclass(kind, torch.Tensor) and hasattr(kind, "__tensor_flatten__")
+
+
+@functools.cache
+def is_subclass(kind: type) -> bool:
+    """Whether tensors of this type are ordinary ones but for Python. See NOTE [Subclasses]."""
+    if kind in PLAIN_TYPES or is_wrapper(kind) or not issubclass(kind, torch.Tensor):
+        return False
+    return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and not issubclass(kind, torch.nn.Parameter)
+
+
+def ordinary(tensor: torch.Tensor) -> torch.Tensor:
+    """The ordinary tensor that one of a subclass is, outside any graph."""
+    with AsOrdinary(), torch._C._DisableTorchDispatch():
+        return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def dressed(tensor: torch.Tensor, kind: type[torch.Tensor], attributes: Mapping[str, Any]) -> torch.Tensor:
+    """An ordinary tensor as one of a subclass, with its attributes."""
+    with AsOrdinary(), torch._C._DisableTorchDispatch():
+        found = tensor.as_subclass(kind)
+    vars(found).update(attributes)
+    return found
 
 
 def wraps(kinds: Iterable[type]) -> bool:
@@ -43,16 +74,19 @@ def wrapped_name(wrapper: torch.Tensor) -> str | None:
 
 
 def inside(tensor: torch.Tensor) -> torch.Tensor:
-    """What ``tensor`` wraps, if that is one tensor, which wraps none, or else itself. Waits for a collective that still
-    fills it, as the next op would."""
-    if not is_wrapper(type(tensor)):
+    """What ``tensor`` wraps, if that is one tensor, which wraps none; the ordinary tensor that one of a subclass is; or
+    else itself. Waits for a collective that still fills it, as the next op would."""
+    kind: Any = type(tensor)
+    if is_subclass(kind):
+        return ordinary(tensor)
+    if not is_wrapper(kind):
         return tensor
     name = wrapped_name(tensor)
     if name is None:
         return tensor
     found: Any = getattr(tensor, name)
     inner: torch.Tensor = found.trigger_wait() if _awaits(found) else found
-    kind: Any = type(inner)
+    kind = type(inner)
     return tensor if is_wrapper(kind) else inner
 
 

@@ -90,9 +90,9 @@ class _Compute:
     """
 
     def __init__(self, order: int, length: int, rate_seconds: float) -> None:
-        self._matrix = torch.ones(order, order)
-        self._product = torch.empty(order, order)
-        self._vector = torch.ones(length)
+        self._matrix = torch.ones(order, order, device="cpu")
+        self._product = torch.empty(order, order, device="cpu")
+        self._vector = torch.ones(length, device="cpu")
         self._rate_seconds = rate_seconds
         self._run()
 

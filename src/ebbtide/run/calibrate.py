@@ -185,7 +185,7 @@ def _random_storage(size_bytes: int) -> torch.UntypedStorage:
     """Bytes that no disk can compress, made without touching torch's generators."""
     storage = take_memory(size_bytes)
     piece = torch.frombuffer(bytearray(os.urandom(1 << 20)), dtype=torch.uint8)
-    torch.empty(0, dtype=torch.uint8).set_(storage).view(-1, 1 << 20).copy_(piece)
+    torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).view(-1, 1 << 20).copy_(piece)
     return storage
 
 

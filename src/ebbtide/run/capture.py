@@ -10,7 +10,7 @@ import torch
 from ebbtide.errors import RecipeError
 from ebbtide.observe.mode import DispatchMode, run_op, stand_behind_inference_mode
 from ebbtide.observe.schema import operator_info
-from ebbtide.observe.wrapped import wraps
+from ebbtide.observe.wrapped import AsOrdinary, wraps
 from ebbtide.run.calls import Call, KnownOp, capture
 
 _AsCalled: Any = vars(torch._C)["_RestorePythonTLSSnapshot"]
@@ -120,18 +120,24 @@ class CaptureMode(DispatchMode):
             self.tick = OFF
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types:
+            return self._see(func, types, args, kwargs or {})
+        with AsOrdinary():
+            return self._see(func, types, args, kwargs or {})
+
+    def _see(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if self.hidden:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         if types and wraps(types):
-            return self.see_within(self._count, func, args, kwargs or {})
+            return self.see_within(self._count, func, args, kwargs)
         self.copied = func is _COPY
         if self.tick < 0 and self._opening and not _is_within_op():
             self.tick = self._told_by(operator_info(func).name)
         known = self._known.get(self.tick)
         self.tick += 1
         if known is None:
-            return run_op(func, args, kwargs or {})
-        return self._run_known(func, args, kwargs or {}, known)
+            return run_op(func, args, kwargs)
+        return self._run_known(func, args, kwargs, known)
 
     def _told_by(self, name: str) -> int:
         """The index of the first op since the mode was put on, which is called ``name``. See NOTE [Counting ops]."""
@@ -144,7 +150,7 @@ class CaptureMode(DispatchMode):
 
     def _count(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Count what an op on tensors that wrap others becomes."""
-        return self.__torch_dispatch__(func, (), args, kwargs)
+        return self._see(func, (), args, kwargs)
 
     def _run_known(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: KnownOp) -> Any:
         tick = self.tick - 1

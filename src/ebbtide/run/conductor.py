@@ -23,7 +23,7 @@ from ebbtide.observe.compiled_calls import compiled_calls
 from ebbtide.observe.ledger import sizes
 from ebbtide.observe.mode import correct_notes, is_between_ops, modes_on
 from ebbtide.observe.transforms import in_transform
-from ebbtide.observe.wrapped import PLAIN_TYPES, inside
+from ebbtide.observe.wrapped import PLAIN_TYPES, inside, is_subclass
 from ebbtide.run.allocator import Trimmer
 from ebbtide.run.capture import OFF, CaptureMode
 from ebbtide.run.forks import Library
@@ -128,6 +128,7 @@ class Conductor(Tracker):
         form = self._kept[event]
         if (
             form is not None
+            and type(tensor) in PLAIN_TYPES  # a class of its own has its own code for what is asked here
             and tensor.dtype is form.dtype
             and not tensor.is_nested  # some of those have no shape
             and tensor.shape == form.shape
@@ -206,7 +207,8 @@ class Conductor(Tracker):
             stretch = self.script.stretches[self._event]
             self._act()
             if self._capture is not None:
-                self._follow(stretch, tensor)
+                kind: Any = type(tensor)
+                self._follow(stretch, inner if is_subclass(kind) else tensor)
             if self._mark is not None:
                 self.stamps.append((began, self._mark()))
         if capture is not None:

@@ -18,7 +18,8 @@ import torch
 
 from ebbtide.observe.ledger import has_storage, sizes
 from ebbtide.observe.wrapped import inside
-from ebbtide.run.holdings import Kept, keep
+from ebbtide.run.holdings import keep
+from ebbtide.run.wrapped import Handle, wrap_like
 from ebbtide.step import Saved
 
 _autograd: Any = torch._C._autograd
@@ -93,7 +94,7 @@ class LightWatch:
         self.left = ""
         self._first = first
 
-    def pack(self, tensor: torch.Tensor) -> Kept:
+    def pack(self, tensor: torch.Tensor) -> Handle:
         """The pack hook."""
         self.watching = False
         pop_hooks()
@@ -101,9 +102,9 @@ class LightWatch:
         shape, most = sizes(inner), math.prod(first.shape) if first is not None else 0
         if first is None or len(shape) != len(first.shape) or (has_storage(inner) and inner.numel() > most):
             self.left = f"the first saved tensor is {list(shape)}, expected {first.shape if first else 'none'}"
-        return keep(tensor, -1)
+        return wrap_like(tensor, inner, keep(inner, -1))
 
-    def unpack(self, handle: Kept) -> torch.Tensor:
+    def unpack(self, handle: Handle) -> torch.Tensor:
         """The unpack hook."""
         return handle.show()
 

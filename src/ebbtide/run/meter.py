@@ -12,7 +12,7 @@ from ebbtide.observe.asking import AskingNodes
 from ebbtide.observe.inductor import compiled_as_ops
 from ebbtide.observe.ledger import Ledger, has_storage, tensors_in
 from ebbtide.observe.mode import DispatchMode, run_op
-from ebbtide.observe.wrapped import wraps
+from ebbtide.observe.wrapped import AsOrdinary, wraps
 
 _running: list[PeakMeter] = []
 
@@ -76,7 +76,10 @@ class PeakMeter(DispatchMode):
         kwargs = kwargs or {}
         if not self._hidden and types and wraps(types):
             return self.see_within(self._count, func, args, kwargs)
-        return self._count(func, args, kwargs)
+        if types:
+            return self._count(func, args, kwargs)
+        with AsOrdinary():
+            return self._count(func, args, kwargs)
 
     def _count(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._hidden:

@@ -1,13 +1,14 @@
-"""Saved tensors that wrap another one, which is held in their place. See NOTE [Wrapped tensors] in
-`ebbtide.observe.wrapped`."""
+"""Saved tensors that wrap another one, which is held in their place, or have a class of their own. See NOTE [Wrapped
+tensors] and NOTE [Subclasses] in `ebbtide.observe.wrapped`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from ebbtide.observe.wrapped import wrapped_name
+from ebbtide.observe.wrapped import dressed, is_subclass, wrapped_name
 from ebbtide.run.holdings import Kept, View, changed_error, keep, nothing
 
 _NOTHING = nothing(torch.device("cpu"))
@@ -56,12 +57,44 @@ class Wrapped:
             setattr(shell, self._name, _NOTHING)
 
 
-Handle = Kept | View | Wrapped
+class Subclassed:
+    """A saved tensor with a class of its own, which is shown with that class and its attributes.
+
+    Args:
+        tensor: the saved tensor.
+        view: what stands for it as an ordinary tensor.
+    """
+
+    __slots__ = ("_attributes", "_kind", "view")
+
+    def __init__(self, tensor: torch.Tensor, view: Kept | View) -> None:
+        self.view = view
+        self._kind = type(tensor)
+        self._attributes = vars(tensor)
+
+    @property
+    def number(self) -> int:
+        """Of the saved tensor in its step."""
+        return self.view.number
+
+    def show(self) -> torch.Tensor:
+        """The saved tensor. Raises `RuntimeError` if it was changed in place, as PyTorch would."""
+        return self.around(self.view.show)
+
+    def around(self, show: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The same, with its memory from elsewhere."""
+        return dressed(show(), self._kind, self._attributes)
+
+
+Handle = Kept | View | Wrapped | Subclassed
 """What autograd is given."""
 
 
 def wrap_like(tensor: torch.Tensor, inner: torch.Tensor, handle: Kept | View) -> Handle:
-    """What stands for the saved ``tensor`` where ``handle`` stands for ``inner``, which it wraps, or is itself."""
+    """What stands for the saved ``tensor`` where ``handle`` stands for ``inner``, which is `inside` it."""
     if inner is tensor:
         return handle
+    kind: Any = type(tensor)
+    if is_subclass(kind):
+        return handle if inner.requires_grad else Subclassed(tensor, handle)
     return Wrapped(tensor, handle) if isinstance(handle, View) else keep(tensor, handle.number)

@@ -65,7 +65,7 @@ class Block:
 
     def memory(self) -> memoryview:
         """All bytes."""
-        return torch.empty(0, dtype=torch.uint8).set_(self.storage).numpy().data
+        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(self.storage).numpy().data
 
 
 def storage_of(run: Sequence[Block]) -> torch.UntypedStorage:

@@ -18,7 +18,7 @@ from ebbtide.sequence.blocks import Block
 from ebbtide.sequence.checksums import Checksums
 from ebbtide.sequence.graphs import Outside, local_gradients
 from ebbtide.sequence.steps import Ran, Step, Steps, has_gradient
-from ebbtide.sequence.tensors import State, TensorLayout, bytes_of
+from ebbtide.sequence.tensors import State, TensorLayout, bytes_of, refuse_class
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]
 _LEAF_TYPES = (Tensor, int, type(None))
@@ -114,6 +114,8 @@ class CellChain:
     def _run(self, state: State, step: int, whole: Collection[int] = ()) -> Ran:
         """Run a step. Inputs get detached from what they were made of, but for those whose number is in ``whole``."""
         parts, spec = _flatten(self._inputs[step])
+        for part in parts:
+            refuse_class(part, f"input {step} has")
         inputs = {id(part): part for part in parts if has_gradient(part)}
         if whole:
             inputs = {key: part for key, part in inputs.items() if self.outside.find(part) not in whole}

@@ -29,11 +29,12 @@ from torch.utils._pytree import tree_iter
 
 from ebbtide.errors import SequenceError
 from ebbtide.observe.mode import nodes_made
+from ebbtide.observe.wrapped import AsOrdinary
 
 _hooks = torch._C._autograd
-_LEAF_NODE = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
+_LEAF_NODE = type(get_gradient_edge(torch.empty(0, requires_grad=True, device="cpu")).node)
 _alias = torch.ops.aten.alias.default
-_NOBODY = torch.empty(0)
+_NOBODY = torch.empty(0, device="cpu")
 
 Edge = tuple[Node, int]
 
@@ -209,7 +210,10 @@ class _Finder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.look(tree_iter((args, kwargs)))
-        return func(*args, **(kwargs or {}))
+        if types:
+            return func(*args, **(kwargs or {}))
+        with AsOrdinary():
+            return func(*args, **(kwargs or {}))
 
 
 def _key(tensor: Tensor) -> Hashable:

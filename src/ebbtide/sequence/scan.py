@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ebbtide.errors import SequenceError
 from ebbtide.observe.uncompiled import uncompiled
+from ebbtide.observe.wrapped import AsOrdinary
 from ebbtide.sequence.blocks import Blocks
 from ebbtide.sequence.cells import Cell, CellChain, Inputs
 from ebbtide.sequence.choose import memory_slots
@@ -250,6 +251,9 @@ class _Scene:
             for kind in device_types
             if torch.amp.is_autocast_available(kind)
         ]
+        self._device = torch.get_default_device()
+        # That of subclasses: PyTorch runs the whole backward pass of a loss with a class of its own without.
+        self._functions = torch._C._EnableTorchFunction if torch._C._is_torch_function_enabled() else AsOrdinary
 
     @contextlib.contextmanager
     def set(self) -> Iterator[None]:
@@ -257,6 +261,9 @@ class _Scene:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(uncompiled())
             stack.enter_context(without_saved_tensor_hooks())
+            stack.enter_context(self._functions())
+            if torch.get_default_device() != self._device:
+                stack.enter_context(self._device)
             for kind, enabled, dtype in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
             yield

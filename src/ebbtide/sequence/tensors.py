@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from ebbtide.errors import SequenceError
+from ebbtide.observe.wrapped import is_subclass, is_wrapper
 from ebbtide.sequence.blocks import Block
 
 ALIGNMENT_BYTES = 64
@@ -152,6 +153,7 @@ class TensorLayout:
                     f"the state has {what} at {keystr(path) or 'its root'}; each part of it must be a dense tensor "
                     "(what does not change from step to step, the cell can take from outside)"
                 )
+            refuse_class(part, f"the state has, at {keystr(path) or 'its root'},")
         # A state that is one tensor, or a tuple or list of some, is taken apart without PyTorch's help, which is slow.
         is_flat = type(state) in (tuple, list) and all(isinstance(part, Tensor) for part in state)
         self._container = type(state) if is_flat else None
@@ -187,6 +189,8 @@ class TensorLayout:
         parts, spec = tree_flatten(state)
         if spec == self._spec and all(map(_is_like, parts, self._leaves)):
             return parts
+        for part in parts:
+            refuse_class(part, f"state {step} has")
         found, _ = tree_flatten_with_path(state)
         got = ", ".join(
             str(_leaf(keystr(path), part))
@@ -261,9 +265,24 @@ def _unseen() -> contextlib.AbstractContextManager[object]:
     return _disable_current_modes() if there else _NO_MODES
 
 
+def refuse_class(part: Any, who_has: str) -> None:
+    """Raise `SequenceError` for a tensor with a class of its own: it would run other code when it is run again."""
+    if _has_class(part):
+        raise SequenceError(
+            f"{who_has} a tensor of the class {type(part).__name__}, which states that come back do not have; give the "
+            "cell ordinary tensors (as_subclass(torch.Tensor), or what it wraps)"
+        )
+
+
+def _has_class(part: Any) -> bool:
+    kind: Any = type(part)
+    return kind is not Tensor and (is_subclass(kind) or is_wrapper(kind))
+
+
 def _is_like(part: Any, leaf: _Leaf) -> bool:
     return (
         isinstance(part, Tensor)
+        and not _has_class(part)
         and part.shape == leaf.shape
         and part.dtype is leaf.dtype
         and part.device == leaf.device
@@ -274,4 +293,5 @@ def _is_like(part: Any, leaf: _Leaf) -> bool:
 def _over(
     storage: torch.UntypedStorage, dtype: torch.dtype, offset_bytes: int, shape: Sequence[int], stride: Sequence[int]
 ) -> Tensor:
-    return torch.empty(0, dtype=dtype).set_(storage, offset_bytes // dtype.itemsize, shape, stride)
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    return empty.set_(storage, offset_bytes // dtype.itemsize, shape, stride)
