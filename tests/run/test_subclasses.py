@@ -91,6 +91,20 @@ def test_their_own_code_runs_as_often_as_without_a_budget(machine: Machine, tmp_
     run_within(Counted, expected, "50%", machine, tmp_path)
 
 
+class Penalized(Counted):
+    """Has a second backward pass, of which the first is a part."""
+
+    def loss(self, index: int) -> Tensor:
+        scores = self.model(image(self.data(index, 512, 64))).sin()
+        steepness = torch.autograd.grad(scores.square().sum(), self.model[0].weight, create_graph=True)[0]
+        return (scores.mean() + steepness.square().mean()).as_subclass(Tensor)
+
+
+@pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["fast", "slow"])
+def test_gradients_of_gradients(machine: Machine, tmp_path: Path) -> None:
+    run_within(Penalized, run_plain(Penalized), "60%", machine, tmp_path)
+
+
 class WrittenLater(Forbidden):
     """One is written to after it was saved."""
 

@@ -13,6 +13,9 @@ from ebbtide.observe.schema import operator_info
 from ebbtide.observe.wrapped import AsOrdinary, wraps
 from ebbtide.run.calls import Call, KnownOp, capture
 
+_pass_number: Callable[[], int] = torch._C._current_graph_task_id
+"""Of the backward pass under way in this thread; -1 if none is."""
+_class_code_runs: Callable[[], bool] = torch._C._is_torch_function_enabled
 _AsCalled: Any = vars(torch._C)["_RestorePythonTLSSnapshot"]
 OFF, _UNKNOWN = -1, -(1 << 60)
 """No index of an op: while the mode is off, and while it does not know which op comes next."""
@@ -120,24 +123,21 @@ class CaptureMode(DispatchMode):
             self.tick = OFF
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types:
-            return self._see(func, types, args, kwargs or {})
-        with AsOrdinary():
-            return self._see(func, types, args, kwargs or {})
-
-    def _see(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if _pass_number() >= 0 and not types and _class_code_runs():
+            with AsOrdinary():  # see NOTE [Subclasses] in `ebbtide.observe.wrapped`
+                return self.__torch_dispatch__(func, types, args, kwargs)
         if self.hidden:
-            return func(*args, **kwargs)
+            return func(*args, **(kwargs or {}))
         if types and wraps(types):
-            return self.see_within(self._count, func, args, kwargs)
+            return self.see_within(self._count, func, args, kwargs or {})
         self.copied = func is _COPY
         if self.tick < 0 and self._opening and not _is_within_op():
             self.tick = self._told_by(operator_info(func).name)
         known = self._known.get(self.tick)
         self.tick += 1
         if known is None:
-            return run_op(func, args, kwargs)
-        return self._run_known(func, args, kwargs, known)
+            return run_op(func, args, kwargs or {})
+        return self._run_known(func, args, kwargs or {}, known)
 
     def _told_by(self, name: str) -> int:
         """The index of the first op since the mode was put on, which is called ``name``. See NOTE [Counting ops]."""
@@ -150,7 +150,7 @@ class CaptureMode(DispatchMode):
 
     def _count(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Count what an op on tensors that wrap others becomes."""
-        return self._see(func, (), args, kwargs)
+        return self.__torch_dispatch__(func, (), args, kwargs)
 
     def _run_known(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: KnownOp) -> Any:
         tick = self.tick - 1
