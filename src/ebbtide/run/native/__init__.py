@@ -73,6 +73,7 @@ def _loaded() -> ctypes.CDLL:
 
 
 def _build(path: Path) -> None:
+    """Compile it to ``path``."""
     compiler = find_compiler()
     if compiler is None:
         raise FileNotFoundError("no C++ compiler found")
