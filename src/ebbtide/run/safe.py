@@ -22,7 +22,7 @@ from ebbtide.observe.wrapped import inside
 from ebbtide.run.allocator import Trimmer
 from ebbtide.run.holdings import Holding, Kept, View, is_plain, keep, only_held_once
 from ebbtide.run.tiers import SlowTier
-from ebbtide.run.wrapped import Handle, Subclassed, Wrapped, wrap_like
+from ebbtide.run.wrapped import Handle, Outer, wrap_like
 
 LEAST_MOVED_BYTES = 64 * 1024
 """Smaller tensors stay: moving them costs more than they free."""
@@ -170,7 +170,7 @@ class SafePolicy:
         return holding
 
     def _show(self, handle: Handle) -> torch.Tensor:
-        if isinstance(handle, (Wrapped, Subclassed)) and isinstance(view := handle.view, _CachedView):
+        if isinstance(handle, Outer) and isinstance(view := handle.view, _CachedView):
             return handle.around(lambda: self._show(view))
         if not isinstance(handle, _CachedView):
             return handle.show()

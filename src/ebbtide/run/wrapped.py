@@ -3,6 +3,7 @@ tensors] and NOTE [Subclasses] in `ebbtide.observe.wrapped`."""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,33 @@ from ebbtide.run.holdings import Kept, View, changed_error, keep, nothing
 _NOTHING = nothing(torch.device("cpu"))
 
 
-class Wrapped:
+class Outer(abc.ABC):
+    """A saved tensor around another one, or with a class of its own.
+
+    Args:
+        view: what stands for what is inside it.
+    """
+
+    __slots__ = ("view",)
+
+    def __init__(self, view: Kept | View) -> None:
+        self.view = view
+
+    @property
+    def number(self) -> int:
+        """Of the saved tensor in its step."""
+        return self.view.number
+
+    def show(self) -> torch.Tensor:
+        """The saved tensor. Raises `RuntimeError` if it was changed in place, as PyTorch would."""
+        return self.around(self.view.show)
+
+    @abc.abstractmethod
+    def around(self, show: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The same, with what is inside from elsewhere."""
+
+
+class Wrapped(Outer):
     """A saved tensor whose inner one is a view of a holding.
 
     It has a wrapper like the saved one, around nothing, that counts its versions with it: what is written through any
@@ -25,25 +52,16 @@ class Wrapped:
         view: of what it wraps.
     """
 
-    __slots__ = ("_name", "_shell", "_version", "view")
+    __slots__ = ("_name", "_shell", "_version")
 
     def __init__(self, wrapper: torch.Tensor, view: View) -> None:
         name = wrapped_name(wrapper)
         assert name is not None
-        self.view = view
+        super().__init__(view)
         self._name = name
         self._version = wrapper._version
         self._shell = wrapper.detach()
         setattr(self._shell, name, _NOTHING)
-
-    @property
-    def number(self) -> int:
-        """Of the saved tensor in its step."""
-        return self.view.number
-
-    def show(self) -> torch.Tensor:
-        """The saved tensor. Raises `RuntimeError` if it was changed in place, as PyTorch would."""
-        return self.around(self.view.show)
 
     def around(self, show: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The same, with its inner tensor from elsewhere."""
@@ -57,7 +75,7 @@ class Wrapped:
             setattr(shell, self._name, _NOTHING)
 
 
-class Subclassed:
+class Subclassed(Outer):
     """A saved tensor with a class of its own, which is shown with that class and its attributes.
 
     Args:
@@ -65,28 +83,19 @@ class Subclassed:
         view: what stands for it as an ordinary tensor.
     """
 
-    __slots__ = ("_attributes", "_kind", "view")
+    __slots__ = ("_attributes", "_kind")
 
     def __init__(self, tensor: torch.Tensor, view: Kept | View) -> None:
-        self.view = view
+        super().__init__(view)
         self._kind = type(tensor)
         self._attributes = vars(tensor)
-
-    @property
-    def number(self) -> int:
-        """Of the saved tensor in its step."""
-        return self.view.number
-
-    def show(self) -> torch.Tensor:
-        """The saved tensor. Raises `RuntimeError` if it was changed in place, as PyTorch would."""
-        return self.around(self.view.show)
 
     def around(self, show: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The same, with its memory from elsewhere."""
         return dressed(show(), self._kind, self._attributes)
 
 
-Handle = Kept | View | Wrapped | Subclassed
+Handle = Kept | View | Outer
 """What autograd is given."""
 
 
