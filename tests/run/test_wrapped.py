@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from ebbtide.decisions import Offload
 from ebbtide.machine import Machine
 from ebbtide.observe.recorder import Recorder
+from ebbtide.observe.wrapped import inside
 from ebbtide.run.meter import PeakMeter
 from tests.observe.test_mode import User
 from tests.run.harness import FAST_DISK, SLOW_DISK, run_plain, run_within
@@ -80,6 +82,36 @@ def test_they_move(limit: str, tmp_path: Path) -> None:
     assert trial.plan is not None
     assert sum(isinstance(decision, Offload) for decision in trial.plan.decisions) > 3
     assert trial.plan.peak_bytes < 0.8 * trial.plan.plain_peak_bytes
+
+
+class Ragged(Chain):
+    """Attention over texts of several lengths, in a jagged tensor, which wraps their numbers and where each begins."""
+
+    def build(self) -> nn.Module:
+        return nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, index: int) -> torch.Tensor:
+        offsets = torch.tensor([0, 37, 101, 113, 163, 243, 266])
+        texts = torch.nested.nested_tensor_from_jagged(self.data(index, 266, 64), offsets)
+        for _ in range(3):
+            parts = [layer(texts).unflatten(-1, [4, 16]).transpose(1, 2) for layer in self.model[:3]]
+            seen = nn.functional.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(-2)
+            texts = texts + nn.functional.gelu(self.model[3](seen))
+        return texts.values()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("limit", ["80%", "60%"])
+def test_jagged_tensors_move(limit: str, tmp_path: Path) -> None:
+    trial = run_within(Ragged, run_plain(Ragged), limit, FAST_DISK, tmp_path)
+    assert trial.plan is not None
+    assert sum(isinstance(decision, Offload) for decision in trial.plan.decisions) > 3
+    assert trial.plan.peak_bytes < 0.8 * trial.plan.plain_peak_bytes
+
+
+def test_what_wraps_several_of_a_size_is_nobodys_wrapper() -> None:
+    both = TwoTensor(torch.ones(64, 64), torch.ones(64, 64))
+    assert inside(both) is both
 
 
 class WrittenLater(Forbidden):

@@ -28,6 +28,8 @@ PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 """Types of tensors that PyTorch's own kernels work on, and nobody else's code."""
 AsOrdinary: Any = torch._C.DisableTorchFunctionSubclass
 """In a ``with`` block of it tensors with a class of their own are ordinary ones, and so are results."""
+SMALL = 1 / 8
+"""What else a wrapper has may have this part of the bytes of what it wraps."""
 _COLLECTIVES = "torch.distributed._functional_collectives"
 
 
@@ -65,12 +67,20 @@ def wraps(kinds: Iterable[type]) -> bool:
 
 
 def wrapped_name(wrapper: torch.Tensor) -> str | None:
-    """The attribute by which ``wrapper`` wraps a tensor; None if it wraps several, or waits for a collective itself."""
+    """The attribute by which ``wrapper`` wraps a tensor, beside small ones at most, such as a jagged tensor's offsets.
+
+    None if there is no such attribute, or if it waits for a collective itself.
+    """
     if _awaits(wrapper):
         return None
     attributes: list[str] = wrapper.__tensor_flatten__()[0]  # type: ignore[attr-defined]  # a protocol, not a method
-    tensors = [name for name in attributes if isinstance(getattr(wrapper, name), torch.Tensor)]
-    return tensors[0] if len(tensors) == 1 else None
+    found = [(name, getattr(wrapper, name)) for name in attributes]
+    tensors = [(name, inner) for name, inner in found if isinstance(inner, torch.Tensor)]
+    if len(tensors) < 2:
+        return tensors[0][0] if tensors else None
+    largest, inner = max(tensors, key=lambda each: each[1].nbytes)
+    is_small = sum(each.nbytes for _, each in tensors) <= (1 + SMALL) * inner.nbytes  # what it has beside that
+    return largest if is_small and largest in vars(wrapper) else None
 
 
 def inside(tensor: torch.Tensor) -> torch.Tensor:
