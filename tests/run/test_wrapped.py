@@ -76,14 +76,6 @@ class Wide(Chain):
         return last(unwrap(wide))
 
 
-@pytest.mark.parametrize("limit", ["70%", "40%"])
-def test_they_move(limit: str, tmp_path: Path) -> None:
-    trial = run_within(Wide, run_plain(Wide), limit, FAST_DISK, tmp_path)
-    assert trial.plan is not None
-    assert sum(isinstance(decision, Offload) for decision in trial.plan.decisions) > 3
-    assert trial.plan.peak_bytes < 0.8 * trial.plan.plain_peak_bytes
-
-
 class Ragged(Chain):
     """Attention over texts of several lengths, in a jagged tensor, which wraps their numbers and where each begins."""
 
@@ -101,9 +93,9 @@ class Ragged(Chain):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
-@pytest.mark.parametrize("limit", ["80%", "60%"])
-def test_jagged_tensors_move(limit: str, tmp_path: Path) -> None:
-    trial = run_within(Ragged, run_plain(Ragged), limit, FAST_DISK, tmp_path)
+@pytest.mark.parametrize(("program", "limit"), [(Wide, "70%"), (Wide, "40%"), (Ragged, "80%"), (Ragged, "60%")])
+def test_they_move(program: type[Chain], limit: str, tmp_path: Path) -> None:
+    trial = run_within(program, run_plain(program), limit, FAST_DISK, tmp_path)
     assert trial.plan is not None
     assert sum(isinstance(decision, Offload) for decision in trial.plan.decisions) > 3
     assert trial.plan.peak_bytes < 0.8 * trial.plan.plain_peak_bytes
