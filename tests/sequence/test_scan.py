@@ -261,7 +261,11 @@ class TestBadInput:
             (lambda s, x, w: ((s * w).tolist(), None), {}, "got"),
             (lambda s, x, w: (s * w, None), {"state": named(torch.zeros(3))}, "state has, at its root, .* class Named"),
             (lambda s, x, w: (named(s * w), None), {}, "state 1 has a tensor of the class Named"),
-            (lambda s, x, w: (s * w, None), {"inputs": [named(torch.zeros(3))]}, "input 0 has a tensor of the class"),
+            (
+                lambda s, x, w: (s * x * w, None),
+                {"inputs": [named(torch.ones(300)).requires_grad_()]},
+                "input 0, .* class",
+            ),
             (lambda s, x, w: (s.add_(1), None), {}, "altered its state in place in step 0"),
         ],
     )

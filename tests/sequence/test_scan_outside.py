@@ -51,16 +51,17 @@ class TestOutside:
         compare(program, memory=states(3, torch.zeros(3, WIDTH)))
 
     def test_tensors_with_code_of_their_own(self) -> None:
-        """It runs in both passes, though PyTorch runs the backward pass of such a loss without."""
+        """It runs in both passes, that of inputs, too, though PyTorch runs the backward pass of such a loss without."""
 
         def program(loop: Loop) -> tuple[Any, list[Tensor]]:
             weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
             scale = torch.rand(WIDTH).as_subclass(Halved)
 
             def cell(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
-                return torch.tanh(torch.mul(h @ weight, scale) + x), None
+                return torch.tanh(torch.mul(h @ weight, scale) + torch.mul(h + 1, x)), None
 
-            final, _ = loop(cell, torch.zeros(3, WIDTH), torch.randn(14, 3, WIDTH))
+            xs = [torch.randn(3, WIDTH).as_subclass(Halved) for _ in range(14)]
+            final, _ = loop(cell, torch.zeros(3, WIDTH), xs)
             final.sum().as_subclass(Halved).backward()
             return (final, []), [weight]
 

@@ -29,7 +29,7 @@ PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 AsOrdinary: Any = torch._C.DisableTorchFunctionSubclass
 """In a ``with`` block of it tensors with a class of their own are ordinary ones, and so are results."""
 SMALL = 1 / 8
-"""What else a wrapper has may have this part of the bytes of what it wraps."""
+"""Share of the bytes of what a wrapper wraps that all else it has may take, as that stays."""
 _COLLECTIVES = "torch.distributed._functional_collectives"
 
 

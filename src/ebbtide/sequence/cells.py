@@ -114,11 +114,11 @@ class CellChain:
     def _run(self, state: State, step: int, whole: Collection[int] = ()) -> Ran:
         """Run a step. Inputs get detached from what they were made of, but for those whose number is in ``whole``."""
         parts, spec = _flatten(self._inputs[step])
-        for part in parts:
-            refuse_class(part, f"input {step} has")
         inputs = {id(part): part for part in parts if has_gradient(part)}
         if whole:
             inputs = {key: part for key, part in inputs.items() if self.outside.find(part) not in whole}
+        for part in inputs.values():
+            refuse_class(part, f"input {step}, which wants a gradient, has")
         given = {key: part.detach().requires_grad_() for key, part in inputs.items()}
         versions = [part._version for part in state]
         found = self._cell(self._layout.unflatten(state), _unflatten([given.get(id(p), p) for p in parts], spec))

@@ -266,11 +266,11 @@ def _unseen() -> contextlib.AbstractContextManager[object]:
 
 
 def refuse_class(part: Any, who_has: str) -> None:
-    """Raise `SequenceError` for a tensor with a class of its own: it would run other code when it is run again."""
+    """Raise `SequenceError` for a tensor with a class of its own: what is given to steps in its place has none."""
     if _has_class(part):
         raise SequenceError(
-            f"{who_has} a tensor of the class {type(part).__name__}, which states that come back do not have; give the "
-            "cell ordinary tensors (as_subclass(torch.Tensor), or what it wraps)"
+            f"{who_has} a tensor of the class {type(part).__name__}, but steps are given ordinary ones in its place; "
+            "give the cell what it wraps, or as_subclass(torch.Tensor)"
         )
 
 
