@@ -8,6 +8,7 @@ import errno
 import fcntl
 import gc
 import os
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,19 @@ class TestFaults:
         slot = disk.write(storage)
         assert bytes_of(disk.read(slot).wait()) == bytes_of(storage)
         assert disk.places_in_use == 1
+
+    def test_disk_full_and_the_directory_gone(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "spill").mkdir()
+        with contextlib.closing(DiskTier(tmp_path / "spill")) as disk:
+            (tmp_path / "spill").rmdir()
+            monkeypatch.setattr(disk, "_pwrite", failing(errno.ENOSPC))
+            slot = disk.write(storage_of(8192))
+            deadline = time.monotonic() + 20
+            while not slot.finished.is_open:
+                assert time.monotonic() < deadline, "nobody ends the transfer"
+                time.sleep(0.001)
+            with pytest.raises(SpillError, match=r"is full.* are free; free some space"):
+                slot.wait()
 
     def test_a_fault_in_one_of_many_parts(self, disk: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
         slot = disk.write(storage_of(4 * PART_BYTES))

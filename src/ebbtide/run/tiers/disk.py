@@ -172,9 +172,10 @@ class DiskTier(QueuedTier):
         """Say what happened while ``doing`` something with so many bytes, and what to do about it."""
         size = format_bytes(size_bytes)
         if isinstance(fault, OSError) and fault.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            # Asked of the file: the directory may be gone by now, and an error here would leave the transfer endless.
             return (
                 f"spill directory {self.directory} is full ({fault.strerror}): {doing} a tensor of {size} failed, "
-                f"{format_bytes(free_bytes(self.directory))} are free; free some space there, choose another "
+                f"{format_bytes(free_bytes(self._fd))} are free; free some space there, choose another "
                 "directory with spill=..., or raise the budget"
             )
         text = fault.strerror if isinstance(fault, OSError) and fault.strerror else repr(fault)
@@ -245,9 +246,9 @@ def switch_to_direct(fd: int) -> int:
     return 1
 
 
-def free_bytes(directory: Path) -> int:
-    """Bytes that this user may still write in ``directory``."""
-    state = os.statvfs(directory)
+def free_bytes(where: Path | int) -> int:
+    """Bytes that this user may still write where a directory, or a file of this descriptor, is."""
+    state = os.statvfs(where)
     return state.f_bavail * state.f_frsize
 
 
