@@ -8,6 +8,7 @@ import errno
 import fcntl
 import gc
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -142,6 +143,28 @@ class TestFaults:
         disk.drain()
         storage = storage_of(3 * PART_BYTES, seed=1)
         assert bytes_of(disk.read(disk.write(storage)).wait()) == bytes_of(storage)
+
+    @pytest.mark.parametrize("allowed", [0, 1])
+    def test_threads_are_limited(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
+        real, storage = threading.Thread.start, storage_of(3 * PART_BYTES)
+        with contextlib.closing(DiskTier(tmp_path)) as disk:
+            slot = disk.write(storage)
+            slot.wait()
+            left = iter(range(allowed))
+
+            def start(thread: threading.Thread) -> None:
+                if next(left, None) is None:
+                    raise RuntimeError("can't start new thread")
+                real(thread)
+
+            monkeypatch.setattr(threading.Thread, "start", start)
+            if not allowed:
+                for _ in range(2):
+                    with pytest.raises(SpillError, match=r"no thread can be started to move tensors \(can't start"):
+                        disk.read(slot)
+                monkeypatch.undo()
+            assert bytes_of(disk.read(slot).wait()) == bytes_of(storage)
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("ebbtide-disk")]
 
     def test_drain_raises_nothing(self, disk: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(disk, "_pwrite", failing(errno.EIO))

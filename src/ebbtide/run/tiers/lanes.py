@@ -50,7 +50,7 @@ class Lane:
         self._closing = False
 
     def submit(self, job: Job) -> None:
-        """Queue a job. Raises `SpillError` if the lane is closed."""
+        """Queue a job. Raises `SpillError` if the lane is closed, or no thread can be started."""
         with self._lock:
             if self._closing:
                 raise SpillError("a transfer was asked for after the spill was closed")
@@ -71,12 +71,18 @@ class Lane:
                 thread.join()
 
     def _start(self) -> None:
+        """Start the threads, or as many of them as the system allows."""
         for _ in range(self._workers):
             gate = threading.Lock()
             thread = threading.Thread(target=self._work, args=(gate,), name=self._name, daemon=True)
             self._gates.append(gate)
             self._threads.append(thread)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as fault:  # one that was never started would be counted on, and joined
+                self._threads.remove(thread)
+                if not self._threads:
+                    raise SpillError(f"no thread can be started to move tensors ({fault}); allow more") from fault
 
     def _work(self, gate: threading.Lock) -> None:
         while (job := self._jobs.get()) is not None:
