@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
@@ -9,6 +10,7 @@ import random
 import threading
 import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ import torch
 
 from ebbtide.errors import SpillError
 from ebbtide.observe.mode import DispatchMode
-from ebbtide.run.allocator import trim
+from ebbtide.run.allocator import set_default, set_exact, trim
 from ebbtide.run.holdings import Holding, view_of
 from ebbtide.run.tiers import DiskTier, QueuedTier
 from ebbtide.run.tiers import queued as queued_module
@@ -133,6 +135,33 @@ class TestMemory:
         assert slot.unwritten is None
         del storage
         assert gone() is None
+
+    @pytest.mark.parametrize("checksum", [False, True])
+    @pytest.mark.parametrize("own", ["arena", "mapping"])
+    def test_storage_that_gets_other_memory_while_it_is_written(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, checksum: bool
+    ) -> None:
+        set_exact()  # each large tensor has a mapping of its own, which is gone when the tensor is
+        numbers = torch.arange(3 * PART_BYTES // 4 + 5)
+        tensor = numbers.clone()
+        if own == "arena":
+            tensor = (
+                torch.empty(0, dtype=numbers.dtype).set_(storage_of(numbers.nbytes, offset_bytes=64)).copy_(numbers)
+            )
+        with contextlib.closing(DiskTier(tmp_path, checksum=checksum)) as disk:
+            gate = HeldCall(disk, monkeypatch, "_pwrite")
+            slot = disk.write(tensor.untyped_storage())
+            early = disk.read(slot)
+            assert gate.entered.wait(20)
+            tensor.share_memory_()
+            other = storage_of(numbers.nbytes, seed=1, offset_bytes=64)  # where the tensor lay
+            gate.open.set()
+            slot.wait()
+            back = [torch.empty(0, dtype=numbers.dtype).set_(load.wait()) for load in (early, disk.read(slot))]
+            assert all(torch.equal(one, numbers) for one in back)
+            assert slot.unwritten is None
+        del other
+        set_default()
 
     def test_memory_that_came_back_goes_back_to_the_system(self, disk: DiskTier) -> None:
         slot = disk.write(storage_of(32 * MIB))

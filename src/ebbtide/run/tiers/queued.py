@@ -12,7 +12,9 @@ NOTE [Who holds what]
 4. Faults are kept without their tracebacks: the frames in them would keep storages alive.
 5. Ctrl-C may interrupt `write` and `read` anywhere. So a transfer counts as under way only after all of it is queued:
    one that was interrupted is known to nobody, and nobody waits for it.
-6. Who asks for transfers waits on no `threading.Condition` or `Event`: Ctrl-C in one ends in "release unlocked lock".
+6. A storage may get other memory while it is copied out: `share_memory_` moves it, and so does sending a tensor to
+   another process. What the workers have read may be anything then, and the copy is made again.
+7. Who asks for transfers waits on no `threading.Condition` or `Event`: Ctrl-C in one ends in "release unlocked lock".
    See `Gate`.
 """
 
@@ -236,7 +238,7 @@ class QueuedTier(abc.ABC):
         self._under_way.add(transfer)
 
     def _run_part(self, transfer: Slot | QueuedLoad, start: int, stop: int, closing: bool) -> None:
-        pointless = isinstance(transfer, Slot) and transfer.unwanted and not transfer.waiting
+        pointless = isinstance(transfer, Slot) and (transfer.moved or _is_dropped(transfer))
         if transfer.fault is None and not pointless:
             with self._faults_of(transfer):
                 if closing:
@@ -254,6 +256,17 @@ class QueuedTier(abc.ABC):
         else:
             self._end_read(transfer)
 
+    def _write_again(self, slot: Slot) -> None:
+        """Its storage got other memory meanwhile: see rule 6. Loads that wait for the copy lie like the former one."""
+        assert slot.unwritten is not None
+        slot.fault = None
+        with self._faults_of(slot):
+            storage = self._take_memory(slot)
+            storage.copy_(slot.unwritten)
+            slot.unwritten, slot.pointer = storage, storage.data_ptr()
+            with self._lock:
+                self._queue(slot, self._writer)
+
     @contextlib.contextmanager
     def _faults_of(self, transfer: Slot | QueuedLoad) -> Iterator[None]:
         try:
@@ -265,9 +278,13 @@ class QueuedTier(abc.ABC):
             transfer.fault = error.with_traceback(None)
 
     def _end_write(self, slot: Slot) -> None:
-        if slot.fault is None:
+        if slot.fault is None and not slot.moved:
             with self._faults_of(slot):
                 self._after_store(slot)
+        if slot.moved and not _is_dropped(slot):
+            self._write_again(slot)
+            if slot.fault is None:
+                return
         if slot.fault is None:
             slot.unwritten = None
         with self._lock:
@@ -338,6 +355,11 @@ class QueuedTier(abc.ABC):
         self._refusal = f"the {self.name} tier was made in another process; make a Budget in this one"
         if self._shut.detach() is not None:
             self._release_all()
+
+
+def _is_dropped(slot: Slot) -> bool:
+    """Whether nobody asks for what it would hold, and nobody will."""
+    return slot.unwanted and not slot.waiting
 
 
 def _shut(lanes: tuple[Lane, ...], release_all: Callable[[], None]) -> None:

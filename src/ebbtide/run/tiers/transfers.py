@@ -105,6 +105,11 @@ class Slot(Transfer):
         """Whether nobody will ask for the copy, unless somebody has."""
         return self.freed or (self.owner is not None and self.owner() is None)
 
+    @property
+    def moved(self) -> bool:
+        """Whether the storage has got other memory before its copy was there, as `share_memory_` gives it."""
+        return self.unwritten is not None and self.unwritten.data_ptr() != self.pointer
+
     def wait(self) -> None:
         """Wait until the copy is there. Raises `SpillError` if it could not be made; `unwritten` is then still set."""
         self.join()
