@@ -15,6 +15,8 @@ import pytest
 import ebbtide
 from ebbtide.decisions import Offload
 from ebbtide.errors import SpillError
+from ebbtide.machine import Machine
+from ebbtide.run import loop
 from ebbtide.run.tiers import DiskTier
 from tests.run.faults import OBSERVED, PLANNED, Steps, survive
 from tests.run.harness import FAST_DISK, STEPS, compare
@@ -142,6 +144,22 @@ def test_a_directory_that_cannot_be_used(make: str, tmp_path: Path) -> None:
             spill = Path("/proc")
     with pytest.raises(SpillError, match=str(spill)):
         ebbtide.Budget("60%", spill=spill, machine=FAST_DISK)
+
+
+def test_a_process_may_change_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "spill").mkdir()
+    measured: list[Path] = []
+
+    def measure(spill: Path) -> Machine:
+        measured.append(spill)
+        return FAST_DISK
+
+    monkeypatch.setattr(loop, "machine_for", measure)
+    monkeypatch.chdir(tmp_path)
+    with ebbtide.Budget("60%", spill="spill") as memory:
+        monkeypatch.chdir("/")
+        assert memory.machine is FAST_DISK
+    assert measured == [tmp_path / "spill"]
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a tmpfs at /dev/shm")

@@ -60,7 +60,8 @@ class Budget:
     ) -> None:
         fraction = parse_fraction(limit) if isinstance(limit, str) else None
         limit_bytes = parse_bytes(limit) if fraction is None else None
-        directory = Path(spill) if spill is not None else Path(tempfile.gettempdir())
+        # Absolute: it is looked at again when the disk is measured, and the process may be elsewhere by then.
+        directory = Path(spill if spill is not None else tempfile.gettempdir()).absolute()
         host_bytes = parse_bytes(host) if host is not None else None
         tiers = tiers_for(directory, checksum=checksum, host_bytes=host_bytes)
         self._loop = Loop(
