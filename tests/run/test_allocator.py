@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
@@ -9,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +63,24 @@ def test_what_onednn_holds_may_be_older_or_younger_than_the_arena() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a jail: nobody knows what is resident, and the steps are the same."""
+    real = os.open
+
+    def refuse(path: Any, *rest: Any, **named: Any) -> int:
+        if str(path).startswith("/proc/self/"):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return real(path, *rest, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(allocator, "_statm", None)
+    program = Chain(0)
+    with ebbtide.Budget("60%", spill=tmp_path, machine=FAST_DISK) as memory:
+        for index, record in enumerate(run_plain(Chain)):
+            compare(record, program.run(index, memory.step), f"step {index}")
+        assert memory.state == "planned"
+
+
 def test_a_fork_while_another_thread_takes_memory() -> None:
     """As for the workers of a data loader. The child, too, can take memory."""
     stop = threading.Event()

@@ -52,6 +52,10 @@ def test_without_groups(tmp_path: Path) -> None:
     assert System(tmp_path).gib() == 64
 
 
+def test_without_proc(tmp_path: Path) -> None:
+    assert 0 < available_bytes(tmp_path / "proc") <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def test_a_group_without_a_limit(system: System) -> None:
     system.group("pod/step", memory_max="max", memory_high="max", memory_current=5 * GIB, memory_stat="anon 1")
     assert system.gib() == 64

@@ -145,11 +145,14 @@ _status: _ProcFile | None = None
 
 
 def rss_bytes() -> int:
-    """Resident bytes of this process now."""
+    """Resident bytes of this process now; 0 where there is no ``/proc`` to say so."""
     global _statm
-    if _statm is None:
-        _statm = _ProcFile("statm")
-    return int(_statm.read().split(None, 2)[1]) * _PAGE
+    try:
+        if _statm is None:
+            _statm = _ProcFile("statm")
+        return int(_statm.read().split(None, 2)[1]) * _PAGE
+    except OSError:
+        return 0
 
 
 def high_water_bytes() -> int:

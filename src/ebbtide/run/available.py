@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -40,8 +41,11 @@ def available_bytes(proc: Path = PROC) -> int:
     Args:
         proc: where the system's ``/proc`` is.
     """
-    lines = (proc / "meminfo").read_text().splitlines()
-    least = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))  # it says KiB
+    try:
+        lines = (proc / "meminfo").read_text().splitlines()
+        least = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))  # it says KiB
+    except OSError:  # as in a jail without it; what is free is less than what is available
+        least = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for directory, files in _groups(proc):
         with contextlib.suppress(OSError, ValueError):  # the root group has no such files, and not all may be read
             least = min(least, _left(directory, files))
