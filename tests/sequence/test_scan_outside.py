@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 import weakref
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,47 @@ class Halved(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
             return found.as_subclass(Tensor) * 0.5 if func is torch.mul else found
+
+
+class TestPutOutUnseen:
+    """Tensors that reach the loss other than through what the cell returns as tensors."""
+
+    @pytest.mark.parametrize("way", ["object", "distribution", "list"])
+    @pytest.mark.parametrize("n", [1, 2, 9])
+    def test_gradients_are_refused(self, way: str, n: int) -> None:
+        weight, start = torch.randn(4, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+        kept: list[Tensor] = []
+
+        def cell(h: Tensor, x: Tensor) -> tuple[Tensor, Any]:
+            h = torch.tanh(h @ weight + x)
+            kept.append(h)
+            normal = torch.distributions.Normal(h, 1.0)
+            return h, {"object": types.SimpleNamespace(h=h), "distribution": normal, "list": None}[way]
+
+        _, ys = ebbtide.scan(cell, start, torch.randn(n, 3, 4))
+        seen: Tensor = kept[-1] if way == "list" else getattr(ys[-1], {"object": "h", "distribution": "mean"}[way])
+        with pytest.raises(ebbtide.SequenceError, match="return it as a part of the state or of y"):
+            seen.sum().backward()
+
+    def test_what_is_only_looked_at_is_fine(self) -> None:
+        """And so are gradients that the cell asks for, and hooks of its own."""
+        norms: list[Tensor] = []
+
+        def program(loop: Loop) -> tuple[Any, list[Tensor]]:
+            weight, start = torch.randn(4, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+
+            def cell(h: Tensor, x: Tensor) -> tuple[Tensor, Any]:
+                energy = (torch.tanh(h @ weight) * x).sum()
+                (slope,) = torch.autograd.grad(energy, h, create_graph=True)
+                slope.register_hook(lambda grad: grad * 0.5)
+                norms.append(slope.norm())
+                return h - slope, types.SimpleNamespace(energy=energy.item())
+
+            final, _ = loop(cell, start, torch.randn(7, 3, 4))
+            final.square().sum().backward()
+            return final, [weight, start]
+
+        compare(program, memory="20KiB")
 
 
 class TestOutside:

@@ -16,7 +16,7 @@ from ebbtide.errors import SequenceError
 from ebbtide.observe.mode import nodes_made
 from ebbtide.sequence.blocks import Block
 from ebbtide.sequence.checksums import Checksums
-from ebbtide.sequence.graphs import Outside, local_gradients
+from ebbtide.sequence.graphs import Outside, close_off, local_gradients
 from ebbtide.sequence.steps import Ran, Step, Steps, has_gradient
 from ebbtide.sequence.tensors import State, TensorLayout, bytes_of, refuse_class
 
@@ -106,6 +106,7 @@ class CellChain:
         ran = self._run(state, step)
         if step == len(self._steps):
             self._note(ran, state, step, since)
+            close_off((*state, *ran.given))
         elif _needs_grad(ran.following) != self._steps[step].needs_grad:
             raise _other_graph(step)
         cut = self._truncate is not None and (step + 1) % self._truncate == 0

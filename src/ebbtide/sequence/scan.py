@@ -173,7 +173,9 @@ class _Sweep:
                 self._to_the_turn()
                 self._turn_generators = self._layout.generators.read()
                 assert self._executor is not None
-                self.chain.advance(self._executor.working, self._n - 1, self._n)
+                # Tensors of its own: this run is the first of the last step, and gradients go back through another.
+                turn = [part.detach().requires_grad_(part.requires_grad) for part in self._executor.working]
+                self.chain.advance(turn, self._n - 1, self._n)
             except BaseException:
                 self.close()
                 raise
