@@ -231,6 +231,30 @@ def test_random_cells(data: st.DataObject) -> None:
     compare(program, memory=states(count, *[torch.zeros(4, 4, dtype=dtype)] * parts), truncate=truncate, check=True)
 
 
+def test_inputs_made_anew_each_time_may_be_altered() -> None:
+    class Frames:
+        """As read from a file, into memory that serves again."""
+
+        def __init__(self) -> None:
+            self.frame = torch.zeros(WIDTH)
+
+        def __len__(self) -> int:
+            return 20
+
+        def __getitem__(self, step: int) -> Tensor:
+            if step == 20:
+                raise IndexError
+            return self.frame.fill_(step)
+
+    def program(loop: Loop) -> tuple[Any, list[Tensor]]:
+        weight = torch.randn(WIDTH, requires_grad=True)
+        final, _ = loop(lambda s, x: ((s * weight + x.sin_()).cos(), None), torch.zeros(WIDTH), Frames())
+        final.sum().backward()
+        return final, [weight]
+
+    compare(program, memory="20KiB")
+
+
 class Named(Tensor):
     """Has a class of its own."""
 
@@ -267,11 +291,23 @@ class TestBadInput:
                 "input 0, .* class",
             ),
             (lambda s, x, w: (s.add_(1), None), {}, "altered its state in place in step 0"),
+            (
+                lambda s, x, w: (s * x.mul_(2) * w, None),
+                {"inputs": torch.ones(5, 300)},
+                "altered its input in place in step 0",
+            ),
         ],
     )
     def test_one_clear_error(self, cell: Any, options: dict[str, Any], complaint: str) -> None:
         with pytest.raises(ebbtide.SequenceError, match=complaint):
             self.attempt(cell, **options)
+
+    def test_input_that_is_altered_before_the_backward_pass(self) -> None:
+        xs, weight = torch.ones(5, 300), torch.ones(300, requires_grad=True)
+        final, _ = ebbtide.scan(lambda s, x: ((s * weight + x).sin(), None), torch.zeros(300), list(xs))
+        xs[2].zero_()
+        with pytest.raises(ebbtide.SequenceError, match="input 4 was altered in place after step 4 ran"):
+            final.sum().backward()
 
     def test_cell_that_differs_when_run_again(self, tmp_path: Path) -> None:
         calls = itertools.count()

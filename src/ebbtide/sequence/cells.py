@@ -17,7 +17,7 @@ from ebbtide.observe.mode import nodes_made
 from ebbtide.sequence.blocks import Block
 from ebbtide.sequence.checksums import Checksums
 from ebbtide.sequence.graphs import Outside, close_off, local_gradients
-from ebbtide.sequence.steps import Ran, Step, Steps, has_gradient
+from ebbtide.sequence.steps import Ran, Step, Steps, has_gradient, versions_of
 from ebbtide.sequence.tensors import State, TensorLayout, bytes_of, refuse_class
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]
@@ -71,6 +71,7 @@ class CellChain:
         self.results: list[Tensor] = []
         self._cell = cell
         self._inputs = inputs
+        self._inputs_stay = isinstance(inputs, (tuple, Tensor))  # what others give may be made anew each time
         self._layout = layout
         self._truncate = truncate
         self._steps_took = steps_took
@@ -115,24 +116,31 @@ class CellChain:
     def _run(self, state: State, step: int, whole: Collection[int] = ()) -> Ran:
         """Run a step. Inputs get detached from what they were made of, but for those whose number is in ``whole``."""
         parts, spec = _flatten(self._inputs[step])
+        inputs_before = versions_of(parts) if self._inputs_stay else ()
+        if step < len(self._steps) and inputs_before != self._steps[step].versions:
+            raise SequenceError(
+                f"input {step} was altered in place after step {step} ran, which must run again; alter a copy of it"
+            )
         inputs = {id(part): part for part in parts if has_gradient(part)}
         if whole:
             inputs = {key: part for key, part in inputs.items() if self.outside.find(part) not in whole}
         for part in inputs.values():
             refuse_class(part, f"input {step}, which wants a gradient, has")
         given = {key: part.detach().requires_grad_() for key, part in inputs.items()}
-        versions = [part._version for part in state]
+        state_before = versions_of(state)
         found = self._cell(self._layout.unflatten(state), _unflatten([given.get(id(p), p) for p in parts], spec))
         if not (isinstance(found, tuple) and len(found) == 2):
             raise SequenceError(
                 f"the cell must return (state, y), but returned a {type(found).__name__} in step {step}"
             )
         following = self._layout.flatten(found[0], step + 1)
-        if versions != [part._version for part in state]:
+        if state_before != versions_of(state):
             raise SequenceError(f"the cell has altered its state in place in step {step}; it must return a new one")
+        if self._inputs_stay and inputs_before != versions_of(parts):
+            raise SequenceError(f"the cell has altered its input in place in step {step}; it must alter a copy of it")
         if self._checksums is not None:
             self._checksums.compare(bytes_of(following), step)
-        return Ran(list(inputs.values()), list(given.values()), following, *_flatten(found[1]))
+        return Ran(list(inputs.values()), list(given.values()), following, *_flatten(found[1]), inputs_before)
 
     def _note(self, ran: Ran, state: State, step: int, since: int) -> None:
         """Take up what the first run of a step shows and puts out."""
@@ -143,7 +151,7 @@ class CellChain:
         )
         same = tuple(_find(output, ran.following) for output in outputs)
         inputs = tuple(map(self.outside.input_number, ran.inputs))
-        self._steps.note(inputs, uses, tuple(by_place), same, _needs_grad(ran.following))
+        self._steps.note(inputs, uses, tuple(by_place), same, _needs_grad(ran.following), ran.versions)
         numbers = {id(output): _Number(len(self.results) + k) for k, output in enumerate(outputs)}
         self._note_passed_on(ran, state, step, outputs)
         self.results += [output.detach() for output in outputs]

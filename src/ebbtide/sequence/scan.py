@@ -52,7 +52,7 @@ def scan(
     Args:
         cell: gives the next state and an output, any pytree (or None). It is called again for the same step, and must
             then do the same: all that changes from step to step must be in the state or the input. Random numbers of
-            PyTorch are drawn again as they were. It must not alter its state in place.
+            PyTorch are drawn again as they were. It must not alter its state or its input in place.
         state: state 0, a pytree of tensors. All states have the same structure, shapes, types and devices.
         inputs: any iterable. What can be indexed is, anew for each run of a step; of others the items are kept.
         memory: for the states held between steps, in RAM; bytes, or such as ``"256MiB"``. What one step and its graph

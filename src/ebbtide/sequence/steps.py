@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +18,7 @@ class Ran:
         inputs, given: tensors of its input that require grad, and what the cell was given in their place.
         following: tensors of the next state.
         parts, spec: its output, flat.
+        versions: of the tensors of its input, before it ran.
     """
 
     inputs: list[Tensor]
@@ -25,6 +26,7 @@ class Ran:
     following: list[Tensor]
     parts: list[Any]
     spec: TreeSpec
+    versions: tuple[int, ...]
 
     def outputs(self) -> dict[int, Tensor]:
         """The tensors of its output that require grad, each once, by their place in it."""
@@ -45,6 +47,7 @@ class Step:
         outputs: places in its output, flat, of the tensors that require grad, each once.
         same: for each of those, the tensor of the next state that it is, or -1.
         needs_grad: for each tensor of the next state, whether it requires grad.
+        versions: see `Ran`.
         twice: numbers that are among the inputs and among what else it uses.
     """
 
@@ -54,6 +57,7 @@ class Step:
     outputs: tuple[int, ...]
     same: tuple[int, ...]
     needs_grad: tuple[bool, ...]
+    versions: tuple[int, ...]
     twice: frozenset[int]
 
     def with_whole(self, numbers: frozenset[int]) -> Step:
@@ -83,13 +87,14 @@ class Steps:
         outputs: tuple[int, ...],
         same: tuple[int, ...],
         needs_grad: tuple[bool, ...],
+        versions: tuple[int, ...],
     ) -> None:
         """Add one: see `Step`; ``uses`` says of each number whether it is used once."""
-        key = (inputs, *uses.items(), outputs, same, needs_grad)
+        key = (inputs, *uses.items(), outputs, same, needs_grad, versions)
         record = self._alike.get(key)
         if record is None:
             twice = frozenset(inputs).intersection(uses)
-            record = Step(inputs, tuple(uses), tuple(uses.values()), outputs, same, needs_grad, twice)
+            record = Step(inputs, tuple(uses), tuple(uses.values()), outputs, same, needs_grad, versions, twice)
             self._alike[key] = record
         self._steps.append(record)
 
@@ -97,11 +102,16 @@ class Steps:
         """The step noted last does not use these."""
         last = self._steps.pop()
         uses = {k: once for k, once in zip(last.uses, last.uses_once, strict=True) if k not in numbers}
-        self.note(last.inputs, uses, last.outputs, last.same, last.needs_grad)
+        self.note(last.inputs, uses, last.outputs, last.same, last.needs_grad, last.versions)
 
     def outputs(self) -> int:
         """How many tensors all of them put out."""
         return sum(len(step.outputs) for step in self._steps)
+
+
+def versions_of(parts: Iterable[Any]) -> tuple[int, ...]:
+    """How often each ordinary tensor among ``parts`` has been altered in place, where PyTorch counts that."""
+    return tuple(part._version for part in parts if type(part) is Tensor and not part.is_inference())
 
 
 def has_gradient(part: Any) -> bool:
