@@ -255,6 +255,24 @@ def test_inputs_made_anew_each_time_may_be_altered() -> None:
     compare(program, memory="20KiB")
 
 
+@pytest.mark.parametrize("n", [2, 3, 20])
+def test_outputs_altered_before_the_backward_pass(n: int) -> None:
+    """They may lie in the memory of a state."""
+    weight = torch.randn(WIDTH, requires_grad=True)
+
+    def cell(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = (h * weight + x).sin()
+        return h, h.detach()
+
+    found: list[Tensor] = []
+    for value in (None, 0.0):
+        final, ys = ebbtide.scan(cell, torch.ones(WIDTH), torch.ones(n, WIDTH), memory="20KiB")
+        for y in ys if value is not None else ():
+            y.fill_(value)
+        found += torch.autograd.grad(final.sum(), weight)
+    assert torch.equal(*found)
+
+
 class Named(Tensor):
     """Has a class of its own."""
 

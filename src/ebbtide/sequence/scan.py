@@ -23,6 +23,7 @@ from ebbtide.sequence.planning import Course, quickest
 from ebbtide.sequence.progress import is_wanted, watch
 from ebbtide.sequence.schedules import Record, Reverse
 from ebbtide.sequence.spill import Spill, SpillFiles, open_spill
+from ebbtide.sequence.steps import versions_of
 from ebbtide.sequence.store import StateStore
 from ebbtide.sequence.tensors import State, TensorLayout
 from ebbtide.sequence.trial import Trial
@@ -165,6 +166,7 @@ class _Sweep:
         self._files: SpillFiles | None = None
         self._executor: Executor[State] | None = None
         self._records: Iterator[Record] = iter(())
+        self._turn_versions: tuple[int, ...] = ()
 
     def forward(self) -> None:
         """Run every step once. If that fails, nothing is left."""
@@ -173,6 +175,7 @@ class _Sweep:
                 self._to_the_turn()
                 self._turn_generators = self._layout.generators.read()
                 assert self._executor is not None
+                self._turn_versions = versions_of(self._executor.working)
                 # Tensors of its own: this run is the first of the last step, and gradients go back through another.
                 turn = [part.detach().requires_grad_(part.requires_grad) for part in self._executor.working]
                 self.chain.advance(turn, self._n - 1, self._n)
@@ -184,6 +187,8 @@ class _Sweep:
         """Reverse every step; gradients of what is outside and of state 0. Nothing is left after it."""
         with self._scene.set(), self._layout.generators.preserved(), self.chain.outside.fenced():
             try:
+                if self._executor is not None and versions_of(self._executor.working) != self._turn_versions:
+                    self.close()  # it is what a step has put out, too, and who has that has altered it
                 if self._executor is None:
                     self._layout.generators.set(self._start_generators)
                     self._to_the_turn()
