@@ -189,9 +189,9 @@ class TestGraph:
 def test_random_cells(data: st.DataObject) -> None:
     """Ops, what feeds them, what is in the state, put out, watched, truncated: all at random.
 
-    Cells may close over a part of state 0 and an input. Left out are states with a tensor that was there before the
-    step, or twice: to the plain loop it is one tensor, here it is several, so that three or more gradients of it add up
-    in another order.
+    Cells may close over a part of state 0 and an input, and states may hold a tensor twice. Left out are states with a
+    tensor that was there before the step: to the plain loop it is one tensor, here it is several, so that three or more
+    gradients of it add up in another order.
     """
     draw = data.draw
     seed, n, count = draw(st.integers(0, 999)), draw(st.integers(1, 12)), draw(st.integers(2, 6))
@@ -200,18 +200,20 @@ def test_random_cells(data: st.DataObject) -> None:
     known: list[Callable[..., Tensor]] = [torch.mul, torch.matmul, torch.atan2, torch.add]
     ops = [draw(st.sampled_from(known)) for _ in range(length)]
     results = st.integers(parts + 6, parts + 5 + length)
-    picked = draw(st.lists(results, min_size=parts, max_size=parts, unique=True))
+    picked = draw(st.lists(results, min_size=parts, max_size=parts))
     put_out = draw(st.lists(results | st.integers(0, parts - 1), max_size=3))
     watched = draw(st.lists(st.booleans(), min_size=n, max_size=n))
     needs = draw(st.lists(st.booleans(), min_size=parts + 2, max_size=parts + 2))
     dtype = draw(st.sampled_from([torch.float32, torch.float64]))
     closed_over = draw(st.integers(0, n - 1))
+    starts = draw(st.lists(st.integers(0, parts - 1), min_size=parts, max_size=parts))
 
     def program(loop: Loop) -> tuple[Any, list[Tensor]]:
         torch.manual_seed(seed)
         weight = torch.randn(4, 4, dtype=dtype, requires_grad=True)
         made = (weight * 2).tanh()
-        start = [torch.randn(4, 4, dtype=dtype, requires_grad=need) for need in needs[:parts]]
+        made_first = [torch.randn(4, 4, dtype=dtype, requires_grad=need) for need in needs[:parts]]
+        start = [made_first[k] for k in starts]
         xs = [torch.randn(4, 4, dtype=dtype, requires_grad=needs[-1]) for _ in range(n)]
 
         def cell(state: list[Tensor], x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -253,6 +255,25 @@ def test_inputs_made_anew_each_time_may_be_altered() -> None:
         return final, [weight]
 
     compare(program, memory="20KiB")
+
+
+@pytest.mark.parametrize("spilled", [False, True])
+def test_states_that_hold_a_tensor_twice(spilled: bool, tmp_path: Path) -> None:
+    """All gradients of it add up in one, in the plain loop's order."""
+
+    def program(loop: Loop) -> tuple[Any, list[Tensor]]:
+        weight, start = torch.randn(4, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+
+        def cell(state: tuple[Tensor, Tensor], x: Tensor) -> tuple[tuple[Tensor, Tensor], None]:
+            a, b = state
+            following = torch.tanh(a @ weight + x * a * b - b.sin()) + b.cos() * a
+            return (following, following), None
+
+        (a, b), _ = loop(cell, (start, start), torch.randn(60, 3, 4))
+        (a.sin() + b * a + b.square()).sum().backward()
+        return (a, b), [weight, start]
+
+    compare(program, memory=states(4, *[torch.zeros(3, 4)] * 2), check=True, **({"spill": tmp_path} if spilled else {}))
 
 
 @pytest.mark.parametrize("n", [2, 3, 20])

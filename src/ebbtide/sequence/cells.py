@@ -18,7 +18,7 @@ from ebbtide.sequence.blocks import Block
 from ebbtide.sequence.checksums import Checksums
 from ebbtide.sequence.graphs import Outside, close_off, local_gradients
 from ebbtide.sequence.steps import Ran, Step, Steps, has_gradient, versions_of
-from ebbtide.sequence.tensors import State, TensorLayout, bytes_of, refuse_class
+from ebbtide.sequence.tensors import State, TensorLayout, bytes_of, detached, refuse_class
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]
 _LEAF_TYPES = (Tensor, int, type(None))
@@ -111,7 +111,7 @@ class CellChain:
         elif _needs_grad(ran.following) != self._steps[step].needs_grad:
             raise _other_graph(step)
         cut = self._truncate is not None and (step + 1) % self._truncate == 0
-        return [part.detach().requires_grad_(part.requires_grad and not cut) for part in ran.following]
+        return detached(ran.following, cut=cut)
 
     def _run(self, state: State, step: int, whole: Collection[int] = ()) -> Ran:
         """Run a step. Inputs get detached from what they were made of, but for those whose number is in ``whole``."""
@@ -301,7 +301,11 @@ class CellChain:
             raise _other_graph(step)
         tensors = self.outside.tensors
         ours = {id(tensors[number]) for number in whole}
-        places = [place for place, part in enumerate(state) if part.requires_grad and id(part) not in ours]
+        places = []
+        for place, part in enumerate(state):
+            if part.requires_grad and id(part) not in ours:
+                places.append(place)
+                ours.add(id(part))  # it may be there several times
         targets = [*(state[place] for place in places), *ran.given, *(tensors[number] for number in record.uses)]
         if not targets:
             return

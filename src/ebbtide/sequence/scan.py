@@ -25,7 +25,7 @@ from ebbtide.sequence.schedules import Record, Reverse
 from ebbtide.sequence.spill import Spill, SpillFiles, open_spill
 from ebbtide.sequence.steps import versions_of
 from ebbtide.sequence.store import StateStore
-from ebbtide.sequence.tensors import State, TensorLayout
+from ebbtide.sequence.tensors import State, TensorLayout, detached
 from ebbtide.sequence.trial import Trial
 
 REVERSE_FACTOR = 3.0
@@ -81,7 +81,7 @@ def scan(
     if not torch.is_grad_enabled():
         return _plain(cell, state, steps)
     layout = TensorLayout(state)
-    start = [part.detach().requires_grad_(part.requires_grad) for part in layout.flatten(state, 0)]
+    start = detached(layout.flatten(state, 0))
     sweep = _Sweep(cell, start, steps, layout, memory, spill, truncate, check, progress)
     sweep.forward()
     if not sweep.chain.results:
@@ -177,8 +177,7 @@ class _Sweep:
                 assert self._executor is not None
                 self._turn_versions = versions_of(self._executor.working)
                 # Tensors of its own: this run is the first of the last step, and gradients go back through another.
-                turn = [part.detach().requires_grad_(part.requires_grad) for part in self._executor.working]
-                self.chain.advance(turn, self._n - 1, self._n)
+                self.chain.advance(detached(self._executor.working), self._n - 1, self._n)
             except BaseException:
                 self.close()
                 raise

@@ -164,7 +164,7 @@ class TensorLayout:
         self.generators = Generators(
             sorted({leaf.device for leaf in self._leaves if leaf.device.type == "cuda"}, key=str)
         )
-        self._forms: list[tuple[_Form, ...]] = []
+        self._forms: list[tuple[tuple[_Form, ...], tuple[int, ...]]] = []  # the latter: see `_firsts`
         self._form_numbers: dict[tuple[Any, ...], int] = {}
         end = FORM_BYTES
         self._generator_places: list[tuple[int, int]] = []
@@ -209,10 +209,11 @@ class TensorLayout:
 
     def pack(self, state: State, block: Block) -> None:
         """Copy a state, and the state of the generators, into a block."""
-        forms = tuple(map(_form_of, state))
+        firsts = _firsts(state)
+        forms = (firsts, *map(_form_of, state))
         if forms not in self._form_numbers:
             self._form_numbers[forms] = len(self._forms)
-            self._forms.append(tuple(map(_Form.of, state)))
+            self._forms.append((tuple(map(_Form.of, state)), firsts))
         with torch.no_grad(), _unseen():
             views = self._views(block)
             views.form[0] = self._form_numbers[forms]
@@ -225,18 +226,18 @@ class TensorLayout:
         """The state in a block, copied only where it must be; the generators go back to where they were."""
         with torch.no_grad(), _unseen():
             views = self._views(block)
-            forms = self._forms[int(views.form[0])]
+            forms, firsts = self._forms[int(views.form[0])]
             self.generators.set([place.clone() for place in views.generators])
             # Detached: a state's tensors are told apart by what they are, and may be wanted more than once.
             parts = [place.detach() for place in views.parts]
             if self.device_types != ["cpu"]:
                 parts = [part.to(leaf.device) for part, leaf in zip(parts, self._leaves, strict=True)]
-            return [form.adopt(part, own=True) for form, part in zip(forms, parts, strict=True)]
+            return _as_first([form.adopt(part, own=True) for form, part in zip(forms, parts, strict=True)], firsts)
 
     def copy(self, state: State) -> State:
         """A state of its own memory, in which it lies alike."""
         with torch.no_grad(), _unseen():
-            return [_Form.of(part).adopt(part, own=False) for part in state]
+            return _as_first([_Form.of(part).adopt(part, own=False) for part in state], _firsts(state))
 
     def _views(self, block: Block) -> _Views:
         if block.views is None:
@@ -251,6 +252,22 @@ class TensorLayout:
             )
         views: _Views = block.views
         return views
+
+
+def detached(state: Sequence[Tensor], *, cut: bool = False) -> State:
+    """The tensors of a state as leaves; one that is there several times is one leaf. If ``cut``, none requires grad."""
+    leaves = {id(part): part.detach().requires_grad_(part.requires_grad and not cut) for part in state}
+    return [leaves[id(part)] for part in state]
+
+
+def _firsts(state: State) -> tuple[int, ...]:
+    """For each place the first one with the same tensor, in which all gradients add up; () if all differ."""
+    ids = list(map(id, state))
+    return () if len(set(ids)) == len(ids) else tuple(map(ids.index, ids))
+
+
+def _as_first(state: State, firsts: tuple[int, ...]) -> State:
+    return [state[place] for place in firsts] if firsts else state
 
 
 def bytes_of(state: State) -> Iterator[memoryview]:
