@@ -97,6 +97,12 @@ def check_whole(directory: Path, **changes: Any) -> Outcome:
     return done
 
 
+def test_numbers_of_numpy(tmp_path: Path) -> None:
+    changes = {"n": np.int64(N), "schedule": Multistage(np.int64(N), 3, np.int64(INTERVAL))}  # type: ignore[arg-type]
+    killed_at(tmp_path, 30, **changes)
+    assert check_whole(tmp_path, **changes).resumed_step > 0
+
+
 @pytest.mark.parametrize("step", [0, 1, 30, 77, N - 1])
 def test_killed_in_the_forward_sweep(step: int, tmp_path: Path) -> None:
     killed_at(tmp_path, step)

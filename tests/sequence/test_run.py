@@ -319,6 +319,7 @@ class TestBadInput:
         [
             ({"n": 0}, "at least 1"),
             ({"n": -3}, "at least 1"),
+            ({"n": 30.0}, r"n=30.0 is no number of steps"),
             ({"memory": 2 * STATE_BYTES - 1}, "give at least 9.38 KiB"),
             ({"state": None}, "is None"),
             ({"state": []}, "no arrays"),

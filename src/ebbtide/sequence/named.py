@@ -91,7 +91,7 @@ class NamedDisk(StateDisk):
         if step <= self._newest:
             return
         entry = {
-            "step": step,
+            "step": int(step),  # a schedule's may be one of NumPy's
             "offset_bytes": place.offset_bytes,
             "size_bytes": place.size_bytes,
             "checksums": list(place.checksums.items()),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, SupportsIndex
 
 from ebbtide.errors import SequenceError
 from ebbtide.sequence.arrays import ArrayChain, Forward, Lookahead, More, OwnCopies, Reverse
@@ -103,6 +104,7 @@ def run(
             the run that was killed was another one.
         SpillError: if the spill directory is missing, full or faulty.
     """
+    n = n if callable(n) else _number(n)
     layout = Layout(state)
     slots = memory_slots(layout.size_bytes, memory)
     first = layout.view(state)
@@ -149,6 +151,14 @@ def run(
             slow_bytes=sum(store.stored.values()) * layout.size_bytes,
             choice=plan.choice,
         )
+
+
+def _number(n: SupportsIndex) -> int:
+    """``n`` as an ``int``: those of NumPy, for one, have no place in a journal."""
+    try:
+        return operator.index(n)
+    except TypeError:
+        raise SequenceError(f"n={n!r} is no number of steps; give an int, or a condition") from None
 
 
 def _spill(
