@@ -379,9 +379,3 @@ class TestBadInput:
         with pytest.raises(fault):
             self.attempt(**{where: broken}, spill=tmp_path, schedule=Multistage(30, 3, 2))
         assert list(tmp_path.iterdir()) == []
-
-
-def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
-    run(forward, reverse, 60, START, turn=turn, memory=4 * STATE_BYTES, progress=True)
-    run(forward, reverse, lambda _, step: step < 60, START, turn=turn, memory=4 * STATE_BYTES, progress=True)
-    assert "forward" in capsys.readouterr().err

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Generator, Iterator
 from typing import Generic, Protocol, TypeVar
 
 from ebbtide.errors import SequenceError
@@ -63,8 +64,14 @@ class Executor(Generic[State]):
             raise SequenceError("the schedule needs a working state after a reverse step")
         return self._working
 
-    def run(self, records: Iterable[Record]) -> None:
+    def run(self, records: Iterator[Record]) -> None:
         """Run ``records`` to their end. Whatever steps and tiers raise passes through."""
+        with contextlib.ExitStack() as stack:
+            if isinstance(records, Generator):
+                stack.callback(records.close)  # a bar ends with an error, not when that is forgotten
+            self._run(records)
+
+    def _run(self, records: Iterator[Record]) -> None:
         chain, store = self._chain, self._store
         for record in records:
             if isinstance(record, Reverse):
