@@ -103,6 +103,28 @@ def test_numbers_of_numpy(tmp_path: Path) -> None:
     assert check_whole(tmp_path, **changes).resumed_step > 0
 
 
+def test_killed_before_a_child_of_its_own(tmp_path: Path) -> None:
+    """As a worker of a pool may be, which has all open files."""
+    reading, writing = os.pipe()
+
+    def dying(u: Array, step: int) -> Array:
+        if step == 77:
+            if (child := os.fork()) == 0:
+                signal.pause()
+            os.write(writing, b"%d" % child)
+            die()
+        return forward(u, step)
+
+    killed(lambda: attempt(tmp_path, forward=dying))
+    child = int(os.read(reading, 20))
+    try:
+        assert check_whole(tmp_path).resumed_step > 0
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.close(reading)
+        os.close(writing)
+
+
 @pytest.mark.parametrize("step", [0, 1, 30, 77, N - 1])
 def test_killed_in_the_forward_sweep(step: int, tmp_path: Path) -> None:
     killed_at(tmp_path, step)

@@ -129,6 +129,13 @@ class NamedDisk(StateDisk):
             self._journal = -1
         super().close()
 
+    def abandon(self) -> None:
+        """See `QueuedTier.abandon`. The lock is the parent's alone: a child may outlive it."""
+        super().abandon()
+        if self._journal >= 0:
+            os.close(self._journal)
+            self._journal = -1
+
     def _lock_run(self, run: str) -> None:
         try:
             fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
