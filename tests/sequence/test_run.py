@@ -324,6 +324,8 @@ class TestBadInput:
             ({"state": None}, "is None"),
             ({"state": []}, "no arrays"),
             ({"state": {"a": np.array([{}])}}, "plain numbers"),
+            ({"state": np.ma.MaskedArray(START, START > 0.5)}, "a state is of the class MaskedArray"),
+            ({"forward": lambda u, step: np.ma.MaskedArray(u, u > 0.5)}, "is of the class MaskedArray"),
             ({"forward": lambda u, step: u[:-1]}, r"state 1 is not like state 0: .*\(600,\).*got.*\(599,\)"),
             ({"forward": lambda u, step: u.astype(np.float32)}, "float32"),
             ({"forward": lambda u, step: (u, u)}, "state 1 is not like state 0"),

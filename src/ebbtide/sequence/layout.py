@@ -16,6 +16,8 @@ ALIGNMENT_BYTES = 64
 """Arrays begin at multiples of this: a cache line, and what the widest vector instructions want."""
 
 Array = npt.NDArray[Any]
+_PLAIN = (np.ndarray, np.memmap)
+"""Classes of arrays that steps may be given ordinary ones for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -163,6 +165,11 @@ def _read_only(array: Array) -> Array:
 
 def _flatten(state: Any, path: str = "") -> list[tuple[str, Array]]:
     if isinstance(state, np.ndarray):
+        if type(state) not in _PLAIN:
+            raise SequenceError(
+                f"{path or 'a state'} is of the class {type(state).__name__}, but steps are given ordinary arrays in "
+                "its place, without what that adds; give np.asarray of it, and a mask as an array of its own"
+            )
         return [(path, state)]
     if isinstance(state, dict):
         return [leaf for key in state for leaf in _flatten(state[key], f"{path}[{key!r}]")]
