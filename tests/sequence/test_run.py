@@ -341,6 +341,20 @@ class TestBadInput:
         with pytest.raises(SequenceError, match=complaint):
             self.attempt(**changes)
 
+    @pytest.mark.parametrize("n", [2, 30, lambda _, step: step < 30])
+    def test_forward_that_returns_one_array_again_and_again(self, n: Any) -> None:
+        """What does not change may be one, of course."""
+        kept, fixed = np.empty_like(START), np.ones(3)
+
+        def into(u: tuple[Array, Array], step: int) -> tuple[Array, Array]:
+            return np.sin(u[0], out=kept), fixed
+
+        with pytest.raises(SequenceError, match=r"has put state \d+ where it had put state \d+"):
+            self.attempt(forward=into, state=(START, fixed), n=n)
+        self.attempt(
+            forward=lambda u, step: (np.sin(u[0]), fixed), state=(START, fixed), n=n, reverse=lambda u, a, _: a
+        )
+
     def test_forward_that_differs_when_run_again(self, tmp_path: Path) -> None:
         calls = itertools.count()
         with pytest.raises(SequenceError, match="another state when it was run again"):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ebbtide.errors import SequenceError
 from ebbtide.sequence.blocks import Block
 from ebbtide.sequence.checksums import Checksums
 from ebbtide.sequence.executor import Executor
@@ -107,14 +108,27 @@ class ArrayChain:
 
     def look_ahead(self, state: Any, step: int) -> Any:
         """The state after ``step``, which `advance` will give, too."""
-        following = self.advance(self._layout.copy(state), step, step + 1)
+        following = self._after(state, step)
         self._ahead = (step, following)
+        return following
+
+    def _after(self, state: Any, step: int) -> Any:
+        """The state after ``step``; ``state``, which is wanted still, stays as it is."""
+        copy = self._layout.copy(state)
+        following = self.advance(copy, step, step + 1)
+        parts = (self._layout.arrays(found, step) for found in (state, copy, following))
+        for before, same, after in zip(*parts, strict=True):
+            if np.shares_memory(before, after) and _bytes(before) != _bytes(same):
+                raise SequenceError(
+                    f"the forward operator has put state {step + 1} where it had put state {step}; it must return new "
+                    "arrays, or those of the state that it was given"
+                )
         return following
 
     def reverse(self, state: Any, step: int) -> None:
         """See `Chain.reverse`."""
         if self.steps is None:
-            final = self.advance(self._layout.copy(state), step, step + 1)
+            final = self._after(state, step)
             self.steps = step + 1
             self.final = final
             self.adjoint = self._turn(final)
