@@ -20,6 +20,7 @@ import pytest
 from ebbtide.errors import SpillError
 from ebbtide.run.calibrate import machine_for
 from ebbtide.run.tiers import DiskTier
+from ebbtide.run.tiers import disk as disk_module
 from ebbtide.run.tiers.disk import open_unlinked, switch_to_direct
 from ebbtide.run.tiers.memory import take_memory
 from ebbtide.run.tiers.queued import PART_BYTES
@@ -166,6 +167,37 @@ class TestFaults:
             assert bytes_of(disk.read(slot).wait()) == bytes_of(storage)
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("ebbtide-disk")]
 
+    def test_an_interrupt_while_a_thread_starts(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It may run, but is not known to. Closing goes on: the file is given back."""
+
+        def interrupted(_: threading.Thread) -> None:
+            raise KeyboardInterrupt
+
+        before = open_files()
+        disk = DiskTier(tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                disk.write(storage_of(8192))
+        disk.close()
+        assert open_files() == before
+
+    def test_an_interrupt_while_a_thread_ends(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The threads of the other lane end all the same."""
+        disk = DiskTier(tmp_path)
+        bytes_of(disk.read(disk.write(storage_of(8192))).wait())
+        readers, real = disk._reader._threads, disk._writer.close
+
+        def interrupted() -> None:
+            real()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(disk._writer, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            disk.close()
+        assert not any(thread.is_alive() for thread in readers)
+        disk._release_all()
+
     def test_drain_raises_nothing(self, disk: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(disk, "_pwrite", failing(errno.EIO))
         disk.write(storage_of(8192))
@@ -173,6 +205,16 @@ class TestFaults:
 
 
 class TestDirectory:
+    def test_an_interrupt_while_it_is_tried(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def interrupted(_: int) -> int:
+            raise KeyboardInterrupt
+
+        before = open_files()
+        monkeypatch.setattr(disk_module, "switch_to_direct", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            DiskTier(tmp_path)
+        assert open_files() == before
+
     def test_missing(self, tmp_path: Path) -> None:
         with pytest.raises(SpillError, match="nowhere does not exist; make it, or choose another"):
             DiskTier(tmp_path / "nowhere")

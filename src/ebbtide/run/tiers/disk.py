@@ -85,8 +85,10 @@ class DiskTier(QueuedTier):
         self._fd = open_unlinked(self.directory)
         try:
             self.block_bytes = switch_to_direct(self._fd)
-        except OSError as fault:
+        except BaseException as fault:  # Ctrl-C, too: this waits for the disk
             os.close(self._fd)
+            if not isinstance(fault, OSError):
+                raise
             raise SpillError(f"spill directory {self.directory} cannot be used: {fault.strerror}") from fault
         _log.info(
             "spill file in %s: blocks of %d bytes%s", self.directory, self.block_bytes, _caching(self.block_bytes)

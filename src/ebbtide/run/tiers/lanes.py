@@ -10,6 +10,7 @@ NOTE [Fork]
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -68,7 +69,9 @@ class Lane:
         for thread in threads:
             # The last reference to a tier may die in one of its own workers.
             if thread is not threading.current_thread():
-                thread.join()
+                # One that Ctrl-C met while it started is not known to have: it has no job, and ends by itself.
+                with contextlib.suppress(RuntimeError):
+                    thread.join()
 
     def _start(self) -> None:
         """Start the threads, or as many of them as the system allows."""

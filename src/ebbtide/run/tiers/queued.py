@@ -363,8 +363,9 @@ def _is_dropped(slot: Slot) -> bool:
 
 
 def _shut(lanes: tuple[Lane, ...], release_all: Callable[[], None]) -> None:
-    for lane in lanes:
-        lane.close()
+    with contextlib.ExitStack() as stack:  # Ctrl-C while one is waited for must not keep the others' threads
+        for lane in lanes:
+            stack.callback(lane.close)
     release_all()
 
 
