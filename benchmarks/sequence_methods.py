@@ -286,7 +286,7 @@ class _Synchronous:
             self._state = self._memory.pop(action.n) if drop else _copy(self._memory[action.n])
             return
         self._disk.read(self._slots[action.n], self._block.storage).wait()
-        self._state = _copy(self._layout.unpack(self._block, writeable=False))
+        self._state = _copy(self._layout.unpack(self._block, self._layout.first_orders, writeable=False))
         if drop:
             self._disk.free(self._slots.pop(action.n))
 

@@ -13,7 +13,7 @@ from ebbtide.errors import SequenceError
 from ebbtide.sequence.blocks import Block
 from ebbtide.sequence.checksums import Checksums
 from ebbtide.sequence.executor import Executor
-from ebbtide.sequence.layout import Array, Layout
+from ebbtide.sequence.layout import Array, Layout, Orders
 
 Forward = Callable[[Any, int], Any]
 Reverse = Callable[[Any, Any, int], Any]
@@ -39,11 +39,13 @@ class OwnCopies:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._parts: list[Array] = []
+        self._orders: Orders = ()
 
     def copy(self, state: Any) -> Any:
         """A copy of a state."""
-        if not self._parts or _most_references(self._parts) > _UNSEEN_REFERENCES:
-            self._parts = self._layout.new_parts()
+        orders = self._layout.orders(state)
+        if orders != self._orders or _most_references(self._parts) > _UNSEEN_REFERENCES:
+            self._parts, self._orders = self._layout.new_parts(state), orders
         return self._layout.copy_into(self._parts, state)
 
 
@@ -84,6 +86,9 @@ class ArrayChain:
         self._steps_took = steps_took
         self._checksums = Checksums("forward operator") if check else None
         self._own_copies = OwnCopies(layout)
+        # How elements lie in stored states: in those after step 0, and by step where that is another way.
+        self._usual: Orders | None = None
+        self._orders: dict[int, Orders] = {}
         # A step that was run to see whether there is another, and its result.
         self._ahead: tuple[int, Any] | None = None
 
@@ -133,14 +138,22 @@ class ArrayChain:
             self.final = final
             self.adjoint = self._turn(final)
         self.adjoint = self._reverse(state, self.adjoint, step)
+        self._orders.pop(step, None)
 
-    def pack(self, state: Any, block: Block) -> None:
+    def pack(self, state: Any, block: Block, step: int) -> None:
         """See `Chain.pack`."""
-        self._layout.pack(state, block)
+        orders = self._layout.pack(state, block)
+        if self._usual is None and step > 0:
+            self._usual = orders
+        if orders != self._usual:
+            self._orders[step] = orders
+        else:
+            self._orders.pop(step, None)
 
-    def unpack(self, block: Block, *, own: bool) -> Any:
+    def unpack(self, block: Block, step: int, *, own: bool) -> Any:
         """See `Chain.unpack`."""
-        return self._layout.unpack(block, writeable=own)
+        orders = self._orders.get(step, self._usual)
+        return self._layout.unpack(block, self._layout.first_orders if orders is None else orders, writeable=own)
 
     def own(self, state: Any) -> Any:
         """See `Chain.own`."""

@@ -348,11 +348,11 @@ class CellChain:
 
     # --- states --------------------------------------------------------------------------------------------------
 
-    def pack(self, state: State, block: Block) -> None:
+    def pack(self, state: State, block: Block, step: int) -> None:  # noqa: ARG002
         """See `Chain.pack`."""
         self._layout.pack(state, block)
 
-    def unpack(self, block: Block, *, own: bool) -> State:  # noqa: ARG002
+    def unpack(self, block: Block, step: int, *, own: bool) -> State:  # noqa: ARG002
         """See `Chain.unpack`."""
         return self._layout.unpack(block)
 

@@ -25,12 +25,12 @@ class Chain(Protocol[State]):
         """Reverse a step, given the state before it, which must stay as it is. The first one is the last step's."""
         ...
 
-    def pack(self, state: State, block: Block) -> None:
-        """Copy a state into a block."""
+    def pack(self, state: State, block: Block, step: int) -> None:
+        """Copy the state before ``step`` into a block."""
         ...
 
-    def unpack(self, block: Block, *, own: bool) -> State:
-        """The state in a block, without copying. Unless it is the caller's ``own``, it must not be altered."""
+    def unpack(self, block: Block, step: int, *, own: bool) -> State:
+        """The state before ``step``, without copying it from a block. Unless it is ``own``, it must not be altered."""
         ...
 
     def own(self, state: State) -> State:
@@ -85,7 +85,7 @@ class Executor(Generic[State]):
                 self.forward_steps += record.stop - record.start
             elif isinstance(record, Store):
                 block = store.take(record.tier)
-                chain.pack(self.working, block)
+                chain.pack(self.working, block, record.step)
                 store.put(record.step, record.tier, block)
             elif isinstance(record, Load):
                 self._load(record)
@@ -100,7 +100,8 @@ class Executor(Generic[State]):
             return
         self._working = None  # before its successor takes memory
         in_memory = record.tier == MEMORY
-        self._working = self._chain.unpack(self._store.get(record.step, record.tier), own=not in_memory)
+        block = self._store.get(record.step, record.tier)
+        self._working = self._chain.unpack(block, record.step, own=not in_memory)
         self._borrowed = record.step if in_memory else None
 
     def _take(self) -> State:

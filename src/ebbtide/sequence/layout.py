@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,8 @@ ALIGNMENT_BYTES = 64
 """Arrays begin at multiples of this: a cache line, and what the widest vector instructions want."""
 
 Array = npt.NDArray[Any]
+Orders = tuple[tuple[int, ...], ...]
+"""Of each array of a state its axes, the one with the longest stride first; () where that is C's order."""
 _PLAIN = (np.ndarray, np.memmap)
 """Classes of arrays that steps may be given ordinary ones for."""
 
@@ -30,6 +33,12 @@ class _Leaf:
     def __str__(self) -> str:
         return f"{self.path or 'the state'}: {self.dtype} of shape {self.shape}"
 
+    def place(self, memory: memoryview, order: tuple[int, ...]) -> Array:
+        """Its array in a block, with axes in an order as in `Orders`."""
+        shape = tuple(self.shape[axis] for axis in order) if order else self.shape
+        array: Array = np.ndarray(shape, self.dtype, buffer=memory, offset=self.offset_bytes)
+        return array.transpose(np.argsort(order)) if order else array
+
 
 class Layout:
     """Structure, shapes and types of a state: an array, or a tuple, list or dict of states.
@@ -42,6 +51,7 @@ class Layout:
     Attributes:
         size_bytes: bytes of a block for it.
         item_bytes: bytes of a number in the largest array.
+        first_orders: of the state.
 
     Raises:
         SequenceError: if there is something in it that is no array of plain numbers, or no array at all.
@@ -66,6 +76,7 @@ class Layout:
         # A state that is one array, or a tuple or list of some, is looked at and copied without recursion.
         is_flat = type(state) in (tuple, list) and all(type(part) is np.ndarray for part in state)
         self._container = type(state) if is_flat or type(state) is np.ndarray else None
+        self.first_orders = _orders(array for _, array in found)
         self._likes = [(leaf.shape, leaf.dtype) for leaf in self._leaves]
 
     def is_alike(self, state: Any) -> bool:
@@ -106,25 +117,31 @@ class Layout:
             digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         return digest.hexdigest()
 
-    def pack(self, state: Any, block: Block) -> None:
-        """Copy a state into a block."""
-        self._copy(state, self._views(block)[0])
+    def pack(self, state: Any, block: Block) -> Orders:
+        """Copy a state into a block. Its arrays' elements stay in order: sums may add them up as they lie."""
+        orders = self.orders(state)
+        self._copy(state, self._views(block, orders)[0])
+        return orders
 
-    def unpack(self, block: Block, *, writeable: bool) -> Any:
-        """The state in a block. It lives as long as its arrays."""
-        return self._built(self._views(block)[not writeable])
+    def unpack(self, block: Block, orders: Orders, *, writeable: bool) -> Any:
+        """The state in a block, for which `pack` gave ``orders``. It lives as long as its arrays."""
+        return self._built(self._views(block, orders)[not writeable])
 
     def view(self, state: Any) -> Any:
         """``state`` as arrays that cannot be written to, without copying them."""
         return _rebuild(self._structure, iter([_read_only(array) for _, array in _flatten(state)]))
 
     def copy(self, state: Any) -> Any:
-        """A state with arrays of its own."""
-        return self.copy_into(self.new_parts(), state)
+        """A state with arrays of its own, in which elements lie in the same order."""
+        return self.copy_into(self.new_parts(state), state)
 
-    def new_parts(self) -> list[Array]:
-        """Memory for a state."""
-        return [np.empty(leaf.shape, leaf.dtype) for leaf in self._leaves]
+    def new_parts(self, state: Any) -> list[Array]:
+        """Memory for a state like ``state``, in which elements lie in the same order."""
+        return [np.empty_like(part, order="K", subok=False) for part in self._parts(state)]
+
+    def orders(self, state: Any) -> Orders:
+        """See `Orders`."""
+        return _orders(self._parts(state))
 
     def copy_into(self, parts: list[Array], state: Any) -> Any:
         """A copy of a state, in memory of `new_parts`."""
@@ -134,10 +151,14 @@ class Layout:
     def _copy(self, state: Any, places: list[Array]) -> None:
         if self._container is np.ndarray:
             np.copyto(places[0], state)
-        else:
-            parts = state if type(state) is self._container else [array for _, array in _flatten(state)]
-            for part, place in zip(parts, places, strict=True):
-                np.copyto(place, part)
+            return
+        for part, place in zip(self._parts(state), places, strict=True):
+            np.copyto(place, part)
+
+    def _parts(self, state: Any) -> Sequence[Array]:
+        if type(state) is self._container:
+            return (state,) if self._container is np.ndarray else cast(Sequence[Array], state)
+        return [array for _, array in _flatten(state)]
 
     def _built(self, arrays: list[Array]) -> Any:
         """A state of these arrays."""
@@ -145,16 +166,27 @@ class Layout:
             return arrays[0]
         return _rebuild(self._structure, iter(arrays)) if self._container is None else self._container(arrays)
 
-    def _views(self, block: Block) -> tuple[list[Array], list[Array]]:
+    def _views(self, block: Block, orders: Orders) -> tuple[list[Array], list[Array]]:
         """The arrays in a block, and the same to be looked at only."""
         if block.views is None:
+            block.views = {}
+        views: dict[Orders, tuple[list[Array], list[Array]]] = block.views
+        if orders not in views:
             memory = block.memory()
-            places: list[Array] = [
-                np.ndarray(leaf.shape, leaf.dtype, buffer=memory, offset=leaf.offset_bytes) for leaf in self._leaves
-            ]
-            block.views = places, [_read_only(place) for place in places]
-        views: tuple[list[Array], list[Array]] = block.views
-        return views
+            places = [leaf.place(memory, order) for leaf, order in zip(self._leaves, orders, strict=True)]
+            views[orders] = places, [_read_only(place) for place in places]
+        return views[orders]
+
+
+def _orders(arrays: Iterable[Array]) -> Orders:
+    return tuple([() if array.ndim < 2 or array.flags.c_contiguous else _order(array) for array in arrays])
+
+
+def _order(array: Array) -> tuple[int, ...]:
+    """See `Orders`."""
+    axes = tuple(range(array.ndim))
+    order = tuple(sorted(axes, key=lambda axis: -abs(array.strides[axis])))
+    return () if order == axes else order
 
 
 def _read_only(array: Array) -> Array:

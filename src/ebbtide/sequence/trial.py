@@ -50,7 +50,7 @@ class Trial:
 
     prepare: Callable[[], Any]
     step: Callable[[Any], Any]
-    pack: Callable[[Any, Block], None]
+    pack: Callable[[Any, Block], object]
     item_bytes: int
     blocks: Blocks
 

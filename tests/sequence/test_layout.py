@@ -1,0 +1,99 @@
+"""How arrays lie in memory is part of a state: sums add elements up as they lie, and Fortran wants its own order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from ebbtide.sequence import run
+from ebbtide.sequence.schedules import Multistage
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+Array = npt.NDArray[np.float64]
+Forward = Callable[[Array, int], Array]
+SIDE = 40
+START = np.random.default_rng(0).standard_normal((SIDE, SIDE))
+
+
+def wave(u: Array, step: int) -> Array:
+    """Its sum depends on the order in which elements lie; the result lies as ``u`` does."""
+    return np.asarray(np.tanh(u) * (1.1 + 0.01 * np.sin(u.sum() + step)))
+
+
+def reverse(u: Array, adjoint: Array, step: int) -> Array:
+    return np.asarray(adjoint * np.cos(u) + u.sum() * u.mean(axis=1)[:, None] * 1e-3)
+
+
+def plain(forward: Forward, n: int, start: Array) -> Array:
+    """The adjoint with all states kept."""
+    states = [start]
+    for step in range(n):
+        states.append(forward(states[-1], step))
+    adjoint = 2 * states[-1]
+    for step in reversed(range(n)):
+        adjoint = reverse(states[step], adjoint, step)
+    return np.asarray(adjoint)
+
+
+STARTS = {"C": START, "Fortran": np.asfortranarray(START), "sliced": np.repeat(START, 2, axis=1).T[::2]}
+STEPS: dict[str, Forward] = {
+    "as given": wave,
+    "C": lambda u, step: np.ascontiguousarray(wave(u, step)),
+    "Fortran": lambda u, step: np.asfortranarray(wave(u, step)),
+    "turned": lambda u, step: wave(u, step).T,
+}
+
+
+@pytest.mark.parametrize("n", [1, 2, 50])
+@pytest.mark.parametrize("spilled", [False, True])
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("forward", STEPS)
+def test_adjoints_are_those_of_a_plain_loop(forward: str, start: str, spilled: bool, n: int, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"spill": tmp_path, "schedule": Multistage(n, 3, 4)} if spilled else {}
+    done = run(
+        STEPS[forward],
+        reverse,
+        n,
+        STARTS[start],
+        turn=lambda u: 2 * u,
+        memory=4 * START.nbytes,
+        check=True,
+        **options,
+    )
+    assert done.adjoint.tobytes() == plain(STEPS[forward], n, STARTS[start]).tobytes()
+
+
+def test_what_is_wanted_of_fortran_is_there() -> None:
+    """In several arrays, each its own order, and of several axes."""
+    orders = (np.asfortranarray(START), START, np.zeros((2, 3, 4)).transpose(1, 2, 0))
+
+    def forward(u: tuple[Array, ...], step: int) -> tuple[Array, ...]:
+        assert [part.strides for part in u] == [part.strides for part in orders]
+        for part in u:
+            np.add(part, 1, out=part)  # altered in place, as by f2py's intent(inout)
+        return u
+
+    n, state_bytes = 40, sum(part.nbytes for part in orders)
+    memory = 3 * state_bytes + 1000
+    done = run(forward, lambda u, adjoint, step: adjoint, n, orders, turn=lambda u: u, memory=memory, check=True)
+    assert np.allclose(done.final[0], START + n)
+
+
+def test_parts_that_an_operator_keeps_stay_as_they_are() -> None:
+    kept: dict[int, Array] = {}
+
+    def forward(u: Array, step: int) -> Array:
+        kept.setdefault(step, u[:2])
+        return wave(u, step)
+
+    start = np.asfortranarray(START)
+    run(forward, reverse, 20, start, turn=lambda u: 2 * u, memory=3 * START.nbytes)
+    state: Array = start
+    for step in range(20):
+        assert np.array_equal(kept[step], state[:2])
+        state = wave(state, step)
