@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from ebbtide.sequence import run
+from ebbtide.sequence.layout import Layout
 from ebbtide.sequence.schedules import Multistage
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -82,6 +84,31 @@ def test_what_is_wanted_of_fortran_is_there() -> None:
     memory = 3 * state_bytes + 1000
     done = run(forward, lambda u, adjoint, step: adjoint, n, orders, turn=lambda u: u, memory=memory, check=True)
     assert np.allclose(done.final[0], START + n)
+
+
+PADDED = np.dtype([("u", "f8"), ("count", "i2"), ("more", np.longdouble, (2,)), ("flag", "?")], align=True)
+
+
+@pytest.mark.parametrize("dtype", [np.dtype(np.longdouble), np.dtype(np.clongdouble), PADDED])
+def test_what_pads_elements_is_no_part_of_a_state(dtype: np.dtype[Any], tmp_path: Path) -> None:
+    """It is whatever was in memory before, so that equal states may differ in it."""
+    fill = itertools.count()
+
+    def dirty(u: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        found = np.full(u.nbytes, next(fill) % 256, np.uint8).view(u.dtype)
+        for name in u.dtype.names or ():
+            found[name] = u[name]
+        if not u.dtype.names:
+            np.add(u, 0, out=found)
+        return found
+
+    start = np.zeros(40, dtype)
+    done = run(
+        lambda u, step: dirty(u), lambda u, a, step: a, 60, start, turn=lambda u: 1, memory=4 * start.nbytes, check=True
+    )
+    assert done.recompute_factor > 1
+    first, second = (Layout(start).digest(dirty(start)) for _ in range(2))
+    assert first == second
 
 
 def test_parts_that_an_operator_keeps_stay_as_they_are() -> None:

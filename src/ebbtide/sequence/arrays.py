@@ -13,7 +13,7 @@ from ebbtide.errors import SequenceError
 from ebbtide.sequence.blocks import Block
 from ebbtide.sequence.checksums import Checksums
 from ebbtide.sequence.executor import Executor
-from ebbtide.sequence.layout import Array, Layout, Orders
+from ebbtide.sequence.layout import Array, Layout, Orders, bytes_of
 
 Forward = Callable[[Any, int], Any]
 Reverse = Callable[[Any, Any, int], Any]
@@ -106,7 +106,7 @@ class ArrayChain:
             if not is_alike(state):
                 self._layout.arrays(state, step + 1)
             if checksums is not None:
-                checksums.compare(map(_bytes, self._layout.arrays(state, step + 1)), step)
+                checksums.compare(map(bytes_of, self._layout.arrays(state, step + 1)), step)
         if self.steps is None and start < stop:
             self._steps_took(stop - start, time.perf_counter() - began)
         return state
@@ -123,7 +123,7 @@ class ArrayChain:
         following = self.advance(copy, step, step + 1)
         parts = (self._layout.arrays(found, step) for found in (state, copy, following))
         for before, same, after in zip(*parts, strict=True):
-            if np.shares_memory(before, after) and _bytes(before) != _bytes(same):
+            if np.shares_memory(before, after) and bytes_of(before) != bytes_of(same):
                 raise SequenceError(
                     f"the forward operator has put state {step + 1} where it had put state {step}; it must return new "
                     "arrays, or those of the state that it was given"
@@ -170,7 +170,3 @@ class Lookahead:
 
     def __call__(self, step: int) -> bool:
         return bool(self._condition(self._chain.look_ahead(self._executor.working, step - 1), step))
-
-
-def _bytes(part: Array) -> memoryview:
-    return np.ascontiguousarray(part).reshape(-1).view(np.uint8).data

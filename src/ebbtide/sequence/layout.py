@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -114,7 +116,7 @@ class Layout:
         """A fingerprint of a state's bytes."""
         digest = hashlib.sha256()
         for _, array in _flatten(state):
-            digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            digest.update(bytes_of(array))
         return digest.hexdigest()
 
     def pack(self, state: Any, block: Block) -> Orders:
@@ -187,6 +189,29 @@ def _order(array: Array) -> tuple[int, ...]:
     axes = tuple(range(array.ndim))
     order = tuple(sorted(axes, key=lambda axis: -abs(array.strides[axis])))
     return () if order == axes else order
+
+
+def bytes_of(array: Array) -> memoryview:
+    """The bytes of its elements, without those that only pad them: these may be anything."""
+    found = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    counts = _counting_bytes(array.dtype)
+    return found.data if counts.all() else np.ascontiguousarray(found.reshape(-1, len(counts))[:, counts]).data
+
+
+@functools.lru_cache(maxsize=64)
+def _counting_bytes(dtype: np.dtype[Any]) -> npt.NDArray[np.bool_]:
+    """Which bytes of an element are none that pad it, as in aligned structures and long doubles."""
+    counts = np.ones(dtype.itemsize, np.bool_)
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        return np.tile(_counting_bytes(base), math.prod(shape))
+    if dtype.fields is not None:
+        counts[:] = False
+        for part, offset, *_ in dtype.fields.values():
+            counts[offset : offset + part.itemsize] |= _counting_bytes(part)
+    elif dtype.char in "gG" and np.finfo(np.longdouble).nmant == 63:  # the x87's, of 10 bytes
+        counts.reshape(-1, np.dtype(np.longdouble).itemsize)[:, 10:] = False
+    return counts
 
 
 def _read_only(array: Array) -> Array:
