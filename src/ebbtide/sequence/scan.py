@@ -66,7 +66,7 @@ def scan(
         progress: whether to show a bar; if not given, for long chains on a terminal.
 
     Returns:
-        The last state and the list of all outputs.
+        The last state and the list of all outputs. An output's own gradient is of what uses it after the scan alone.
 
     Raises:
         SequenceError: if memory takes less than two states, a state is not like state 0, or the cell misbehaves; also
