@@ -34,10 +34,12 @@ class Codec:
         self._tools = threading.local()  # those of Zstandard may be used by one thread at a time
 
     def pack(self, raw: memoryview) -> bytes:
-        """``raw``, compressed. Its length must be a multiple of the item's."""
+        """``raw``, compressed."""
         plain: Bytes = np.frombuffer(raw, np.uint8)
         if self._item_bytes > 1:
-            plain = np.ascontiguousarray(plain.reshape(-1, self._item_bytes).T)
+            end = self._end_of_items(plain)
+            items, rest = plain[:end].reshape(-1, self._item_bytes), plain[end:]
+            plain = np.ascontiguousarray(items.T) if end == len(plain) else np.concatenate([items.T.ravel(), rest])
         packed: bytes = self._tool("compressor").compress(plain.data)
         return packed
 
@@ -45,7 +47,13 @@ class Codec:
         """Fill ``raw`` with what was packed. Raises ``zstandard.ZstdError`` if that is damaged."""
         plain: Bytes = np.frombuffer(self._tool("decompressor").decompress(packed), np.uint8)
         target: Bytes = np.frombuffer(raw, np.uint8)
-        np.copyto(target.reshape(-1, self._item_bytes), plain.reshape(self._item_bytes, -1).T)
+        end = self._end_of_items(target)
+        np.copyto(target[:end].reshape(-1, self._item_bytes), plain[:end].reshape(self._item_bytes, -1).T)
+        np.copyto(target[end:], plain[end:])
+
+    def _end_of_items(self, plain: Bytes) -> int:
+        """Where the last whole item ends: those of structures may not fill a part of a state."""
+        return len(plain) // self._item_bytes * self._item_bytes
 
     def _tool(self, name: str) -> Any:
         import zstandard  # an optional dependency: see `codec_for`
