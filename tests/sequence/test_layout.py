@@ -12,8 +12,9 @@ import numpy.typing as npt
 import pytest
 
 from ebbtide.sequence import run
+from ebbtide.sequence.blocks import Blocks
 from ebbtide.sequence.layout import Layout
-from ebbtide.sequence.schedules import Multistage
+from ebbtide.sequence.schedules import Multistage, Revolve, Schedule
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 Array = npt.NDArray[np.float64]
@@ -124,3 +125,30 @@ def test_parts_that_an_operator_keeps_stay_as_they_are() -> None:
     for step in range(20):
         assert np.array_equal(kept[step], state[:2])
         state = wave(state, step)
+
+
+@pytest.mark.parametrize("schedule", [Revolve(30, 3), Multistage(30, 3, 4)])
+@pytest.mark.parametrize("start", STARTS)
+def test_states_that_the_reverse_operator_keeps_or_returns(start: str, schedule: Schedule, tmp_path: Path) -> None:
+    """Their memory does not serve again, and no other memory is left unused."""
+    kept: dict[int, Array] = {}
+
+    def keeping(u: Array, adjoint: Array, step: int) -> Array:
+        if step % 5 == 0:
+            kept[step] = u[:, :3]
+        return u[:2] if step == 17 else adjoint
+
+    given = STARTS[start]
+    options: dict[str, Any] = {"memory": 4 * given.nbytes, "spill": tmp_path, "schedule": schedule}
+    done = run(lambda u, step: u + 1, keeping, 30, given, turn=lambda u: u, **options)
+    states = [given]
+    for _ in range(29):
+        states.append(states[-1] + 1)
+    assert np.array_equal(done.adjoint, states[17][:2])
+    assert all(np.array_equal(part, states[step][:, :3]) for step, part in kept.items())
+
+
+def test_blocks_that_nobody_has_serve_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Blocks, "forgo")
+    for given in STARTS.values():
+        run(wave, reverse, 40, given, turn=lambda u: 2 * u, memory=4 * given.nbytes)

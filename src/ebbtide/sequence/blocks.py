@@ -146,6 +146,10 @@ class Blocks:
         for block in blocks:
             self._free[block.address] = block
 
+    def forgo(self) -> None:
+        """One that is taken is never given back; another may be made in its place."""
+        self.made -= 1
+
     def _map(self, count: int) -> mmap.mmap:
         """A mapping for so many blocks. It goes when the last of them does."""
         try:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -40,6 +41,26 @@ class _Leaf:
         shape = tuple(self.shape[axis] for axis in order) if order else self.shape
         array: Array = np.ndarray(shape, self.dtype, buffer=memory, offset=self.offset_bytes)
         return array.transpose(np.argsort(order)) if order else array
+
+
+class _Views:
+    """The arrays of a state in a block.
+
+    Attributes:
+        arrays: they, and the same to be looked at only.
+    """
+
+    def __init__(self, places: list[Array]) -> None:
+        self.arrays = places, [_read_only(place) for place in places]
+        self._whole = [place.base for place in places]  # parts of views hold that of which they are views
+        self._references = self._count()
+
+    def _count(self) -> int:
+        return sum(sys.getrefcount(array) for array in (*self.arrays[0], *self.arrays[1], *self._whole))
+
+    def are_held(self) -> bool:
+        """Whether somebody has one of them, or a part of one."""
+        return self._count() > self._references
 
 
 class Layout:
@@ -172,12 +193,17 @@ class Layout:
         """The arrays in a block, and the same to be looked at only."""
         if block.views is None:
             block.views = {}
-        views: dict[Orders, tuple[list[Array], list[Array]]] = block.views
+        views: dict[Orders, _Views] = block.views
         if orders not in views:
-            memory = block.memory()
-            places = [leaf.place(memory, order) for leaf, order in zip(self._leaves, orders, strict=True)]
-            views[orders] = places, [_read_only(place) for place in places]
-        return views[orders]
+            views[orders] = _Views(self._places(block.memory(), orders))
+        return views[orders].arrays
+
+    def _places(self, memory: memoryview, orders: Orders) -> list[Array]:
+        return [leaf.place(memory, order) for leaf, order in zip(self._leaves, orders, strict=True)]
+
+    def is_held(self, block: Block) -> bool:
+        """Whether somebody has arrays of a block still, or parts of them."""
+        return any(views.are_held() for views in (block.views or {}).values())
 
 
 def _orders(arrays: Iterable[Array]) -> Orders:

@@ -129,7 +129,7 @@ def run(
                 files.named.note(step, place)
 
         tiers = files.tiers() if plan.spills else {}
-        with StateStore(blocks, tiers, late=plan.was_late, written=written) as store:
+        with StateStore(blocks, tiers, late=plan.was_late, written=written, is_held=layout.is_held) as store:
             for step, place in files.there.items() if plan.spills else ():
                 store.adopt(step, DISK, place)
             executor: Executor[Any] = Executor(chain, store, first)

@@ -45,6 +45,7 @@ class StateStore:
         tiers: the slow tiers, by name.
         late: told the seconds that compute has waited for a copy out, and of how many states.
         written: told the step and place of each copy out, in order, some time after it is there.
+        is_held: says of a block whether somebody has what lies in it still. It then does not serve again.
 
     Attributes:
         stored: by slow tier, how many states have been stored there.
@@ -58,10 +59,12 @@ class StateStore:
         *,
         late: Callable[[float, int], None] = unnoted,
         written: Callable[[int, StatePlace], None] = unnoted,
+        is_held: Callable[[Block], bool] = lambda _: False,
     ) -> None:
         self.waited_seconds = 0.0
         self._late = late
         self._written = written
+        self._is_held = is_held
         self._all = blocks
         self.stored = dict.fromkeys(tiers, 0)
         self._tiers = tiers
@@ -179,7 +182,11 @@ class StateStore:
             self._bring()
         if tier == MEMORY:
             held = self._memory.pop(step)
-            self._all.give_back(self._wait(*held) if isinstance(held, tuple) else held)
+            block = self._wait(*held) if isinstance(held, tuple) else held
+            if self._is_held(block):
+                self._all.forgo()
+            else:
+                self._all.give_back(block)
             return
         if isinstance(coming := self._memory.get(step), tuple):  # it is still being read
             self._memory[step] = self._wait(*coming)
