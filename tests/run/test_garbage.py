@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import ebbtide
+from ebbtide.decisions import Recompute
 from ebbtide.run.garbage import expect_objects
 from tests.run.harness import SLOW_DISK
 
@@ -42,6 +43,15 @@ def looks() -> Iterator[list[int]]:
     gc.callbacks.append(look)
     yield seen
     gc.callbacks.remove(look)
+
+
+@contextlib.contextmanager
+def collector_off() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def compute(start: Tensor, fails: bool = False) -> None:
@@ -87,3 +97,24 @@ def test_who_sets_thresholds_meanwhile_is_believed(thresholds: tuple[int, int, i
     gc.set_threshold(500, 5, 5)
     expect_objects(-1000)
     assert gc.get_threshold() == (500, 5, 5)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_step_was_given_goes_without_the_collector(fails: bool, tmp_path: Path) -> None:
+    weights = torch.ones(1 << 14, requires_grad=True)
+    left = []
+    with collector_off(), ebbtide.Budget("70%", spill=tmp_path, machine=SLOW_DISK) as memory:
+        for number in range(8):
+            batch = torch.randn(5, 1 << 14)
+            with contextlib.suppress(KeyError), memory.step():
+                x = batch
+                for _ in range(8):
+                    x = (x * weights + batch).sin()
+                if fails and number > 2:
+                    raise KeyError("of the user's")
+                x.sum().backward()
+            del batch, x
+            left.append(sum(type(each) is Tensor and each.shape == (5, 1 << 14) for each in gc.get_objects()))
+        assert memory.plan is not None
+        assert any(isinstance(decision, Recompute) for decision in memory.plan.decisions)
+    assert left == [0] * 8

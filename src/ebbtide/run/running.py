@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
@@ -117,7 +118,7 @@ class Running:
             loop.tier,
             SafePolicy(plan.limit_bytes, loop.tier, other_bytes=_assumed_bytes(plan), memory=memory),
             truth=Truth() if self._state == "verify" else None,
-            new_truth=self._new_truth,
+            new_truth=functools.partial(_new_truth, loop, self._ground),
             trimmer=self._trimmer(plan.peak_bytes - plan.resting_bytes) if trims else None,
             clock=self._ground.clock if self._state == "planned" and kind.is_timed else None,
         )
@@ -126,12 +127,6 @@ class Running:
             self._meter.enter()
         push_hooks(self._conductor.pack, self._conductor.unpack)
         self._conductor.start()
-
-    def _new_truth(self) -> Truth:
-        """What compares in a step that turned out to be of a kind which is still to be verified."""
-        if self._loop.hard:
-            self._ground.cap(None)
-        return Truth()
 
     def _observe(self) -> None:
         loop = self._loop
@@ -293,6 +288,13 @@ class Running:
         if kind.state == "audit" and (conductor.finished or kind.audits >= _AUDITS_OF_SMALLER):
             rehearses = loop.tunes and arena_library() is not None
             kind.state = "rehearse" if rehearses else "planned"
+
+
+def _new_truth(loop: Loop, ground: TrainingDevice) -> Truth:
+    """What compares in a step that turned out to be of a kind which is still to be verified."""
+    if loop.hard:
+        ground.cap(None)
+    return Truth()
 
 
 def _unplanned(_tier: str) -> None:

@@ -14,6 +14,7 @@ demand.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -73,7 +74,7 @@ class Tracker(Keeper):
         self._exact = self._alike = self._whole = True
         self._shown_early: set[int] = set()
         self._is_lost = False
-        self._capture = CaptureMode(script.known, script.names, self._differs) if script.remakes else None
+        self._capture = self._new_capture(script)
 
     @property
     def finished(self) -> bool:
@@ -225,9 +226,7 @@ class Tracker(Keeper):
         self.truth = None if other.verified else self._new_truth()
         self.differs = ""
         self._take_up(script)
-        outdated, self._capture = self._capture, None
-        if script.remakes:
-            self._capture = CaptureMode(script.known, script.names, self._differs, self._place)
+        outdated, self._capture = self._capture, self._new_capture(script, self._place)
         if outdated is not None:
             outdated.forget()
             self._outdated.append(outdated)
@@ -238,6 +237,19 @@ class Tracker(Keeper):
         for holding in held.values():  # some before they have to go, which does no harm
             self._note_put_off(holding, goes=True)
         return True
+
+    def _new_capture(self, script: Script, place: int | None = None) -> CaptureMode | None:
+        """What captures the calls that the recipes of ``script`` need, if there are any."""
+        if not script.remakes:
+            return None
+        # It must not keep what keeps it: the tensors that calls were given, such as the batch, would outlive the step.
+        differs = weakref.WeakMethod(self._differs)
+
+        def tell(reason: str) -> None:
+            if (told := differs()) is not None:
+                told(reason)
+
+        return CaptureMode(script.known, script.names, tell, place)
 
     def _differs(self, reason: str) -> None:
         """An op is not the recorded one: what is saved next tells whether some were left out. See NOTE [Leaving the
