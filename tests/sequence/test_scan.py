@@ -160,6 +160,19 @@ class TestGraph:
         gc.collect()
         assert node() is None
 
+    def test_inputs_go_without_the_garbage_collector(self, tmp_path: Path) -> None:
+        cell, state = LSTM(), (torch.zeros(3, WIDTH), torch.zeros(3, WIDTH))
+        gc.disable()
+        try:
+            inputs = torch.randn(30, 3, WIDTH)
+            final, _ = ebbtide.scan(cell, state, inputs, memory="40KiB", spill=tmp_path)
+            final[0].sum().backward()
+            gone = weakref.ref(inputs)
+            del final, inputs, _
+            assert gone() is None
+        finally:
+            gc.enable()
+
     @pytest.mark.parametrize("n", [0, 1])
     def test_short(self, n: int) -> None:
         state = torch.ones(3, requires_grad=True)

@@ -18,6 +18,7 @@ from ebbtide.sequence.blocks import Block
 from ebbtide.sequence.checksums import Checksums
 from ebbtide.sequence.graphs import Outside, close_off, local_gradients
 from ebbtide.sequence.steps import Ran, Step, Steps, has_gradient, versions_of
+from ebbtide.sequence.store import unnoted
 from ebbtide.sequence.tensors import State, TensorLayout, bytes_of, detached, refuse_class
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]
@@ -49,12 +50,12 @@ class CellChain:
         inputs: one for each step.
         layout: how a state lies in a block.
         truncate: see `ebbtide.scan`.
-        steps_took: told how many steps of the first sweep have been run, and in how many seconds.
         check: whether to compare states that are computed again.
 
     Attributes:
         outside: tensors made outside the cell that its steps use.
         results: tensors with a gradient that the steps put out and, at the end, those of the last state; detached.
+        steps_took: told how many steps of the first sweep have been run, and in how many seconds.
     """
 
     def __init__(
@@ -64,17 +65,16 @@ class CellChain:
         layout: TensorLayout,
         *,
         truncate: int | None,
-        steps_took: Callable[[int, float], None],
         check: bool,
     ) -> None:
         self.outside = Outside()
         self.results: list[Tensor] = []
+        self.steps_took: Callable[[int, float], None] = unnoted
         self._cell = cell
         self._inputs = inputs
         self._inputs_stay = isinstance(inputs, (tuple, Tensor))  # what others give may be made anew each time
         self._layout = layout
         self._truncate = truncate
-        self._steps_took = steps_took
         self._checksums = Checksums("cell") if check else None
         self._steps = Steps()
         self._ys: list[tuple[list[Any], TreeSpec]] = []
@@ -99,7 +99,7 @@ class CellChain:
             state = self._advance(state, step)
             self._settle()
         if is_new and start < stop:
-            self._steps_took(stop - start, time.perf_counter() - began)
+            self.steps_took(stop - start, time.perf_counter() - began)
         return state
 
     def _advance(self, state: State, step: int) -> State:

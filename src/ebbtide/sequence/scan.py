@@ -150,7 +150,7 @@ class _Sweep:
         check: bool,
         progress: bool | None,
     ) -> None:
-        self.chain = CellChain(cell, inputs, layout, truncate=truncate, steps_took=self._steps_took, check=check)
+        self.chain = CellChain(cell, inputs, layout, truncate=truncate, check=check)
         self._start = start
         self._n = len(inputs)
         self._layout = layout
@@ -216,6 +216,7 @@ class _Sweep:
         if self._course is None:
             trial = Trial(lambda: self._start, self.chain.trial, layout.pack, layout.item_bytes, blocks)
             self._course = quickest(self._n, files, trial, reverse_factor=REVERSE_FACTOR)
+            self.chain.steps_took = self._course.steps_took
             _log.info("%s", self._course.choice)
         tiers = files.tiers() if self._course.spills else {}
         store = StateStore(blocks, tiers, late=self._course.was_late)
@@ -238,10 +239,6 @@ class _Sweep:
             return records
         first = self._n - 1
         return watch(records, first if forward else choice.forward_steps - first + self._n)
-
-    def _steps_took(self, steps: int, seconds: float) -> None:
-        if self._course is not None:
-            self._course.steps_took(steps, seconds)
 
 
 class _Scene:
