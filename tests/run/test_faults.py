@@ -166,6 +166,16 @@ def test_nested_step_is_refused(memory: ebbtide.Budget) -> None:
     assert_clean(memory)
 
 
+def test_a_context_is_for_one_step(memory: ebbtide.Budget) -> None:
+    plain, program = Steps(at=-1), Steps(at=-1)
+    for index in range(STEPS):
+        expected, context = plain.run(index, contextlib.nullcontext), memory.step()
+        compare(expected, program.run(index, [context].pop), f"step {index} ({memory.state})")
+        with pytest.raises(StepError, match="anew for each"), context:
+            pass
+        assert_clean(memory)
+
+
 def test_step_in_a_second_thread_is_refused(memory: ebbtide.Budget) -> None:
     caught: list[str] = []
 

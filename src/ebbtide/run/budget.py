@@ -145,7 +145,8 @@ class Budget:
         """A context in which one training step, forward and backward, runs within the budget.
 
         Raises:
-            StepError: on entry, if another step of this budget is under way, or the budget was closed.
+            StepError: on entry, if another step of this budget is under way, the budget was closed, or a step has
+                begun in this context before.
             BudgetError: on exit of an observed step, if no plan can meet the limit.
             SpillError: inside, if tensors cannot be moved.
             OutOfMemoryError: on exit, if memory ran out inside.

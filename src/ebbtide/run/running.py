@@ -55,6 +55,7 @@ class Running:
         self._kind: Kind | None = None
         self._state = "observe"
         self._began: Any = None
+        self._has_begun = False
         self._compiled: AbstractContextManager[object] = contextlib.nullcontext()
 
     def __enter__(self) -> None:
@@ -69,7 +70,10 @@ class Running:
                     "a step of this Budget is under way already (nested, or in another thread); "
                     "leave it first, or use one Budget for each loop"
                 )
+            if self._has_begun:
+                raise StepError("a context is for one step only: write `with budget.step():` anew for each")
             loop.running = self
+            self._has_begun = True
         try:
             self._ground = loop.ground = loop.ground or TrainingDevice()
             self._state = loop.state
