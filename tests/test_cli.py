@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from ebbtide import Budget
 from ebbtide.bundle import Bundle
 from ebbtide.cli import _share, app, main
 from ebbtide.errors import RecordError
@@ -187,7 +188,7 @@ def test_a_bundle_whose_parts_do_not_fit(script: Path, machine: Path, tmp_path: 
         Bundle.load(plan)
 
 
-@pytest.mark.parametrize("budget", ["5x", "0%", "-3"])
+@pytest.mark.parametrize("budget", ["5x", "0%", "-3", "0.5", "50 percent", "9" * 400 + "GiB", "9" * 400 + "%"])
 def test_a_budget_that_is_no_size_is_a_usage_error(budget: str, script: Path, machine: Path, tmp_path: Path) -> None:
     step = tmp_path / "step.json"
     run("observe", f"{script}:one_step", "-o", step)
@@ -195,6 +196,8 @@ def test_a_budget_that_is_no_size_is_a_usage_error(budget: str, script: Path, ma
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert "--budget" in result.output
+    with pytest.raises(ValueError, match=r"written \"50%\"|some share above 0 %"):
+        Budget(budget)
 
 
 def test_plan_without_the_hardware(script: Path, tmp_path: Path) -> None:

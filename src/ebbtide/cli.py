@@ -25,7 +25,7 @@ from ebbtide.machine import Machine
 from ebbtide.machines import load_machine, machine_names
 from ebbtide.named_steps import STEP_FUNCTION, observe_fake, observe_fake_batch, runner
 from ebbtide.step import Step
-from ebbtide.units import format_bytes, format_seconds, parse_bytes, parse_fraction
+from ebbtide.units import format_bytes, format_seconds, parse_budget, parse_bytes
 
 _WIDTH = 100
 """Columns of a table that does not go to a terminal."""
@@ -342,12 +342,12 @@ def _limit_bytes(budget: str | None, step: Step | None, machine: Machine) -> int
             raise typer.BadParameter("needed: the machine does not say how much memory it has", param_hint="--budget")
         return int(_DEVICE_SHARE * capacity)
     try:
-        fraction = None if step is None else parse_fraction(budget)
-        if step is None or fraction is None:
+        if step is None:
             return parse_bytes(budget)
+        amount = parse_budget(budget)
     except ValueError as fault:
         raise typer.BadParameter(str(fault), param_hint="--budget") from fault
-    return int(fraction * plain_peak_bytes(step))
+    return amount if isinstance(amount, int) else int(amount * plain_peak_bytes(step))
 
 
 def _share(text: str, option: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 _UNITS = {
@@ -34,9 +35,10 @@ def parse_bytes(size: int | str) -> int:
         match = _SIZE.fullmatch(size)
         if match is None or match[2].lower() not in _UNITS:
             raise ValueError(f'cannot read {size!r} as a size; write bytes, "512MiB", "6GiB" or "1.5GB"')
-        count = int(float(match[1]) * _UNITS[match[2].lower()])
+        number = float(match[1]) * _UNITS[match[2].lower()]
+        count = int(number) if number < math.inf else 0
     if count <= 0:
-        raise ValueError(f"a size must be positive, not {size!r}")
+        raise ValueError(f"a size must be a number of bytes, at least one, not {size!r}")
     return count
 
 
@@ -44,15 +46,30 @@ def parse_fraction(text: str) -> float | None:
     """The fraction meant by ``"50%"``, or None if ``text`` is no percentage.
 
     Raises:
-        ValueError: if the percentage is not above 0.
+        ValueError: if the percentage is not above 0, or no number at all.
     """
     match = _PERCENT.fullmatch(text)
     if match is None:
         return None
     fraction = float(match[1]) / 100
-    if fraction <= 0:
-        raise ValueError(f"a budget must be above 0 %, not {text!r}")
+    if not 0 < fraction < math.inf:
+        raise ValueError(f"a budget must be some share above 0 %, not {text!r}")
     return fraction
+
+
+def parse_budget(limit: int | str) -> int | float:
+    """What a budget is: bytes as `parse_bytes` reads them, an int, or a share as `parse_fraction` does, a float.
+
+    Raises:
+        ValueError: if ``limit`` is neither.
+    """
+    fraction = parse_fraction(limit) if isinstance(limit, str) else None
+    if fraction is not None:
+        return fraction
+    try:
+        return parse_bytes(limit)
+    except ValueError as fault:
+        raise ValueError(f'{fault} (a share of the plain peak is written "50%")') from None
 
 
 def format_bytes(count: float) -> str:

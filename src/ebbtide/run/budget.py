@@ -15,7 +15,7 @@ from ebbtide.run.running import Running
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.tiers.choose import tiers_for
 from ebbtide.step import Step
-from ebbtide.units import parse_bytes, parse_fraction
+from ebbtide.units import parse_budget, parse_bytes
 
 if TYPE_CHECKING:
     from ebbtide.report.summary import Summary
@@ -42,7 +42,7 @@ class Budget:
             asks for it; not in the step that verifies. It counts whole segments: leave room for the holes in them.
 
     Raises:
-        ValueError: if ``limit`` or ``host`` is not a size.
+        ValueError: if ``limit`` is neither a size nor a percentage, or ``host`` is no size.
         SpillError: if ``spill`` cannot be used.
     """
 
@@ -58,8 +58,8 @@ class Budget:
         checksum: bool = False,
         hard: bool = False,
     ) -> None:
-        fraction = parse_fraction(limit) if isinstance(limit, str) else None
-        limit_bytes = parse_bytes(limit) if fraction is None else None
+        amount = parse_budget(limit)
+        limit_bytes, fraction = (amount, None) if isinstance(amount, int) else (None, amount)
         # Absolute: it is looked at again when the disk is measured, and the process may be elsewhere by then.
         directory = Path(spill if spill is not None else tempfile.gettempdir()).absolute()
         host_bytes = parse_bytes(host) if host is not None else None
