@@ -68,6 +68,8 @@ def budget_error(problem: Problem, least: Course, limit_bytes: int, policy: str 
         f" {'peak it reaches' if policy else 'reachable peak'} is {format_bytes(reachable)}{place}; ask for at least"
         f" {reachable} bytes{' or plan with another method' if policy else ''}"
     )
+    if step.ops and all(op.phase == "forward" for op in step.ops):
+        message += ". The step has no backward pass: call backward() within it, or all that it saves has to stay"
     return BudgetError(
         message, limit_bytes=limit_bytes, reachable_bytes=reachable, tick=max(tick, 0), op=op, module=module
     )
