@@ -14,13 +14,16 @@ import pytest
 import torch
 
 import benchmarks.gpu.run as gpu_run
-from benchmarks.gpu import cases, workloads
+from benchmarks.gpu import cases, fit, workloads
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.devices import Peak
 from benchmarks.gpu.methods import METHODS, Options
 from benchmarks.gpu.records import Journal, Record
 from benchmarks.gpu.workloads import MODELS, make_workload
 from ebbtide.errors import BudgetError
+from ebbtide.machines import load_machine
+from ebbtide.roofline import Work
+from ebbtide.step import Step
 from tests.run.harness import FAST_DISK
 
 pytestmark = pytest.mark.usefixtures("quick_plans", "nothing_left")
@@ -185,3 +188,21 @@ def test_the_file_is_always_whole(tmp_path: Path) -> None:
     assert document["took_seconds"] == 1.0
     assert document["records"] == json.loads(json.dumps([dataclasses.asdict(record) for record in journal.records]))
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_fits_begin_with_shares_that_nobody_fitted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Or a model would be predicted with what was fitted on itself, where the fitted one has no such ops."""
+    seen = Step.load(Path(__file__).parents[1] / "fixtures/gpt2.json.gz")
+    copy = dataclasses.replace(seen, ops=(dataclasses.replace(seen.ops[0], duration_seconds=1e-3),))
+    monkeypatch.setattr(fit, "matched_step", lambda *_: (copy, (Work("copy", 0, 10**9, "float32"),)))
+    fit.main()
+    fitted = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fitted on ")]
+    machine = load_machine("h100").compute
+    assert machine is not None
+    assumed = dict(machine.efficiencies)
+    assert len(fitted) == 3
+    for line in fitted:
+        shares = dict(part.split(" ") for part in line.split(": ")[1].split(", "))
+        assert {kind for kind, share in assumed.items() if f"{share:.2f}" != shares[kind]} == {"copy"}
