@@ -211,6 +211,16 @@ def test_steps_may_come_from_different_threads(memory: ebbtide.Budget) -> None:
     assert_clean(memory)
 
 
+def test_a_report_without_a_plan_says_where_plans_come_from(tmp_path: Path) -> None:
+    weights = torch.ones(1 << 14, requires_grad=True)
+    with ebbtide.Budget("1KiB", spill=tmp_path, machine=FAST_DISK) as memory:
+        for _ in range(4):
+            with pytest.raises(StepError, match=r"the latest step has no plan; .* unless it raises"):
+                memory.report()
+            with contextlib.suppress(BudgetError), memory.step():
+                weights.sin().sum().backward()
+
+
 def test_a_closed_budget_says_so(memory: ebbtide.Budget) -> None:
     memory.close()
     memory.close()

@@ -33,7 +33,8 @@ class Budget:
             out on the step's device: optimizer state and workspaces, too.
         spill: directory on a disk for tensors that leave; the system's directory for temporary files by default.
         verify: compare every value that is computed again with the truth, once.
-        tune_allocator: let glibc's allocator keep its pages while this budget lives. See `ebbtide.run.allocator`.
+        tune_allocator: on a CPU, take large tensors from an arena while this budget lives or, without a C++ compiler,
+            let glibc's allocator keep its pages. See `ebbtide.run.allocator`.
         machine: the links to plan for; measured on first use by default.
         host: pinned host memory for tensors that leave CUDA devices, at most; by default half of what is available,
             shared with the other processes of `torchrun` on this machine.
@@ -124,7 +125,7 @@ class Budget:
         """What was planned and measured, to print.
 
         Raises:
-            StepError: if no step has been planned yet.
+            StepError: if steps like the latest have no plan yet.
         """
         # The report is a floor above; this is the only call upwards, for the user's convenience.
         from ebbtide.report.summary import summarise
@@ -133,7 +134,10 @@ class Budget:
             self._loop.ground.readings.collect(wait=True)
         kind = self._loop.current
         if kind is None or kind.plan is None:
-            raise StepError("nothing to report yet: run two steps under `with budget.step():` first")
+            raise StepError(
+                "nothing to report yet: the latest step has no plan; run two steps under `with budget.step():`, "
+                "the second of which makes one unless it raises"
+            )
         planned = sorted(m.seconds for m in self.measured if m.state == kind.state and m.seconds and not m.left)
         seconds = planned[len(planned) // 2] if planned else None
         measured = Measured(kind.state, seconds, kind.audited_peak_bytes)
