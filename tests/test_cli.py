@@ -173,6 +173,7 @@ def test_files_that_are_not_ours(machine: Path, tmp_path: Path, failure: Failure
     page = tmp_path / "page.html"
     assert "cannot be read" in failure("report", tmp_path / "missing.json", "-o", page)
     assert "not a file of kind ebbtide-bundle" in failure("report", machine, "-o", page)
+    assert "as `ebbtide plan -o` writes, but of kind ebbtide-machine" in failure("report", machine, "-o", page)
     write_json(tmp_path / "half.json", {"format": "ebbtide-bundle", "version": 1})
     assert "has no step" in failure("report", tmp_path / "half.json", "-o", page)
 

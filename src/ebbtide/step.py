@@ -27,6 +27,12 @@ from typing import Any, Literal, get_args
 from ebbtide.errors import RecordError
 
 FORMAT = "ebbtide-step"
+_WRITERS = {
+    "ebbtide-step": "`ebbtide observe`",
+    "ebbtide-bundle": "`ebbtide plan -o`",
+    "ebbtide-machine": "`ebbtide calibrate -o`",
+}
+"""What makes a file of each kind that users name."""
 VERSION = 1
 
 Phase = Literal["forward", "backward"]
@@ -343,7 +349,9 @@ def read_document(path: str | Path) -> dict[str, Any]:
 def check_document(document: Any, name: str, format_name: str, version: int) -> None:
     """Check that ``document`` says of itself that it is of this format and version. Raises `RecordError` if not."""
     if not isinstance(document, dict) or document.get("format") != format_name:
-        raise RecordError(f"{name}: not a file of kind {format_name}")
+        wanted = f"{format_name}, as {_WRITERS[format_name]} writes" if format_name in _WRITERS else format_name
+        found = document.get("format") if isinstance(document, dict) else None
+        raise RecordError(f"{name}: not a file of kind {wanted}{f', but of kind {found}' if found else ''}")
     if document.get("version") != version:
         found = document.get("version")
         raise RecordError(f"{name}: version {found}, but this ebbtide reads version {version}; make it again")
