@@ -131,6 +131,17 @@ def test_budgets_in_several_threads(tmp_path: Path) -> None:
                 compare(record, found, f"step {index}")
 
 
+def test_a_budget_that_is_dropped_leaves_the_allocator(tmp_path: Path) -> None:
+    gc.collect()
+    memory, program = ebbtide.Budget("60%", spill=tmp_path, machine=FAST_DISK), Chain(0)
+    for index in range(4):
+        program.run(index, memory.step)
+    assert comes_from_the_arena()
+    del memory
+    gc.collect()
+    assert not comes_from_the_arena()
+
+
 def test_a_budget_that_ends_leaves_the_arena_to_another(tmp_path: Path) -> None:
     gc.collect()  # budgets that others left open
     with ebbtide.Budget("60%", spill=tmp_path, machine=FAST_DISK) as first:

@@ -47,7 +47,7 @@ _STEPS_BETWEEN_RESTS = 64
 """How often the resident size at rest is measured anew, in steps."""
 
 _open: weakref.WeakSet[Loop] = weakref.WeakSet()
-_open_lock = threading.Lock()
+_open_lock = threading.RLock()  # a loop may die, and be seen to, while its own thread has it
 
 
 class Loop:
@@ -91,6 +91,7 @@ class Loop:
         self.hard = hard
         self.compiles = True
         self._tune_allocator = tune_allocator
+        self._leave: weakref.finalize[[], Loop] | None = None
         self._given_machine = machine
         self._measured_machine: Machine | None = None
         self._drift: Drift | None = None
@@ -202,15 +203,24 @@ class Loop:
                 tier.close()
             if self.ground is not None:
                 self.ground.cap(None)
-            if self.tunes:
-                self._leave_allocator()
+            self._leave_allocator()
+
+    def tune(self, *, exact: bool) -> None:
+        """Set the allocator of RAM for steps, or for the first of all, until `close`, or as long as this lives."""
+        if self._leave is None:
+            self._leave = weakref.finalize(self, _leave_allocator)
+            self._leave.atexit = False
+        allocator.set_exact() if exact else allocator.set_tuned()
 
     def _leave_allocator(self) -> None:
-        """Give back the allocator's settings, unless another budget that is open has them, too."""
-        with _open_lock:
-            others = [other for other in _open if other is not self and not other.closed]
-        if not any(other.tunes for other in others):
-            allocator.set_default()
+        leave, self._leave = self._leave, None
+        if leave is not None:
+            leave()
+
+    @property
+    def has_tuned(self) -> bool:
+        """Whether the allocator's settings are, among others, this one's."""
+        return self._leave is not None
 
     def tier(self, name: str = "") -> SlowTier:
         """The tier of that name; without one the first, which has the others behind it."""
@@ -232,8 +242,7 @@ class Loop:
 
     def forget_all(self) -> None:
         """What was learnt was learnt on another device."""
-        if self._tune_allocator:
-            self._leave_allocator()
+        self._leave_allocator()
         self._forget_kinds()
         self._measured_machine = self._drift = None
 
@@ -360,3 +369,11 @@ class Loop:
         self.compiles = False
         self._forget_kinds()
         self.observations_left = _FIRST_LOOKS
+
+
+def _leave_allocator() -> None:
+    """Give back the allocator's settings, unless a budget has them still."""
+    with _open_lock:
+        is_left = not any(loop.has_tuned for loop in _open)
+    if is_left:
+        allocator.set_default()

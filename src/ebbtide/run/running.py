@@ -136,7 +136,7 @@ class Running:
         loop = self._loop
         again = bool(loop.kinds)
         if loop.tunes:
-            allocator.set_tuned() if again else allocator.set_exact()
+            loop.tune(exact=not again)
         probe = allocator.arena_probe() if loop.tunes and again else None
         memory = self._ground.memory
         first = len(loop.kinds) <= 1
