@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.run.cache import cache_path
+from ebbtide.run.native import find_compiler
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +89,30 @@ def test_what_is_kept_in_a_home_is_found_though_nothing_can_be_added(
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert cache_path("kept") == kept
     assert cache_path("new") == own(tmp_path) / "new"
+
+
+def arena_built_by(compiler: str, cache: Path) -> str:
+    """What a process says that builds the arena so."""
+    done = subprocess.run(
+        [sys.executable, "-c", "from ebbtide.run.native import arena_library; arena_library()"],
+        env=os.environ | {"XDG_CACHE_HOME": str(cache), "CXX": compiler},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return done.stderr
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="the arena takes a C++ compiler")
+def test_a_compiler_may_have_arguments(tmp_path: Path) -> None:
+    assert arena_built_by(f"env {find_compiler()} -g0", tmp_path) == ""
+
+
+def test_what_a_compiler_says_is_passed_on(tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    old.write_text("#!/bin/sh\necho 'In file included from x' >&2\necho 'error: no such option' >&2\nexit 1\n")
+    old.chmod(0o700)
+    assert f"no CPU arena ({old}: error: no such option)" in arena_built_by(str(old), tmp_path)
 
 
 def test_a_damaged_arena_is_built_again(tmp_path: Path) -> None:

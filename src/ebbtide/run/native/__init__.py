@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -51,7 +52,8 @@ def arena_library() -> ctypes.CDLL | None:
 
 
 def find_compiler() -> str | None:
-    """The C++ compiler that the arena is built with, ``$CXX`` if that is set; None if there is none."""
+    """The C++ compiler that the arena is built with, ``$CXX`` if that is set, with whatever arguments; None if there is
+    none."""
     return os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 
@@ -81,16 +83,20 @@ def _build(path: Path) -> None:
     root = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         built = Path(directory) / path.name
-        subprocess.run(
+        done = subprocess.run(
             [
-                *(compiler, "-std=c++20", "-O2", "-shared", "-fPIC", str(_SOURCE), "-o", str(built)),
+                *(*shlex.split(compiler), "-std=c++20", "-O2", "-shared", "-fPIC", str(_SOURCE), "-o", str(built)),
                 f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
                 *("-I", str(root / "include"), f"-L{root / 'lib'}", "-lc10"),
             ],
-            check=True,
+            check=False,
             capture_output=True,
             timeout=_COMPILE_SECONDS,
         )
+        if done.returncode:
+            lines = done.stderr.decode(errors="replace").splitlines()
+            said = next((line for line in lines if "error" in line), f"it ended with {done.returncode}")
+            raise OSError(f"{compiler}: {said}")
         with built.open("rb") as file:
             os.fsync(file.fileno())  # a machine that stops now must not leave half of it under the final name
         built.replace(path)  # at once, so that another process never loads half a file
