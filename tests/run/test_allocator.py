@@ -131,6 +131,15 @@ def test_budgets_in_several_threads(tmp_path: Path) -> None:
                 compare(record, found, f"step {index}")
 
 
+def test_a_budget_that_begins_leaves_the_arena_to_another(tmp_path: Path) -> None:
+    first, second = (ebbtide.Budget("60%", spill=tmp_path, machine=FAST_DISK) for _ in range(2))
+    with first, second:
+        for index in range(4):
+            Chain(0).run(index, first.step)
+        Chain(0).run(0, second.step)
+        assert comes_from_the_arena()
+
+
 def test_a_budget_that_is_dropped_leaves_the_allocator(tmp_path: Path) -> None:
     gc.collect()
     memory, program = ebbtide.Budget("60%", spill=tmp_path, machine=FAST_DISK), Chain(0)

@@ -212,6 +212,13 @@ class Loop:
             self._leave.atexit = False
         allocator.set_exact() if exact else allocator.set_tuned()
 
+    def looked(self) -> None:
+        """An observed step is over: other budgets' steps have the arena again, without which the first of all is."""
+        with _open_lock:
+            is_shared = any(other is not self and other.has_tuned for other in _open)
+        if is_shared and self.has_tuned:
+            allocator.set_tuned()
+
     def _leave_allocator(self) -> None:
         leave, self._leave = self._leave, None
         if leave is not None:

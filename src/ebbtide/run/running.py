@@ -190,6 +190,7 @@ class Running:
             self._conductor.stop()
         if self._recorder is not None:
             self._recorder.leave()
+            self._loop.looked()
         if self._meter is not None:
             self._meter.leave()
         self._held = held.end(self._turn)
