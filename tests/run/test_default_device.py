@@ -1,7 +1,8 @@
-"""Where a user's new tensors are made by default (``torch.set_default_device``), ours are not."""
+"""Where a user's new tensors are made by default (``torch.set_default_device``), ours are not; those without memory."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,12 +44,28 @@ class Elsewhere(Program):
         return scores.exp().square().mean()
 
 
+class Sized(Elsewhere):
+    """Finds out within the step what its model would make of another batch, without any memory."""
+
+    def loss(self, index: int) -> Tensor:
+        sketch = copy.deepcopy(self.model).to("meta")
+        sketch(torch.empty(4096, 64, device="meta")).exp().square().mean().backward()
+        return super().loss(index)
+
+
 @pytest.mark.usefixtures("nowhere")
 @pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["fast", "slow"])
 def test_steps_within_a_budget(machine: Machine, tmp_path: Path) -> None:
     trial = run_within(Elsewhere, run_plain(Elsewhere), "60%", machine, tmp_path)
     assert trial.plan is not None
     assert trial.plan.peak_bytes < trial.plan.plain_peak_bytes
+
+
+@pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["fast", "slow"])
+def test_what_has_no_memory_is_not_counted(machine: Machine, tmp_path: Path) -> None:
+    plans = [run_within(kind, run_plain(kind), "60%", machine, tmp_path).plan for kind in (Elsewhere, Sized)]
+    plain, sized = (plan.plain_peak_bytes for plan in plans if plan is not None)
+    assert sized == plain
 
 
 @pytest.mark.usefixtures("nowhere")

@@ -34,9 +34,11 @@ def tensors_in(items: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 def has_storage(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` has one storage of its own that can be followed (sparse, nested ones do not, nor do those that
-    wrap others, or that a transform has wrapped, nor the zeros of forward mode, which take no memory)."""
+    wrap others, or that a transform has wrapped, nor the zeros of forward mode and meta tensors, which take no memory).
+    """
     return (
         tensor.layout is torch.strided
+        and not tensor.is_meta
         and not tensor.is_nested
         and not is_wrapper(type(tensor))
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)

@@ -302,7 +302,7 @@ class Recorder(DispatchMode):
         return self._records.get(record) or self._add_storage(record, tensor, 0, EXTERNAL)
 
     def _add_storage(self, record: StorageRecord, tensor: torch.Tensor, born: int, maker: int) -> SeenStorage:
-        if tensor.device.type not in ("cpu", "cuda", "meta"):
+        if tensor.device.type not in ("cpu", "cuda"):
             raise StepError(f"a tensor on {tensor.device} was used; this version plans steps on CPU and CUDA only")
         storage = SeenStorage(len(self._storages), record.size_bytes, born, record.cdata)
         self._storages.append(storage)
