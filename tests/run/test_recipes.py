@@ -18,7 +18,7 @@ from ebbtide.observe.schema import operator_info
 from ebbtide.run.calls import KnownOp, capture
 from ebbtide.run.holdings import ChangedError, Holding, view_of
 from ebbtide.run.recipes import Recipe
-from tests.run.harness import SLOW_DISK, Program, run_plain, run_within
+from tests.run.harness import SLOW_DISK, Guard, Program, Record, run_plain, run_within
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "itself": lambda x: x,
@@ -36,7 +36,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_a_view_of_a_value_is_read_again_as_it_was(view: str) -> None:
     value = torch.randn(6, 5, dtype=torch.complex64)
     read = VIEWS[view](value)
-    known = KnownOp("aten.mul.Tensor", (0,), (1,), (), frozenset(), batch_norm=False)
+    known = KnownOp("aten.mul.Tensor", (0,), (1,), (), frozenset())
     call, _ = capture(torch.ops.aten.mul.Tensor, (read, 2.0), {}, known)
     expected = read * 2.0
     leaf = Holding()
@@ -50,7 +50,7 @@ def test_a_view_of_a_value_is_read_again_as_it_was(view: str) -> None:
 def test_who_writes_to_what_was_dropped_is_told(writes: bool) -> None:
     """As by PyTorch, though what is made again is what was saved."""
     value = torch.randn(6, 5)
-    known = KnownOp("aten.mul.Tensor", (0,), (1,), (), frozenset(), batch_norm=False)
+    known = KnownOp("aten.mul.Tensor", (0,), (1,), (), frozenset())
     call, _ = capture(torch.ops.aten.mul.Tensor, (value, 2.0), {}, known)
     leaf, holding, product = Holding(), Holding(), value * 2.0
     leaf.fill(value)
@@ -70,7 +70,7 @@ def test_who_writes_to_what_was_dropped_is_told(writes: bool) -> None:
 def test_what_cannot_be_made_again_now_is_asked_for_later() -> None:
     """A recipe that was refused once is still there."""
     value = torch.ones(4)
-    known = KnownOp("aten.mul.Tensor", (0,), (1,), (), frozenset(), batch_norm=False)
+    known = KnownOp("aten.mul.Tensor", (0,), (1,), (), frozenset())
     call, _ = capture(torch.ops.aten.mul.Tensor, (value, 2.0), {}, known)
     leaf, holding = Holding(), Holding()
     leaf.fill(value)
@@ -132,6 +132,41 @@ def test_cudnn_updates_running_statistics_once(tmp_path: Path) -> None:
     assert any(isinstance(decision, Recompute) for decision in trial.decisions)
 
 
+class Switched(Program):
+    """Norms are in training in some steps, and in evaluation in others that save tensors of the same shapes."""
+
+    observed = True
+    """Whether they are in training in the observed steps."""
+    steady = False
+
+    def build(self) -> nn.Module:
+        norms = nn.ModuleList(nn.BatchNorm1d(128, affine=False) for _ in range(4))
+        for norm in norms:
+            norm.register_buffer("num_batches_tracked", None)  # to count batches takes an op
+        return nn.ModuleDict({"norms": norms, "layers": nn.ModuleList(nn.Linear(128, 16) for _ in norms)})
+
+    def compute(self, index: int, guard: Guard) -> Record:
+        norms, layers = self.model["norms"].train((index % 3 < 2) is self.observed), self.model["layers"]
+        given = self.data(index, 1024, 128)
+        with guard():
+            loss = sum(layer(norm(given)).square().mean() for norm, layer in zip(norms, layers, strict=True))
+            loss.backward()
+        return {"loss": loss}
+
+
+class SwitchedLate(Switched):
+    """They are in training once the plan is there."""
+
+    observed = False
+
+
+@pytest.mark.usefixtures("nothing_left", "quick_plans")
+@pytest.mark.parametrize("program", [Switched, SwitchedLate])
+def test_norms_that_are_switched_between_steps(program: type[Program], tmp_path: Path) -> None:
+    trial = run_within(program, run_plain(program), "60%", SLOW_DISK, tmp_path)
+    assert any(isinstance(decision, Recompute) for decision in trial.every_decision)
+
+
 @pytest.mark.parametrize("name", ["batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"])
 def test_statistics_over_devices_are_gathered_once(name: str) -> None:
     """Synchronised batch norm writes them, and its schema says nothing of it."""
@@ -184,7 +219,7 @@ def test_what_reads_emptied_storages_is_never_run_again(verify: bool, tmp_path: 
 
 def test_a_leaf_that_was_emptied_is_no_leaf() -> None:
     external = torch.ones(4)
-    known = KnownOp("aten.mul.Tensor", (0,), (1,), (), frozenset({0}), batch_norm=False)
+    known = KnownOp("aten.mul.Tensor", (0,), (1,), (), frozenset({0}))
     call, _ = capture(torch.ops.aten.mul.Tensor, (external, 2.0), {}, known)
     recipe = Recipe(1, [call], {}, ())
     assert torch.equal(recipe.replay(), external * 2)

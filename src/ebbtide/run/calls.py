@@ -17,6 +17,7 @@ import torch
 
 from ebbtide.errors import RecipeError
 from ebbtide.observe.ledger import is_traceable, tensors_in
+from ebbtide.observe.schema import operator_info
 from ebbtide.run.holdings import Version, Window, version_of
 
 _NO_STATISTICS = {torch.ops.aten._native_batch_norm_legit.default: torch.ops.aten._native_batch_norm_legit.no_stats}
@@ -32,7 +33,6 @@ class KnownOp:
         outputs: values it makes, in the order of the step's record: those written in place, then new storages.
         mutated: values that it writes in place, old and new.
         external: those of ``inputs`` that the step did not make.
-        batch_norm: whether it updates running statistics.
     """
 
     name: str
@@ -40,7 +40,6 @@ class KnownOp:
     outputs: tuple[int, ...]
     mutated: tuple[tuple[int, int], ...]
     external: frozenset[int]
-    batch_norm: bool
 
     def fresh(self) -> list[int]:
         """The outputs that lie in new storages."""
@@ -155,7 +154,7 @@ def capture(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: Kno
     Raises:
         RecipeError: if a tensor among its arguments is of a kind that no recipe can read.
     """
-    if known.batch_norm:
+    if operator_info(func).replay == "batch_norm" and args[5] is True:  # the model may be switched between steps
         args = (*args[:3], *args[5:]) if func in _NO_STATISTICS else (*args[:3], None, None, *args[5:])
         func = _NO_STATISTICS.get(func, func)
     numbers: dict[int, int] = {}

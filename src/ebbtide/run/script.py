@@ -241,7 +241,7 @@ def _known(step: Step, tick: int) -> KnownOp:
     external = frozenset(value for value in op.inputs if _is_external(step, value))
     written = {new for _, new in op.mutated}
     outputs = tuple(value for value in op.outputs if value in written or not _is_external(step, value))
-    return KnownOp(op.name, op.inputs, outputs, op.mutated, external, op.replay == "batch_norm")
+    return KnownOp(op.name, op.inputs, outputs, op.mutated, external)
 
 
 def _savings(step: Step, decisions: Sequence[Decision]) -> tuple[Saving, ...]:
