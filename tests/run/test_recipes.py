@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,36 @@ def test_norms_that_are_switched_between_steps(program: type[Program], tmp_path:
 def test_statistics_over_devices_are_gathered_once(name: str) -> None:
     """Synchronised batch norm writes them, and its schema says nothing of it."""
     assert operator_info(getattr(torch.ops.aten, name).default).replay == "opaque"
+
+
+@pytest.mark.usefixtures("nothing_left", "quick_plans")
+def test_what_is_written_to_in_a_later_step_is_refused_once(tmp_path: Path) -> None:
+    """A buffer that values are computed from; from the next step on they are not."""
+    layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(6))
+    shift = torch.zeros(128)
+
+    def gradients(writes: bool, guard: Guard) -> list[Tensor]:
+        shift.zero_()
+        h = torch.ones(1024, 128)
+        with guard():
+            for layer in layers:
+                h = torch.sigmoid(layer(h) + shift)
+            if writes:
+                shift.add_(1)
+            return list(torch.autograd.grad(h.square().mean(), list(layers.parameters())))
+
+    expected = gradients(False, contextlib.nullcontext)
+    with ebbtide.Budget("70%", spill=tmp_path, machine=SLOW_DISK) as memory:
+        for index in range(13):
+            writes = index in (6, 9, 12)
+            if index == 6:
+                with pytest.raises(RecipeError, match="changed in place between forward and backward"):
+                    gradients(writes, memory.step)
+            else:
+                assert all(map(torch.equal, gradients(writes, memory.step), expected)), index
+        assert memory.plan is not None
+        assert memory.plan.binds
+        assert memory.measured[-1].state in ("rehearse", "planned")
 
 
 class Scale(nn.Module):

@@ -20,6 +20,7 @@ from ebbtide.observe.ledger import is_traceable, tensors_in
 from ebbtide.observe.schema import operator_info
 from ebbtide.run.holdings import Version, Window, version_of
 
+_SetExcluded: Any = vars(torch._C)["_SetExcludeDispatchKeyGuard"]
 _NO_STATISTICS = {torch.ops.aten._native_batch_norm_legit.default: torch.ops.aten._native_batch_norm_legit.no_stats}
 
 
@@ -69,10 +70,15 @@ class Argument(Window):
         self.shown: Version | None = None
         if is_external:
             # What an op is being made of here may get a graph, and another version counter, once it is made.
-            self.external = tensor if type(tensor) is torch.nn.Parameter else tensor.detach()
+            self.external = tensor if type(tensor) is torch.nn.Parameter else _without_graph(tensor)
             self.version = self.external._version
         else:
             self.shown = version_of(tensor)
+
+    @property
+    def is_rewritten(self) -> bool:
+        """Whether it is external and was written in place since."""
+        return self.external is not None and self.external._version != self.version
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The argument, as a part of the storage that ``tensor`` shows."""
@@ -86,6 +92,12 @@ class Argument(Window):
         tensor = super().over(storage)
         tensor = torch.conj(tensor) if self.conjugated else tensor
         return torch._neg_view(tensor) if self.negated else tensor
+
+
+def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` detached, which counts its versions with it: within a dispatch mode that is left out otherwise."""
+    with _SetExcluded(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
 
 
 class Call:

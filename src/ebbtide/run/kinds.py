@@ -256,6 +256,21 @@ class Kind:
         """Never again compute these values a second time."""
         self.banned |= {i for i, absence in enumerate(self.step.absences) if absence.value in values}
 
+    def spare(self, values: Set[int], machine: Machine, verify: bool) -> None:
+        """A step wrote to these external values once it had read them, as others may: what reads them is never run
+        again, unless there is no plan without."""
+        if self.plan is None or not values:
+            return
+        step = self.step
+        storages = {step.values[value].storage for value in values if value >= 0}
+        self.step = dataclasses.replace(step, ops=tuple(_spared(op, step, storages) for op in step.ops))
+        try:
+            self.make_plan(machine, self.plan.limit_bytes, verify)
+        except BudgetError:
+            self.step = step
+        else:
+            self.places.forget()
+
     def forget_plan(self) -> None:
         """Steps of this kind do not run as planned: the next one is observed, and planned for anew."""
         self.plan = self.script = self.audited = None
@@ -314,6 +329,12 @@ class Kind:
 
 def _names(step: Step) -> list[str]:
     return [op.name for op in step.ops]
+
+
+def _spared(op: Op, step: Step, storages: Set[int]) -> Op:
+    """The op, which nobody runs again if it reads one of these storages."""
+    reads = op.replay != "view" and any(step.values[value].storage in storages for value in op.inputs)
+    return dataclasses.replace(op, replay="opaque") if reads else op
 
 
 def _settled(a: Op, b: Op) -> Op:

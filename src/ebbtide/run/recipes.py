@@ -123,11 +123,11 @@ class Recipe:
 
 
 def _unchanged(external: torch.Tensor, captured: Argument) -> torch.Tensor:
-    if external._version != captured.version:
+    if captured.is_rewritten:
         raise RecipeError(
             f"a tensor {list(external.shape)} that a value is computed again from was changed in place between forward "
-            "and backward; change it after the backward pass, or leave verify on: such values are then found in the "
-            "first planned step and kept"
+            "and backward, which was not so in the steps that were observed and verified; change it after the backward "
+            "pass. From the next step on, plans keep what is computed from it, if they can"
         )
     if external.shape != captured.shape or (external.numel() and not external.untyped_storage().nbytes()):
         raise RecipeError(

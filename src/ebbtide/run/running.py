@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from ebbtide.decisions import Plan
-from ebbtide.errors import StepError
+from ebbtide.errors import RecipeError, StepError
 from ebbtide.measured import Measured
 from ebbtide.observe.inductor import compiled_as_ops
 from ebbtide.observe.recorder import Recorder
@@ -172,6 +172,8 @@ class Running:
                 forget_failed_backward()
                 for tier in loop.tiers.values():
                     tier.drain()
+                if isinstance(fault, RecipeError) and self._conductor is not None:
+                    self._spare_rewritten(self._conductor)
             else:
                 self._note(ended)
         finally:
@@ -260,7 +262,7 @@ class Running:
     def _advance(self, kind: Kind, conductor: Conductor, peak: int | None) -> None:
         """Move the kind of step along, if the step ran as planned from beginning to end."""
         loop = self._loop
-        ran = next((other for other in loop.kinds.values() if other.script is conductor.script), None)
+        ran = self._kind_of(conductor)
         if ran is None:
             return  # it was planned for anew meanwhile
         loop.met(loop.kinds.get(ran.key_without(conductor.missing), ran) if conductor.missing else ran)
@@ -277,6 +279,16 @@ class Running:
             self._note_audit(kind, conductor, peak)
         elif self._state == "rehearse" and self._went_through():
             kind.state = "planned"
+
+    def _kind_of(self, conductor: Conductor) -> Kind | None:
+        """The kind whose script was followed; None if it was planned for anew meanwhile."""
+        return next((kind for kind in self._loop.kinds.values() if kind.script is conductor.script), None)
+
+    def _spare_rewritten(self, conductor: Conductor) -> None:
+        """The step wrote to what values were to be computed from, as others of its kind may do from now on."""
+        ran = self._kind_of(conductor)
+        if ran is not None:
+            ran.spare(conductor.rewritten(), self._loop.machine, self._loop.verify)
 
     def _note_audit(self, kind: Kind, conductor: Conductor, peak: int) -> None:
         """A step was counted: if it held more than the limit, what the observed one did not hold is planned for now."""

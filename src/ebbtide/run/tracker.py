@@ -99,6 +99,11 @@ class Tracker(Keeper):
         rest = self.script.expected[self._event :]
         return bool(self.missing) and not self.left and all(~event in passed_by for event in rest)
 
+    def rewritten(self) -> set[int]:
+        """External values that captured calls have read, and that were written in place since."""
+        calls = self._capture.calls.values() if self._capture is not None else ()
+        return {argument.value for call in calls for argument in call.arguments() if argument.is_rewritten}
+
     def _is_through(self) -> bool:
         return self._whole and not self.left and not self.missing and self._event == len(self.script.expected)
 
