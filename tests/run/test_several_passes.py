@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +21,12 @@ from ebbtide.decisions import Decision, Keep, Offload, Plan, Recompute
 from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine, Tier
 from ebbtide.observe.recorder import Recorder
+from ebbtide.run.kinds import Kind
 from ebbtide.run.meter import PeakMeter
 from ebbtide.run.safe import SafePolicy
+from ebbtide.run.tiers.transfers import Load
 from ebbtide.step import Step
-from tests.run.harness import FAST_DISK, SLOW_DISK, Program, paper_machine, run_plain, run_within
+from tests.run.harness import FAST_DISK, SLOW_DISK, Guard, Program, paper_machine, run_plain, run_within
 from tests.run.programs import PROGRAMS
 
 FAIR_DISK = paper_machine("ram", Tier("disk", "disk"), bandwidth_bytes_per_second=1e8, latency_seconds=1e-6)
@@ -131,3 +136,39 @@ def test_observed_steps_stay_near_the_budget(tmp_path: Path) -> None:
     with ebbtide.Budget(limit, spill=tmp_path, machine=FAST_DISK) as memory, PeakMeter() as meter:
         program.compute(0, memory.step)
     assert meter.peak_bytes < limit + 0.1 * plain.peak_bytes
+
+
+def test_passes_of_two_threads_ask_for_one_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one of them waits for it to come back, the other one does, too."""
+    asked, wait = threading.Event(), Load.wait
+
+    def wait_long(load: Load) -> torch.UntypedStorage:
+        asked.set()
+        time.sleep(0.05)
+        return wait(load)
+
+    monkeypatch.setattr(Load, "wait", wait_long)
+    monkeypatch.setattr(Kind, "is_timed", False)  # hooks are short where nobody takes the time
+    one, two = torch.randn(2, 64, requires_grad=True)
+
+    def gradients(index: int, guard: Guard) -> list[torch.Tensor]:
+        asked.clear()
+        with guard(), concurrent.futures.ThreadPoolExecutor(2) as threads:
+            value = torch.rand(4096, 64, generator=torch.Generator().manual_seed(index))
+            losses = [(value * each).sum() for each in (one, two)]
+            del value
+            _, large, _ = one * one, torch.ones(4, 4096, 64), one * one  # what is saved is when values may leave
+            _, large = one * one, large + large
+            first = threads.submit(torch.autograd.grad, losses[0], one)
+            asked.wait(0.2)
+            second = threads.submit(torch.autograd.grad, losses[1], two)
+            return [*first.result(), *second.result()]
+
+    with ebbtide.Budget("93%", spill=tmp_path, machine=FAST_DISK) as memory:
+        for index in range(6):
+            expected = gradients(index, contextlib.nullcontext)
+            assert all(map(torch.equal, gradients(index, memory.step), expected))
+        assert memory.state == "planned"
+        assert memory.plan is not None
+        assert any(isinstance(decision, Offload) for decision in memory.plan.decisions)
+        assert asked.is_set()

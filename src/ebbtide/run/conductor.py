@@ -220,7 +220,10 @@ class Conductor(Tracker):
         event = self._event
         if self._shown[event] == handle.number and (self._capture is None or not self._capture.entered):
             self._event = event + 1
-            return handle.show()
+            if type(handle) is Kept:
+                return handle.show()
+            with self._lock:  # another thread may wait for what is to be shown here
+                return handle.show()
         with self._lock:
             return self._unpack(handle)
 
