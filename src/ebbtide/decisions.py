@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
 from ebbtide.errors import RecordError
+from ebbtide.fields import typed
 from ebbtide.step import check_document, read_json, write_json
 
 FORMAT = "ebbtide-plan"
@@ -106,9 +108,19 @@ class Plan:
         try:
             fields = {field.name: document[field.name] for field in dataclasses.fields(cls)}
             fields["decisions"] = tuple(_decoded(row) for row in document["decisions"])
-            return cls(**fields)
+            plan = typed(cls(**fields))
         except (KeyError, TypeError, ValueError, IndexError) as fault:
             raise RecordError(f"{name}: not a whole plan: {fault!r}; make it again") from fault
+        _check_numbers(plan, name)
+        return plan
+
+
+def _check_numbers(plan: Plan, name: str) -> None:
+    """Raises `RecordError` for numbers that no plan can have."""
+    for field in dataclasses.fields(plan):
+        number = getattr(plan, field.name)
+        if isinstance(number, (int, float)) and not 0 <= number <= sys.float_info.max:
+            raise RecordError(f"{name}: its {field.name} is {number}; it must be >= 0 and finite")
 
 
 def _encoded(decision: Decision) -> list[Any]:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ebbtide.errors import RecordError
-from ebbtide.step import check_document, read_json, write_json
+from ebbtide.fields import typed
+from ebbtide.step import MOST_SECONDS, check_document, read_json, write_json
 
 FORMAT = "ebbtide-machine"
 VERSION = 1
@@ -88,7 +89,7 @@ class Compute:
     def from_document(cls, document: dict[str, Any]) -> Compute:
         """The record that ``document`` described; rates and shares stand there by name."""
         pairs = {field: tuple(document[field].items()) for field in ("peak_flops_per_second", "efficiencies")}
-        return cls(**{**document, **pairs})
+        return typed(cls(**{**document, **pairs}))
 
     def document(self) -> dict[str, Any]:
         """The record as what its JSON says."""
@@ -167,14 +168,16 @@ class Machine:
         """The machine that `document` described; ``name`` is what errors call it. Raises `RecordError` as `load`."""
         check_document(document, name, FORMAT, VERSION)
         try:
-            machine = cls(
-                name=str(document["name"]),
-                fast=str(document["fast"]),
-                tiers=tuple(Tier(**tier) for tier in document["tiers"]),
-                links=tuple(Link(**link) for link in document["links"]),
-                compute=Compute.from_document(document["compute"]) if document.get("compute") else None,
-                sources=tuple(document.get("sources", ())),
-                replay_seconds=float(document.get("replay_seconds", 0.0)),
+            machine = typed(
+                cls(
+                    name=document["name"],
+                    fast=document["fast"],
+                    tiers=tuple(typed(Tier(**tier)) for tier in document["tiers"]),
+                    links=tuple(typed(Link(**link)) for link in document["links"]),
+                    compute=Compute.from_document(document["compute"]) if document.get("compute") else None,
+                    sources=tuple(document.get("sources", ())),
+                    replay_seconds=document.get("replay_seconds", 0.0),
+                )
             )
         except (KeyError, TypeError, ValueError, AttributeError) as fault:
             raise RecordError(f"{name}: not a whole machine: {fault!r}; calibrate again") from fault
@@ -191,6 +194,9 @@ def check_machine(machine: Machine, name: str = "machine") -> None:
     names = [tier.name for tier in machine.tiers]
     if machine.fast not in names or len(set(names)) != len(names):
         raise RecordError(f"{name}: the fast tier {machine.fast!r} must be one of its tiers, each with its own name")
+    for tier in machine.tiers:
+        if tier.capacity_bytes is not None and tier.capacity_bytes < 0:
+            raise RecordError(f"{name}: the tier {tier.name} has a capacity of {tier.capacity_bytes} bytes")
     for link in machine.links:
         if link.source not in names or link.target not in names:
             raise RecordError(f"{name}: the link {link.source} -> {link.target} names an unknown tier")
@@ -199,14 +205,21 @@ def check_machine(machine: Machine, name: str = "machine") -> None:
                 raise RecordError(
                     f"{name}: the link {link.source} -> {link.target} has bandwidth {rate}; it must be > 0"
                 )
+            if rate < 1:
+                raise RecordError(
+                    f"{name}: the link {link.source} -> {link.target} has bandwidth {rate}; that is less than a byte"
+                    " per second"
+                )
         costs = (link.latency_seconds, link.compute_slowdown, link.compute_seconds)
-        if not all(math.isfinite(cost) and cost >= 0 for cost in costs):
+        if not all(0 <= cost < MOST_SECONDS for cost in costs):
             raise RecordError(
                 f"{name}: the link {link.source} -> {link.target} has latency, slowdown and compute seconds {costs}; "
-                "they must be >= 0"
+                f"they must be >= 0, and < {MOST_SECONDS:.0e}"
             )
-    if not (math.isfinite(machine.replay_seconds) and machine.replay_seconds >= 0):
-        raise RecordError(f"{name}: its replay_seconds is {machine.replay_seconds}; it must be >= 0")
+    if not 0 <= machine.replay_seconds < MOST_SECONDS:
+        raise RecordError(
+            f"{name}: its replay_seconds is {machine.replay_seconds}; it must be >= 0, and < {MOST_SECONDS:.0e}"
+        )
     if machine.compute is not None:
         _check_compute(machine.compute, name)
 
@@ -222,5 +235,7 @@ def _check_compute(compute: Compute, name: str) -> None:
     for what, rate in rates.items():
         if not (math.isfinite(rate) and rate > 0):
             raise RecordError(f"{name}: its {what} is {rate}; it must be > 0")
-    if not (math.isfinite(compute.launch_seconds) and compute.launch_seconds >= 0):
-        raise RecordError(f"{name}: its launch_seconds is {compute.launch_seconds}; it must be >= 0")
+    if not 0 <= compute.launch_seconds < MOST_SECONDS:
+        raise RecordError(
+            f"{name}: its launch_seconds is {compute.launch_seconds}; it must be >= 0, and < {MOST_SECONDS:.0e}"
+        )

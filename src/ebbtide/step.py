@@ -20,11 +20,12 @@ import gzip
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from ebbtide.errors import RecordError
+from ebbtide.fields import check_fields, checks_of
 
 FORMAT = "ebbtide-step"
 _WRITERS = {
@@ -45,6 +46,8 @@ NEVER = -1
 """`Value.exclusive` of a value that something besides autograd holds for as long as it lives."""
 MOST_BYTES = 1 << 60
 """More than all values of a step take together, and than an op's workspace: sums of bytes stay numbers of 64 bits."""
+MOST_SECONDS = 1e12
+"""More than an op or a transfer takes: sums of times stay finite numbers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -228,8 +231,11 @@ def check_step(step: Step, name: str = "step") -> None:
     """
     count, moments = len(step.ops), step.moments
     for tick, op in enumerate(step.ops):
-        if not (math.isfinite(op.duration_seconds) and op.duration_seconds >= 0):
-            raise RecordError(f"{name}: op {tick} ({op.name}) has duration {op.duration_seconds}; it must be >= 0")
+        if not 0 <= op.duration_seconds < MOST_SECONDS:
+            raise RecordError(
+                f"{name}: op {tick} ({op.name}) has duration {op.duration_seconds}; it must be >= 0, and"
+                f" < {MOST_SECONDS:.0e} seconds"
+            )
         if not 0 <= op.workspace_bytes < MOST_BYTES:
             raise RecordError(f"{name}: op {tick} ({op.name}) has a workspace of {op.workspace_bytes} bytes")
         for named in (*op.inputs, *op.outputs, *(value for pair in op.mutated for value in pair)):
@@ -273,40 +279,14 @@ def _columns(records: Iterable[Any]) -> dict[str, list[Any]]:
 
 def _rows(kind: type, columns: dict[str, list[Any]]) -> Iterable[Any]:
     """Records of their rows. Raises `TypeError` if a field is not of its type."""
-    checks = [(field.name, _IS[str(field.type)]) for field in dataclasses.fields(kind)]
+    checks = checks_of(kind)
     rows = columns["rows"]
     if not isinstance(rows, list):
         raise TypeError(f"the rows of {kind.__name__} are {rows!r}")
     for number, row in enumerate(rows):
         record = kind(*[_frozen(item) for item in row])
-        for name, is_right in checks:
-            if not is_right(getattr(record, name)):
-                raise TypeError(f"{kind.__name__} {number}: its {name} is {getattr(record, name)!r}")
+        check_fields(record, checks, f"{kind.__name__} {number}")
         yield record
-
-
-def _is_int(item: Any) -> bool:
-    return type(item) is int  # a bool is none
-
-
-def _are_ints(item: Any) -> bool:
-    return isinstance(item, tuple) and all(map(_is_int, item))
-
-
-_IS: dict[str, Callable[[Any], bool]] = {
-    "str": lambda item: isinstance(item, str),
-    "int": _is_int,
-    "bool": lambda item: type(item) is bool,
-    "float": lambda item: type(item) in (int, float),
-    "tuple[int, ...]": _are_ints,
-    "tuple[tuple[int, int], ...]": lambda item: (
-        isinstance(item, tuple) and all(_are_ints(pair) and len(pair) == 2 for pair in item)
-    ),
-    "Phase": get_args(Phase).__contains__,
-    "Replay": get_args(Replay).__contains__,
-    "EventKind": get_args(EventKind).__contains__,
-}
-"""By annotation of a field: whether an item is of that type."""
 
 
 def _frozen(item: Any) -> Any:

@@ -9,6 +9,7 @@ import gzip
 import json
 import math
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ import hypothesis.strategies as st
 import pytest
 
 from ebbtide.bundle import load_step
+from ebbtide.decisions import Plan
 from ebbtide.errors import BudgetError, EbbtideError, PlanError, PolicyError, RecordError
 from ebbtide.machine import Machine
+from ebbtide.machines import load_machine
 from ebbtide.plan import least_peak_bytes, lower_bound, plain_peak_bytes, simulate, solve
 from ebbtide.plan.published.registry import POLICIES
 from ebbtide.step import Step
@@ -50,9 +53,9 @@ def decided(step: Step, limit_bytes: int) -> dict[str, Any]:
     return found
 
 
-def altered(step: Step, path: tuple[str | int, ...], item: Any) -> dict[str, Any]:
-    """The document of ``step`` with another item at ``path``."""
-    document: dict[str, Any] = json.loads(json.dumps(step.document()))
+def altered(record: Step | Machine | Plan, path: tuple[str | int, ...], item: Any) -> dict[str, Any]:
+    """The document of ``record`` with another item at ``path``."""
+    document: dict[str, Any] = json.loads(json.dumps(record.document()))
     part: Any = document
     for key in path[:-1]:
         part = part[key]
@@ -101,6 +104,8 @@ def test_files_of_another_kind(text: str, tmp_path: Path) -> None:
         (("ops", "rows", 0, 4), -1.0, "has duration -1.0; it must be >= 0"),
         (("ops", "rows", 0, 4), math.nan, "has duration nan; it must be >= 0"),
         (("ops", "rows", 0, 4), math.inf, "has duration inf; it must be >= 0"),
+        (("ops", "rows", 0, 4), 1e308, "it must be >= 0, and < 1e"),
+        (("ops", "rows", 0, 4), 10**400, "Op 0: its duration_seconds is 10"),
         (("ops", "rows", 0, 4), "long", "Op 0: its duration_seconds is 'long'"),
         (("ops", "rows", 0, 6), "opaqe", "Op 0: its replay is 'opaqe'"),
         (("ops", "rows", 0, 1), [99999], "names value 99999, which does not exist"),
@@ -181,6 +186,58 @@ def test_bandwidths(bandwidth: float, tmp_path: Path) -> None:
     (tmp_path / "machine.json").write_text(json.dumps(document))
     with pytest.raises(RecordError, match="it must be > 0"):
         Machine.load(tmp_path / "machine.json")
+
+
+@pytest.mark.parametrize(
+    ("path", "item", "expected"),
+    [
+        (("links", 0, "bandwidth_bytes_per_second"), "3e9", "Link: its bandwidth_bytes_per_second is '3e9'"),
+        (("links", 0, "bandwidth_bytes_per_second"), 10**400, "Link: its bandwidth_bytes_per_second is 10"),
+        (
+            ("links", 1, "bandwidth_bytes_per_second"),
+            1e-320,
+            "disk -> ram has bandwidth 1e-320; that is less than a byte",
+        ),
+        (("links", 0, "latency_seconds"), None, "Link: its latency_seconds is None"),
+        (("links", 0, "latency_seconds"), 1e308, "they must be >= 0, and < 1e+12"),
+        (("tiers", 1, "capacity_bytes"), "1TB", "Tier: its capacity_bytes is '1TB'"),
+        (("tiers", 1, "capacity_bytes"), math.nan, "Tier: its capacity_bytes is nan"),
+        (("tiers", 1, "capacity_bytes"), -1, "the tier disk has a capacity of -1 bytes"),
+        (("tiers", 1, "kind"), "disc", "Tier: its kind is 'disc'; it must be 'device' or 'host' or 'disk'"),
+        (("replay_seconds",), "1e-5", "Machine: its replay_seconds is '1e-5'"),
+        (("name",), None, "Machine: its name is None"),
+        (("compute", "launch_seconds"), [], "Compute: its launch_seconds is []"),
+        (("compute", "efficiencies", "matmul"), "70%", "Compute: its efficiencies is"),
+    ],
+)
+def test_impossible_machines(path: tuple[str | int, ...], item: Any, expected: str) -> None:
+    machine = dataclasses.replace(MACHINE, compute=load_machine("h200").compute)
+    with pytest.raises(RecordError, match=re.escape(expected)) as caught:
+        Machine.from_document(altered(machine, path, item), "machine.json")
+    assert str(caught.value).startswith("machine.json: ")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "item", "expected"),
+    [
+        (("limit_bytes",), "6GiB", "Plan: its limit_bytes is '6GiB'"),
+        (("peak_bytes",), None, "Plan: its peak_bytes is None"),
+        (("peak_bytes",), -1, "its peak_bytes is -1; it must be >= 0"),
+        (("seconds",), math.nan, "its seconds is nan; it must be >= 0 and finite"),
+        (("plain_seconds",), [], "Plan: its plain_seconds is []"),
+        (("bound_seconds",), math.inf, "its bound_seconds is inf; it must be >= 0 and finite"),
+        (("method",), 3, "Plan: its method is 3"),
+        (("decisions", 0), ["away"], "unknown decision ['away']"),
+    ],
+)
+def test_impossible_plans(path: tuple[str | int, ...], item: Any, expected: str) -> None:
+    step = network_step(3)
+    plan = solve(step, MACHINE, plain_peak_bytes(step))
+    assert Plan.from_document(plan.document(), "plan.json") == plan
+    with pytest.raises(RecordError, match=re.escape(expected)) as caught:
+        Plan.from_document(altered(plan, path, item), "plan.json")
+    assert str(caught.value).startswith("plan.json: ")
 
 
 @pytest.mark.parametrize("machine", [MACHINE, lone_machine()], ids=["disk", "lone"])
