@@ -280,7 +280,7 @@ def frontier(
     """
     from ebbtide.plan.frontier import frontier as compute
     from ebbtide.plan.published.registry import POLICIES, policies_named
-    from ebbtide.report.frontier import WRITERS, frontier_table
+    from ebbtide.report.frontier import WRITERS, frontier_tables
 
     for path in output:
         if path.suffix not in WRITERS:
@@ -301,7 +301,9 @@ def frontier(
             seconds=seconds,
             progress=lambda done, what: bar.update(task, completed=done, description=what),
         )
-    _output().print(frontier_table(found))
+    console = _output()
+    for table in frontier_tables(found, console.width):
+        console.print(table)
     for curve in found.policies:
         if curve.refused:
             _say(f"{curve.name}: {curve.refused}")

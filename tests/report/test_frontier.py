@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import re
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from ebbtide.errors import EbbtideError
 from ebbtide.plan.frontier import Curve, Frontier, Point
-from ebbtide.report.frontier import COLOURS, HEIGHT, WIDTH, WRITERS, frontier_table, height, lines_of
+from ebbtide.plan.published.registry import POLICIES
+from ebbtide.report.frontier import COLOURS, HEIGHT, WIDTH, WRITERS, frontier_tables, height, lines_of
 from tests.report.test_timeline import HOSTILE, Page
 
 GIB = 2**30
@@ -95,7 +98,8 @@ def test_json(tmp_path: Path) -> None:
 
 
 def test_table() -> None:
-    columns = frontier_table(FOUND).columns
+    (table,) = frontier_tables(FOUND, 100)
+    columns = table.columns
     assert [str(column.header) for column in columns] == ["budget", "slow", "bound", "solver"]
     assert [list(column.cells) for column in columns] == [
         ["2.00 GiB", "6.00 GiB", "10.0 GiB"],
@@ -103,6 +107,22 @@ def test_table() -> None:
         ["10 %", "0 %", "0 %"],
         ["20 %", "1 %", "0 %"],
     ]
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 400])
+def test_names_of_many_policies_stay_whole(width: int) -> None:
+    slow = FOUND.policies[0]
+    curves = tuple(dataclasses.replace(slow, name=name) for name in POLICIES)
+    tables = frontier_tables(dataclasses.replace(FOUND, policies=curves), width)
+    written = io.StringIO()
+    for table in tables:
+        Console(width=width, file=written).print(table)
+    shown = written.getvalue().splitlines()
+    heads = [line.split() for line in shown if line.startswith("budget")]
+    assert [name for head in heads for name in head[1:-2]] == [*POLICIES]
+    assert all(head[-2:] == ["bound", "solver"] for head in heads)
+    assert len(shown) == 5 * len(tables)
+    assert (len(tables) == 1) == (width == 400)
 
 
 def test_one_budget_only(tmp_path: Path) -> None:

@@ -39,6 +39,8 @@ SOLVER_COLOUR, BOUND_COLOUR = "#0b72b9", "#6b7785"
 WIDTH, HEIGHT = 1060, 500
 LEFT, RIGHT, TOP, BOTTOM = 74, 18, 16, 52
 """The drawing on the page, and its margins, in pixels."""
+GAP = 3
+"""Columns of a terminal between two columns of a table."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,12 +143,26 @@ def write_png(found: Frontier, path: str | Path) -> None:
     figure.savefig(path, format="png", dpi=150)
 
 
-def frontier_table(found: Frontier) -> Table:
-    """Overheads by budget and planner, for a terminal."""
+def frontier_tables(found: Frontier, width: int) -> list[Table]:
+    """Overheads by budget and planner, for a terminal of ``width`` columns: as many tables as leave each name whole,
+    the bound and the solver in each of them."""
+    columns = list(zip(["budget", *(curve.name for curve in _shown(found))], *_rows(found), strict=True))
+    taken = [max(map(len, column)) + GAP for column in columns]
+    policies = sum(bool(curve.points) for curve in found.policies)
+    parts: list[list[int]] = [[]]
+    for number in range(1, 1 + policies):
+        others = [0, *parts[-1], *range(1 + policies, len(columns))]
+        if parts[-1] and sum(taken[other] for other in others) + taken[number] > width + GAP:
+            parts.append([])
+        parts[-1].append(number)
+    return [_table([columns[0], *(columns[number] for number in part), *columns[1 + policies :]]) for part in parts]
+
+
+def _table(columns: Sequence[Sequence[str]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
-    for number, head in enumerate(["budget", *(curve.name for curve in _shown(found))]):
+    for number, (head, *_) in enumerate(columns):
         table.add_column(head, justify="right" if number else "left", overflow="fold")
-    for row in _rows(found):
+    for row in list(zip(*columns, strict=True))[1:]:
         table.add_row(*row)
     return table
 
