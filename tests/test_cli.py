@@ -169,6 +169,18 @@ def test_what_cannot_be_observed(
     assert "Traceback" not in said
 
 
+@pytest.mark.parametrize("fake", [(), ("--fake", "--machine", "h200")], ids=["real", "fake"])
+def test_a_script_with_classes_of_its_own(fake: tuple[str, ...], script: Path, tmp_path: Path) -> None:
+    """Dataclasses with annotations as text, and pickle, look up the module that a class is of."""
+    classes = (
+        "@dataclasses.dataclass\nclass Settings:\n    width: int = 128\n\npickle.loads(pickle.dumps(Settings()))\n"
+    )
+    imports = "from __future__ import annotations\nimport dataclasses, pickle\n"
+    script.write_text(imports + classes + SCRIPT)
+    run("observe", script, *fake, "-o", tmp_path / "step.json")
+    assert Step.load(tmp_path / "step.json").absences
+
+
 def test_files_that_are_not_ours(machine: Path, tmp_path: Path, failure: Failure) -> None:
     page = tmp_path / "page.html"
     assert "cannot be read" in failure("report", tmp_path / "missing.json", "-o", page)

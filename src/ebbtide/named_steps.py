@@ -72,6 +72,7 @@ def _function(what: str, *arguments: int) -> Callable[[], Any]:
         raise EbbtideError(f"{path}: there is no such Python file")
     module = importlib.util.module_from_spec(specification)
     sys.path.insert(0, str(Path(path).resolve().parent))  # as Python does for a script, for the imports beside it
+    sys.modules[specification.name] = module  # as an import does: dataclasses and pickle look a class's module up
     try:
         specification.loader.exec_module(module)
     except EbbtideError:
