@@ -69,6 +69,16 @@ def test_the_least_peak_can_be_planned_for() -> None:
         assert solve(step, machine, least, seconds=0.01).peak_bytes <= least
 
 
+@pytest.mark.parametrize("layers", [5, 12])
+def test_the_least_peak_without_a_slow_tier(layers: int) -> None:
+    """Shortest recipes alone bring back what they read for too long; deeper ones reach what a disk does."""
+    step = network_step(layers)
+    least = least_peak_bytes(step, lone_machine())
+    assert least == pytest.approx(least_peak_bytes(step, disk_machine()), rel=1e-3)
+    for limit in (least, (least + plain_peak_bytes(step)) // 2):
+        assert solve(step, lone_machine(), limit, seconds=0.02).peak_bytes <= limit
+
+
 def test_a_step_with_nothing_to_move_has_one_budget() -> None:
     tape = Tape()
     tape.op([tape.external(1024)], [1024], phase="backward")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ebbtide.plan.problem import Problem
-from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Modes
+from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Mask, Modes
 from ebbtide.plan.search import Found, Search
 from ebbtide.plan.select import Room
 
@@ -21,7 +21,7 @@ LOWERING_SECONDS = 0.05
 
 def least_peak(problem: Problem, candidates: Candidates, tiers: Sequence[str]) -> Found:
     """The plan of least peak found: everything moved that can be, then ever lower peaks aimed at, halving the distance
-    to what would be left if every value were gone throughout its absence. It does not depend on any budget."""
+    to `lowest_peak`. It does not depend on any budget."""
     searcher = _searcher(problem, candidates, tiers, 0)
     best: Found | None = None
     for modes in _everything(searcher.candidates):
@@ -30,7 +30,7 @@ def least_peak(problem: Problem, candidates: Candidates, tiers: Sequence[str]) -
         if found is not None and (best is None or _peak(found) < _peak(best)):
             best = found
     assert best is not None, "a step that keeps everything stays within its own peak"
-    low = _bound(problem, candidates)
+    low = lowest_peak(problem, candidates)
     step_bytes = max(1, int(PRECISION * (int(problem.plain.max()) - low)))
     while _peak(best) - low > step_bytes:
         aim = (low + _peak(best)) // 2
@@ -48,7 +48,7 @@ def _lowered(searcher: Search, start: Modes) -> Modes:
     """Modes of a lower peak than those of ``start``, if changes of one or two of what could be absent at the worst
     moment find some: what the halving missed, as it takes greedy choices alone."""
     candidates, selector, random = searcher.candidates, searcher.selector, np.random.default_rng(0)
-    ways = np.stack((np.ones(len(start), dtype=np.bool_), candidates.can_offload, selector.can_recompute))
+    ways = _ways(candidates)
     found = selector.profile(start)
     modes, high = start, int(found.level.max())
     for _ in range(int(LOWERING_SECONDS * 1e6 / searcher.costs()[1])):
@@ -65,6 +65,14 @@ def _lowered(searcher: Search, start: Modes) -> Modes:
     return modes
 
 
+def _ways(candidates: Candidates) -> Mask:
+    """Which modes, as rows, each candidate may have."""
+    can_recompute, deepest = candidates.can_recompute, candidates.deepest()
+    kept = np.ones(len(deepest), dtype=np.bool_)
+    modes = np.arange(RECOMPUTE, int(deepest.max(initial=RECOMPUTE)) + 1)
+    return np.vstack((kept, candidates.can_offload, can_recompute & (modes[:, None] <= deepest)))
+
+
 def _peak(found: Found) -> int:
     return int(found.course.memory.max())
 
@@ -74,10 +82,18 @@ def _everything(candidates: Candidates) -> list[Modes]:
     can_recompute = candidates.can_recompute
     offload_first = np.where(candidates.can_offload, OFFLOAD, np.where(can_recompute, RECOMPUTE, KEEP))
     recompute_first = np.where(can_recompute, RECOMPUTE, np.where(candidates.can_offload, OFFLOAD, KEEP))
-    return [np.zeros(len(can_recompute), dtype=np.int8), offload_first.astype(np.int8), recompute_first.astype(np.int8)]
+    deepest = np.where(can_recompute, candidates.deepest(), np.where(candidates.can_offload, OFFLOAD, KEEP))
+    every = [np.zeros(len(can_recompute)), offload_first, recompute_first]
+    return [modes.astype(np.int8) for modes in (every if _is_shallow(candidates) else [*every, deepest])]
 
 
-def _bound(problem: Problem, candidates: Candidates) -> int:
+def _is_shallow(candidates: Candidates) -> bool:
+    """Whether they have no deeper recipes."""
+    return len(candidates.replays) == len(candidates.absence)
+
+
+def lowest_peak(problem: Problem, candidates: Candidates) -> int:
+    """What would be left if every value were gone throughout its absence."""
     change = np.zeros(problem.step.moments + 1, dtype=np.int64)
     np.subtract.at(change, candidates.opens, candidates.size_bytes)
     np.add.at(change, candidates.closes, candidates.size_bytes)
@@ -100,7 +116,7 @@ def _aim(problem: Problem, candidates: Candidates, tiers: Sequence[str], peak_by
     for peak_only, pivot in ATTEMPTS:
         search = _searcher(problem, candidates, tiers, peak_bytes)
         modes = np.zeros(len(candidates.absence), dtype=np.int8)
-        found = search.choose(modes, search.prices(), nothing, peak_only, pivot)
+        found = search.choose(modes, search.prices(), nothing, peak_only, pivot, deepen=search.has_deeper)
         if found is not None:
             return found
     return None

@@ -12,7 +12,7 @@ from ebbtide.errors import BudgetError, PlanError, PolicyError
 from ebbtide.machine import Machine
 from ebbtide.plan.bound import Bound, bound_of
 from ebbtide.plan.caution import Caution
-from ebbtide.plan.floor import least_peak
+from ebbtide.plan.floor import least_peak, lowest_peak
 from ebbtide.plan.follow import Follower, Moves, follow
 from ebbtide.plan.judged import budget_error, judged
 from ebbtide.plan.packed import packed_bytes
@@ -114,12 +114,18 @@ def solve(
     search.start()
     if search.best is None:
         least = least_peak(problem, candidates, tiers)
+        lowest = lowest_peak(problem, candidates)
+        if limit_bytes < int(least.course.memory.max()) > lowest:
+            # What no slow tier takes is computed again: by deeper recipes, less of what they read is there meanwhile.
+            deeper = _deeper(problem, candidates, lowest, banned)
+            candidates = candidates.deepened(problem, deeper)
+            least = min(least, least_peak(problem, candidates, tiers), key=lambda found: int(found.course.memory.max()))
         if int(least.course.memory.max()) > limit_bytes:
             raise budget_error(problem, least.course, limit_bytes)
         room = Room.of(problem, limit_bytes, np.maximum(ceiling, least.course.physical))
         search = Search(problem, candidates, tiers, room, seed, caution)
         search.adopt(least.moves)
-        search.start()
+        search.start(deepen=search.has_deeper)
     bound = bound_of(problem, search.room.cap, banned=banned)
     assert search.best is not None
     enough_seconds = (1 + caution.near_share) * bound.seconds
@@ -137,15 +143,19 @@ def solve(
 
 def _deepened(search: Search, bound: Bound, limit_bytes: int, seed: int, banned: Set[int]) -> Search:
     """The search with deeper recipes, started with these and with what is moved in the bound's program."""
-    deepened = search.deepened(_deeper(search, limit_bytes, banned), seed)
-    deepened.start(deepen=True)
+    deepened = search
+    if not search.has_deeper:
+        deepened = search.deepened(_deeper(search.problem, search.candidates, limit_bytes, banned), seed)
+        deepened.start(deepen=True)
     deepened.start_from(bound.offloaded, bound.recomputed)
     return deepened
 
 
-def _deeper(search: Search, limit_bytes: int, banned: Set[int]) -> list[list[tuple[int, ...]]]:
+def _deeper(
+    problem: Problem, candidates: Candidates, limit_bytes: int, banned: Set[int]
+) -> list[list[tuple[int, ...]]]:
     """The deeper recipes of large candidates."""
-    problem, candidates, step = search.problem, search.candidates, search.problem.step
+    step = problem.step
     never = {step.absences[number].value for number in banned}
     least_bytes = DEEPENED * (int(problem.plain.max()) - limit_bytes)
     deeper: list[list[tuple[int, ...]]] = [[] for _ in candidates.absence]
