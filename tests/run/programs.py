@@ -26,6 +26,7 @@ SAID_BY_PYTORCH = tuple(
         "The PyTorch API of nested tensors:UserWarning",
         "`torch.jit.script(_method)?` is deprecated:DeprecationWarning",
         "The .grad attribute of a Tensor that is not a leaf:UserWarning",
+        "Attempted to insert a get_attr Node with no underlying reference:UserWarning",
     )
 )
 """Marks of tests that run all programs: what PyTorch says of tensors, transforms and operators in them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.run.harness import Program
 from tests.run.programs import Chain, mlp, program
@@ -80,6 +81,25 @@ class LateTransforms(Program):
     def _between(self, h: Tensor) -> Tensor:
         gate = torch.tanh(h * 2) * torch.sigmoid(h)
         return torch.sigmoid(gate * 3) * gate
+
+
+@program
+class Traced(Chain):
+    """What has a gradient in it is traced, on real tensors, between ops that are captured, and runs on others."""
+
+    def forward(self, index: int) -> Tensor:
+        h = self.model[:4](self.data(index, 256, 64))
+        h = (torch.tanh(h) * torch.sigmoid(h)).exp().sin()
+        graph = make_fx(_slope)(torch.ones(128, 128))
+        _, tangent = torch.func.linearize(torch.tanh, h.detach())
+        h = torch.tanh(h * 1.5) * h + graph(self.data(index, 128, 128)).mean() + tangent(self.data(index, 256, 128))
+        return self.model[4:](h)
+
+
+def _slope(where: Tensor) -> Tensor:
+    where = where.detach().requires_grad_()
+    height = (torch.tanh(where) * torch.sigmoid(where)).exp().sum()
+    return torch.autograd.grad(height, where)[0]
 
 
 @program

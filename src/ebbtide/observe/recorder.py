@@ -46,7 +46,7 @@ from ebbtide.observe.ledger import (
 from ebbtide.observe.mode import DispatchMode, is_between_ops, run_op
 from ebbtide.observe.modules import ModuleTrail
 from ebbtide.observe.schema import COMPILED_GRAPH, OperatorInfo, operator_info
-from ebbtide.observe.transforms import in_transform
+from ebbtide.observe.transforms import in_trace, in_transform
 from ebbtide.observe.workspace import WorkspaceProbe
 from ebbtide.observe.wrapped import PLAIN_TYPES, AsOrdinary, inside, wraps
 from ebbtide.step import EXTERNAL, Event, Phase, Saved, Step
@@ -352,7 +352,7 @@ class Recorder(DispatchMode):
         self.captures_all |= in_transform()
         between = is_between_ops(tensor)
         is_parameter, tensor = isinstance(tensor, torch.nn.Parameter), inside(tensor)
-        followed = self._is_real(tensor) and has_storage(tensor)
+        followed = self._is_real(tensor) and has_storage(tensor) and not in_trace()
         storage = self._touch(tensor) if followed else self._nowhere()
         if is_parameter and self._values[storage.versions[0]].maker != EXTERNAL:
             storage = self._nowhere()  # it is saved as what it will be by then: see `keep` in `run/holdings.py`

@@ -22,7 +22,7 @@ from ebbtide.observe.clock import Clock, Span
 from ebbtide.observe.compiled_calls import compiled_calls
 from ebbtide.observe.ledger import sizes
 from ebbtide.observe.mode import correct_notes, is_between_ops, modes_on
-from ebbtide.observe.transforms import in_transform
+from ebbtide.observe.transforms import in_trace, in_transform
 from ebbtide.observe.wrapped import PLAIN_TYPES, inside, is_subclass
 from ebbtide.run.allocator import Trimmer
 from ebbtide.run.capture import OFF, CaptureMode
@@ -153,7 +153,7 @@ class Conductor(Tracker):
         """Hold what is to be held here, if it is what is expected; None if that has to be looked into."""
         if tensor.is_nested or tensor.dtype is not saving.dtype or tensor.shape != saving.shape or self._is_lost:
             return None
-        if not self._same_value(tensor, saving):
+        if not self._same_value(tensor, saving) or in_trace():
             return None
         event, capture = self._event, self._capture
         if capture is not None:
@@ -169,7 +169,7 @@ class Conductor(Tracker):
         """Whether the capture mode is on, and is to stay on; it counts from here on."""
         if stretch < 0 or not capture.entered or self._is_lost:
             return False
-        if type(tensor) not in PLAIN_TYPES or compiled_calls() != self._calls:
+        if type(tensor) not in PLAIN_TYPES or compiled_calls() != self._calls or in_trace():
             return False
         capture.tick = capture.counted_from(stretch)
         return True
@@ -178,7 +178,7 @@ class Conductor(Tracker):
         """Put the capture mode on, or take it off, where that is all that is to be done; whether it was."""
         if self._is_lost or type(tensor) not in PLAIN_TYPES or compiled_calls() != self._calls:
             return False
-        if in_pass() or in_transform():
+        if in_pass() or in_trace() or in_transform():
             return False
         if stretch >= 0:
             capture.begin(stretch, is_between_ops(tensor))

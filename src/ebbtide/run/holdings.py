@@ -20,6 +20,7 @@ import torch
 from ebbtide.errors import StepError
 from ebbtide.observe.ledger import has_storage, sizes, use_count
 from ebbtide.observe.mode import nodes_made
+from ebbtide.observe.transforms import in_trace
 from ebbtide.run.meter import note_memory
 
 if TYPE_CHECKING:
@@ -347,12 +348,13 @@ def only_held_once(identity: int, wrapper: int) -> bool:
 
 
 def is_plain(tensor: Any) -> bool:
-    """Whether a saved tensor is one that can be moved: dense, unwrapped, not lazily conjugated, of no subclass, and no
-    parameter: see `keep`."""
+    """Whether a saved tensor is one that can be moved: dense, unwrapped, not lazily conjugated, of no subclass, no
+    parameter (see `keep`), and none that a trace has to know."""
     return (
         type(tensor) is torch.Tensor
         and has_storage(tensor)
         and not tensor.is_conj()
         and not tensor.is_neg()
         and not tensor.is_quantized
+        and not in_trace()
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ebbtide.observe.transforms import in_trace
 from ebbtide.observe.wrapped import PLAIN_TYPES
 from ebbtide.run.capture import CaptureMode
 from ebbtide.run.holdings import Holding, Kept, View, is_plain, keep, version_of, view_of
@@ -68,7 +69,7 @@ class Keeper:
 
     def _hold_unseen(self, tensor: torch.Tensor, number: int, saving: Saving) -> Kept | View:
         """`_hold`, without asking the capture mode whether it wants to see what is done there."""
-        if self._capture is None or not self._capture.entered or type(tensor) not in PLAIN_TYPES:
+        if self._capture is None or not self._capture.entered or type(tensor) not in PLAIN_TYPES or in_trace():
             return self._hold(tensor, number, saving)
         with DisableTorchDispatch():
             return self._hold(tensor, number, saving)
