@@ -19,6 +19,7 @@ import torch
 from ebbtide.observe.ledger import has_storage, sizes
 from ebbtide.observe.wrapped import inside
 from ebbtide.run.holdings import keep
+from ebbtide.run.leaves import show_leaves
 from ebbtide.run.wrapped import Handle, wrap_like
 from ebbtide.step import Saved
 
@@ -52,6 +53,7 @@ def disabled() -> str | None:
 
 def push_hooks(pack: Pack, unpack: Show) -> None:
     """From now on autograd saves through these hooks. Raises `RuntimeError` where hooks are `disabled`."""
+    show_leaves()
     _autograd._push_saved_tensors_default_hooks(pack, unpack)
     _ours.on.append((pack, unpack))
     _autograd._saved_tensors_hooks_disable, _autograd._saved_tensors_hooks_enable = _step_aside, _come_back

@@ -1,0 +1,40 @@
+"""Gives custom Functions the leaves that they have saved, as they get them without hooks.
+
+Of what comes out of saved-tensor hooks and wants a gradient, autograd makes a new tensor. One made of a parameter has
+none of its attributes, and another `grad`: a Function that adds to its weight's gradient itself, or to Megatron's
+``main_grad``, would do so in vain, or fail. The node that gathers a leaf's gradient is still the same, and knows it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from ebbtide.observe.ledger import has_storage
+
+_Context: Any = vars(torch.autograd.function)["BackwardCFunction"]
+"""What is below the contexts of all custom Functions."""
+
+
+@functools.cache
+def show_leaves() -> None:
+    """From now on ``ctx.saved_tensors`` has leaves themselves where they were saved, whatever hooks show of them."""
+    saved: Any = torch._C._FunctionBase.saved_tensors
+
+    def shown(context: Any) -> tuple[torch.Tensor | None, ...]:
+        return tuple([_itself(tensor) for tensor in saved.__get__(context)])
+
+    _Context.saved_tensors = property(shown)
+
+
+def _itself(shown: torch.Tensor | None) -> torch.Tensor | None:
+    """The leaf that was saved, if ``shown`` was made of one; else ``shown``."""
+    if type(shown) is not torch.Tensor or not (shown.requires_grad and shown.is_leaf and has_storage(shown)):
+        return shown
+    with torch.enable_grad(), torch._C._DisableTorchDispatch():  # no mode is to see that a view is made for its node
+        node: Any = shown.view_as(shown).grad_fn
+    leaf: torch.Tensor = node.next_functions[0][0].variable
+    is_same = leaf.untyped_storage()._cdata == shown.untyped_storage()._cdata  # not what other hooks put in its place
+    return leaf if is_same else shown

@@ -1,0 +1,102 @@
+"""Custom Functions find the leaves that they have saved, with their gradients and attributes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ebbtide.machine import Machine
+from ebbtide.run.leaves import show_leaves
+from tests.run.harness import FAST_DISK, SLOW_DISK, Program, Record, run_plain, run_within
+from tests.run.programs import SAID_BY_PYTORCH
+
+pytestmark = [pytest.mark.usefixtures("nothing_left", "quick_plans"), *SAID_BY_PYTORCH]
+
+
+class Gathering(torch.autograd.Function):
+    """Adds to its weight's gradient itself, in one of two places."""
+
+    @staticmethod
+    def forward(ctx: Any, data: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(data, weight)
+        return data @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        data, weight = ctx.saved_tensors
+        more = data.t() @ grad
+        if hasattr(weight, "main_grad"):
+            weight.main_grad.add_(more)
+        elif weight.grad is None:
+            weight.grad = more
+        else:
+            weight.grad += more
+        return grad @ weight.t(), None
+
+
+_gather: Any = Gathering.apply
+
+
+class Fused(Program):
+    """Parameters as Megatron has them, and others, one of which is no parameter."""
+
+    def build(self) -> nn.Module:
+        self.own = (torch.randn(128, 128) / 11).requires_grad_()
+        return nn.ParameterList([nn.Parameter(torch.randn(128, 128) / 11) for _ in range(5)])
+
+    def loss(self, index: int) -> Tensor:
+        self.own.grad = None
+        h = self.data(index, 256, 128)
+        for place, weight in enumerate([*self.model, self.own]):
+            if place % 2:
+                weight.main_grad = torch.zeros_like(weight)
+            h = torch.tanh(_gather(h, weight)) + h
+        return h.square().mean()
+
+    def run(self, index: int, guard: Any) -> Record:
+        """Also shows what the parameters have besides."""
+        record = super().run(index, guard)
+        return record | {f"main {place}": self.model[place].main_grad.clone() for place in (1, 3)}
+
+
+@pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["fast", "slow"])
+@pytest.mark.parametrize("limit", ["100%", "60%"])
+def test_gradients_that_functions_gather_themselves(limit: str, machine: Machine, tmp_path: Path) -> None:
+    expected = run_plain(Fused)
+    assert "grad of 0" in expected[0]
+    run_within(Fused, expected, limit, machine, tmp_path)
+
+
+class Looking(torch.autograd.Function):
+    """Notes what it finds in its backward pass."""
+
+    found: Tensor
+
+    @staticmethod
+    def forward(ctx: Any, data: Tensor, nothing: None) -> Tensor:
+        ctx.save_for_backward(nothing, data)
+        return data.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        nothing, Looking.found = ctx.saved_tensors
+        assert nothing is None
+        return grad, None
+
+
+_look: Any = Looking.apply
+
+
+def test_what_hooks_of_the_user_put_in_its_place_stays() -> None:
+    show_leaves()
+    leaf = torch.ones(3, requires_grad=True)
+    with saved_tensors_hooks(lambda tensor: tensor * 2, lambda packed: packed):
+        _look(leaf, None).sum().backward()
+    assert Looking.found.tolist() == [2, 2, 2]
+    _look(leaf, None).sum().backward()
+    assert Looking.found is leaf
