@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ebbtide.observe.ledger import has_storage, sizes
+from ebbtide.observe.smoothing import weigh_as_ever
 from ebbtide.observe.wrapped import inside
 from ebbtide.run.holdings import keep
 from ebbtide.run.leaves import show_leaves
@@ -54,6 +55,7 @@ def disabled() -> str | None:
 def push_hooks(pack: Pack, unpack: Show) -> None:
     """From now on autograd saves through these hooks. Raises `RuntimeError` where hooks are `disabled`."""
     show_leaves()
+    weigh_as_ever()
     _autograd._push_saved_tensors_default_hooks(pack, unpack)
     _ours.on.append((pack, unpack))
     _autograd._saved_tensors_hooks_disable, _autograd._saved_tensors_hooks_enable = _step_aside, _come_back

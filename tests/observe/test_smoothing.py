@@ -1,0 +1,79 @@
+"""`cross_entropy` with weights and smoothed labels gives the same numbers, and saves the same, while a mode is on."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+import ebbtide.observe.smoothing
+from ebbtide.observe.smoothing import weigh_as_ever
+from tests.observe.test_mode import Nothing, User
+from tests.run.harness import identical
+
+SEED = 1
+"""With which the losses of rows differ by the two sums."""
+SHAPES = {"rows": (256, 100), "pixels": (8, 100, 4, 8), "long": (16, 100, 16), "one": (100,)}
+
+
+def scores(shape: tuple[int, ...], kind: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """What a model might say, what is right, some of which is to be ignored, and what each class counts."""
+    dice = torch.Generator().manual_seed(SEED)
+    given = torch.randn(shape, generator=dice).to(kind).requires_grad_()
+    right = torch.randint(100, (*shape[:1], *shape[2:]) if len(shape) > 1 else (), generator=dice)
+    return given, right.masked_fill(right < 25, 255 if len(shape) > 1 else 7), torch.rand(100, generator=dice).to(kind)
+
+
+def found(shape: tuple[int, ...], kind: torch.dtype, under: AbstractContextManager[object]) -> list[Tensor]:
+    """The loss, its gradient, and what autograd saves."""
+    given, right, weights = scores(shape, kind)
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor.detach().clone())
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor), under:
+        loss = F.cross_entropy(given, right, weights, label_smoothing=0.1, ignore_index=255)
+        loss.backward()
+    assert given.grad is not None
+    return [loss.detach(), given.grad, *saved]
+
+
+def same(some: list[Tensor], others: list[Tensor]) -> bool:
+    return len(some) == len(others) and all(map(identical, some, others))
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_mode_changes_nothing(shape: str, kind: torch.dtype, mixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    weigh_as_ever()
+    with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+        with monkeypatch.context() as pytorch:
+            pytorch.setattr(torch._C._nn, "cross_entropy_loss", ebbtide.observe.smoothing._original)
+            plain = found(SHAPES[shape], kind, contextlib.nullcontext())
+            by_pytorch = found(SHAPES[shape], kind, Nothing())
+        assert same(found(SHAPES[shape], kind, Nothing()), plain)
+        assert same(found(SHAPES[shape], kind, contextlib.nullcontext()), plain)
+        assert same(found(SHAPES[shape], kind, User()), by_pytorch)
+    if shape == "rows" and kind is torch.float32:
+        assert not identical(by_pytorch[0], plain[0])
+
+
+def test_other_losses_are_pytorchs_own() -> None:
+    weigh_as_ever()
+    given, right, weights = scores((256, 100), torch.float32)
+    right = right.masked_fill(right == 255, 3)
+    with Nothing():
+        sums = F.cross_entropy(given, right, weights, reduction="sum", label_smoothing=0.1)
+        soft = F.cross_entropy(given, given.detach().softmax(1), weights, label_smoothing=0.1)
+        with pytest.raises(RuntimeError, match="label_smoothing must be between"):
+            F.cross_entropy(given, right, weights, label_smoothing=1.5)
+    assert identical(sums, F.cross_entropy(given, right, weights, reduction="sum", label_smoothing=0.1))
+    assert identical(soft, F.cross_entropy(given, given.detach().softmax(1), weights, label_smoothing=0.1))
