@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from contextlib import AbstractContextManager
 
 import pytest
@@ -77,3 +78,17 @@ def test_other_losses_are_pytorchs_own() -> None:
             F.cross_entropy(given, right, weights, label_smoothing=1.5)
     assert identical(sums, F.cross_entropy(given, right, weights, reduction="sum", label_smoothing=0.1))
     assert identical(soft, F.cross_entropy(given, given.detach().softmax(1), weights, label_smoothing=0.1))
+
+
+def test_it_can_be_scripted_and_compiled_whole() -> None:
+    weigh_as_ever()
+
+    def loss(given: Tensor, right: Tensor, weights: Tensor) -> Tensor:
+        return F.cross_entropy(given, right, weights, label_smoothing=0.1, ignore_index=255)
+
+    inputs = scores((256, 100), torch.float32)
+    expected = loss(*inputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # scripts are deprecated
+        assert identical(torch.jit.script(loss)(*inputs), expected)
+    torch.testing.assert_close(torch.compile(loss, backend="aot_eager", fullgraph=True)(*inputs), expected)

@@ -12,6 +12,7 @@ import functools
 from typing import Any
 
 import torch
+from torch.jit._builtins import _register_builtin
 
 from ebbtide.observe.mode import DispatchMode, modes_on
 from ebbtide.observe.wrapped import PLAIN_TYPES
@@ -25,6 +26,7 @@ _MEAN = 1
 @functools.cache
 def weigh_as_ever() -> None:
     """From now on `torch.nn.functional.cross_entropy` computes as it does without a mode."""
+    _register_builtin(_cross_entropy, "aten::cross_entropy_loss")  # for `torch.jit.script`, which knows ops by function
     _nn.cross_entropy_loss = _cross_entropy
 
 
