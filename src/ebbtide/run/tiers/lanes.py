@@ -84,6 +84,7 @@ class Lane:
                 thread.start()
             except RuntimeError as fault:  # one that was never started would be counted on, and joined
                 self._threads.remove(thread)
+                self._gates.remove(gate)
                 if not self._threads:
                     raise SpillError(f"no thread can be started to move tensors ({fault}); allow more") from fault
 
