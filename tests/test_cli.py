@@ -17,10 +17,11 @@ from typer.testing import CliRunner
 
 from ebbtide import Budget
 from ebbtide.bundle import Bundle
-from ebbtide.cli import _share, app, main
+from ebbtide.cli import app, main
 from ebbtide.errors import RecordError
 from ebbtide.machine import Link, Machine, Tier
 from ebbtide.machines import load_machine
+from ebbtide.options import share_of
 from ebbtide.plan import solve
 from ebbtide.report.sentences import links_table
 from ebbtide.step import Step, read_json, write_json
@@ -264,6 +265,30 @@ def test_options_that_do_not_go_together(arguments: list[str], script: Path) -> 
     assert result.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["observe", "script.py", "-o"],
+        ["plan", "step.json", "--budget", "50%", "-o"],
+        ["batch", "script.py:batched", "--machine", "h200", "-o"],
+        ["report", "plan.json", "-o"],
+        ["frontier", "step.json", "-o", "there.html", "-o"],
+        ["calibrate", "-o"],
+        ["demo", "--json"],
+    ],
+)
+def test_outputs_are_looked_at_before_the_work(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of the inputs is there: whoever looks at these first says something else."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.html").mkdir()
+    for output, reason in (("nowhere/it.html", "there is no directory"), ("folder.html", "name a file in it")):
+        result = CliRunner().invoke(app, [*arguments, output])
+        assert result.exit_code == 2
+        assert reason in " ".join(result.output.replace("│", " ").split())
+
+
 def test_a_function_chooses_its_own_batch(script: Path, tmp_path: Path, failure: Failure) -> None:
     said = failure("observe", script, "--batch", "8", "-o", tmp_path / "step.json")
     assert "a function chooses its own" in said
@@ -285,7 +310,7 @@ def test_brackets_are_no_markup(script: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("text", "share"), [("5%", 0.05), ("0", 0.0), ("0%", 0.0), (" 0.0 % ", 0.0), ("250%", 2.5)])
 def test_shares(text: str, share: float) -> None:
-    assert _share(text, "--overhead") == share
+    assert share_of(text, "--overhead") == share
 
 
 def test_a_budget_is_needed_where_the_memory_is_not_known(script: Path, machine: Path, tmp_path: Path) -> None:

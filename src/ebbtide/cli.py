@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,17 +19,28 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ebbtide.bundle import Bundle, load_step
 from ebbtide.errors import EbbtideError
-from ebbtide.machine import Machine
 from ebbtide.machines import load_machine, machine_names
-from ebbtide.named_steps import STEP_FUNCTION, observe_fake, observe_fake_batch, runner
+from ebbtide.named_steps import observe_fake, observe_fake_batch, runner
+from ebbtide.options import (
+    DEVICE_SHARE,
+    WHAT_FORM,
+    WHAT_HELP,
+    Batch,
+    MachineName,
+    PlanFile,
+    Spill,
+    limit_bytes_of,
+    machine_of,
+    pair_of,
+    share_of,
+    spill_or_default,
+    writable,
+)
 from ebbtide.step import Step
-from ebbtide.units import format_bytes, format_seconds, parse_budget, parse_bytes
+from ebbtide.units import format_bytes, format_seconds
 
 _WIDTH = 100
 """Columns of a table that does not go to a terminal."""
-_DEVICE_SHARE = 0.9
-"""Default budget, as a share of the device's memory. The rest is for its context, for workspaces of kernels, which are
-not known before they run, and for holes that the allocator leaves."""
 _POLICIES = "offload-all,autoswap-swdoa,superneurons-cache,capuchin,rotor,pofo"
 """Policies that a frontier shows, if the user names no others: one of each sort."""
 
@@ -43,20 +52,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Spill = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="Directory on a disk for what moves out (default: the one for temporary files)."),
-]
-MachineName = Annotated[
-    str | None,
-    typer.Option(
-        "--machine", metavar="NAME|FILE", help=f"One of {', '.join(machine_names())}, or a file as of `calibrate -o`."
-    ),
-]
-Batch = Annotated[int | None, typer.Option(min=1, help="Images or passages in a step of a demo model.")]
-_WHAT_HELP = f"A demo model, or a function of yours in a file (default: {STEP_FUNCTION})."
-_WHAT_FORM = "MODEL|FILE[:FUNCTION]"
-
 
 @app.command()
 def demo(
@@ -64,7 +59,8 @@ def demo(
     steps: Annotated[int, typer.Option(min=8, help="Training steps of each case.")] = 10,
     spill: Spill = None,
     json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the rows as JSON.")
+        Path | None,
+        typer.Option("--json", metavar="FILE", callback=writable, help="Also write the rows as JSON."),
     ] = None,
 ) -> None:
     """Train three models on real data, plain and within 50 % and 25 % of the memory, and compare.
@@ -89,7 +85,9 @@ def demo(
 @app.command()
 def calibrate(
     spill: Spill = None,
-    output: Annotated[Path | None, typer.Option("-o", metavar="FILE", help="Also write the machine as JSON.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", metavar="FILE", callback=writable, help="Also write the machine as JSON.")
+    ] = None,
 ) -> None:
     """Measure how fast tensors move to the spill directory and back.
 
@@ -102,7 +100,7 @@ def calibrate(
     with Progress(*columns, console=_errors(), transient=True) as progress:
         task = progress.add_task("calibrating", total=1.0)
         machine = measure(
-            _spill_or_default(spill),
+            spill_or_default(spill),
             progress=lambda done, what: progress.update(task, completed=done, description=what),
         )
     _output().print(links_table(machine))
@@ -112,8 +110,11 @@ def calibrate(
 
 @app.command()
 def observe(
-    what: Annotated[str, typer.Argument(metavar=_WHAT_FORM, help=_WHAT_HELP)],
-    output: Annotated[Path, typer.Option("-o", metavar="FILE", help="Where to write the step; .gz compresses it.")],
+    what: Annotated[str, typer.Argument(metavar=WHAT_FORM, help=WHAT_HELP)],
+    output: Annotated[
+        Path,
+        typer.Option("-o", metavar="FILE", callback=writable, help="Where to write the step; .gz compresses it."),
+    ],
     batch: Batch = None,
     fake: Annotated[
         bool, typer.Option("--fake", help="Without its memory and without computing, for the machine of --machine.")
@@ -149,19 +150,17 @@ def plan(
         Path | None, typer.Argument(metavar="STEP", help="A step from `ebbtide observe`.", show_default=False)
     ] = None,
     model: Annotated[
-        str | None, typer.Option(metavar=_WHAT_FORM, help=f"Instead of a step: {_WHAT_HELP} Observed as with --fake.")
+        str | None, typer.Option(metavar=WHAT_FORM, help=f"Instead of a step: {WHAT_HELP} Observed as with --fake.")
     ] = None,
     machine_name: MachineName = None,
     budget: Annotated[
         str | None,
         typer.Option(
             help='Most bytes to hold: "6GiB", "750MB", or "50%" of the plain peak. '
-            f"Default: {_DEVICE_SHARE:.0%} of the machine's device memory, where it is known."
+            f"Default: {DEVICE_SHARE:.0%} of the machine's device memory, where it is known."
         ),
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", metavar="FILE", help="Where to write the plan; .gz compresses it.")
-    ] = None,
+    output: PlanFile = None,
     batch: Batch = None,
     spill: Spill = None,
 ) -> None:
@@ -184,10 +183,10 @@ def plan(
     if model is None and batch is not None:
         raise typer.BadParameter("--batch goes with --model: the step of a file has its batch already")
     with _errors().status("planning"):
-        machine = _machine(machine_name, spill)
+        machine = machine_of(machine_name, spill)
         step = observe_fake(model, batch, machine) if model is not None else Step.load(step_path or "")
         check_trains(step, str(model or step_path))
-        made = solve(step, machine, _limit_bytes(budget, step, machine))
+        made = solve(step, machine, limit_bytes_of(budget, step, machine))
     if output is not None:
         Bundle(step, machine, made).save(output)
     if machine.compute is not None:
@@ -200,7 +199,7 @@ def plan(
 @app.command()
 def batch(
     what: Annotated[
-        str, typer.Argument(metavar=_WHAT_FORM, help=f"{_WHAT_HELP} It is called with the size of the batch.")
+        str, typer.Argument(metavar=WHAT_FORM, help=f"{WHAT_HELP} It is called with the size of the batch.")
     ],
     machine_name: Annotated[
         str, typer.Option("--machine", metavar="NAME|FILE", help=f"One of {', '.join(machine_names())}, or a file.")
@@ -208,12 +207,10 @@ def batch(
     overhead: Annotated[str, typer.Option(help="Most time beyond a plain step's with the same batch.")] = "5%",
     budget: Annotated[
         str | None,
-        typer.Option(help=f'Most bytes to hold: "60GiB". Default: {_DEVICE_SHARE:.0%} of the device memory.'),
+        typer.Option(help=f'Most bytes to hold: "60GiB". Default: {DEVICE_SHARE:.0%} of the device memory.'),
     ] = None,
     between: Annotated[str, typer.Option(metavar="N,M", help="Two sizes of the batch to observe first.")] = "8,16",
-    output: Annotated[
-        Path | None, typer.Option("-o", metavar="FILE", help="Where to write the plan; .gz compresses it.")
-    ] = None,
+    output: PlanFile = None,
 ) -> None:
     """Find the largest batch that a machine can train within a budget and a share of extra time, without the machine.
 
@@ -225,14 +222,14 @@ def batch(
     from ebbtide.report.sentences import batch_lines
 
     machine = load_machine(machine_name)
-    limit_bytes = _limit_bytes(budget, None, machine)
+    limit_bytes = limit_bytes_of(budget, None, machine)
     with _errors().status("observing") as status:
         found = largest_batch(
             lambda size: observe_fake_batch(what, size, machine),
             machine,
             limit_bytes,
-            overhead=_share(overhead, "--overhead"),
-            between=_pair(between, "--between"),
+            overhead=share_of(overhead, "--overhead"),
+            between=pair_of(between, "--between"),
             progress=status.update,
         )
     if output is not None:
@@ -245,7 +242,7 @@ def batch(
 @app.command()
 def report(
     plan_path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan from `ebbtide plan`.")],
-    output: Annotated[Path, typer.Option("-o", metavar="FILE", help="Where to write the page.")],
+    output: Annotated[Path, typer.Option("-o", metavar="FILE", callback=writable, help="Where to write the page.")],
 ) -> None:
     """Draw memory over the step with and without the plan, and the transfers under it, as one HTML page."""
     from ebbtide.report.timeline import write_timeline
@@ -262,7 +259,10 @@ def frontier(
         Path, typer.Argument(metavar="STEP", help="A step from `ebbtide observe`, or a plan from `ebbtide plan`.")
     ],
     output: Annotated[
-        list[Path], typer.Option("-o", metavar="FILE", help="Where to write: .html, .png or .json. May be repeated.")
+        list[Path],
+        typer.Option(
+            "-o", metavar="FILE", callback=writable, help="Where to write: .html, .png or .json. May be repeated."
+        ),
     ],
     machine_name: MachineName = None,
     points: Annotated[int, typer.Option(min=2, help="Budgets, both ends included.")] = 12,
@@ -289,7 +289,7 @@ def frontier(
     chosen = policies_named(names)
     step, machine = load_step(step_path)
     if machine is None or machine_name is not None or spill is not None:
-        machine = _machine(machine_name, spill)
+        machine = machine_of(machine_name, spill)
     columns = (TextColumn("{task.description:24}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=_errors(), transient=True) as bar:
         task = bar.add_task("planning", total=1.0)
@@ -322,59 +322,6 @@ def _observe_twice(run: Callable[[], Any], prepare: Callable[[], Any]) -> Step:
     prepare()
     kind.observed_again(observe_step(run))
     return kind.step
-
-
-def _machine(name: str | None, spill: Path | None) -> Machine:
-    if name is not None and spill is not None:
-        raise typer.BadParameter("--machine and --spill each say what to plan for; name one of the two")
-    if name is not None:
-        return load_machine(name)
-    from ebbtide.run.calibrate import machine_for
-
-    return machine_for(_spill_or_default(spill))
-
-
-def _limit_bytes(budget: str | None, step: Step | None, machine: Machine) -> int:
-    """The bytes meant by ``budget``; percentages are of the plain peak of ``step``, if there is one."""
-    from ebbtide.plan import plain_peak_bytes
-
-    if budget is None:
-        capacity = machine.tier(machine.fast).capacity_bytes
-        if capacity is None:
-            raise typer.BadParameter("needed: the machine does not say how much memory it has", param_hint="--budget")
-        return int(_DEVICE_SHARE * capacity)
-    try:
-        if step is None:
-            return parse_bytes(budget)
-        amount = parse_budget(budget)
-    except ValueError as fault:
-        raise typer.BadParameter(str(fault), param_hint="--budget") from fault
-    return amount if isinstance(amount, int) else int(amount * plain_peak_bytes(step))
-
-
-def _share(text: str, option: str) -> float:
-    """The share meant by ``"5%"`` or ``"0"``: unlike a budget it may be nothing."""
-    try:
-        share = float(text.strip().removesuffix("%")) / 100
-    except ValueError:
-        share = math.nan
-    if not (0 <= share < math.inf and (share == 0 or "%" in text)):
-        raise typer.BadParameter(f'cannot read {text!r} as a share; write "5%"', param_hint=option)
-    return share
-
-
-def _pair(text: str, option: str) -> tuple[int, int]:
-    try:
-        first, second = (int(part) for part in text.split(","))
-    except ValueError:
-        first, second = 0, 0
-    if not 0 < first < second:
-        raise typer.BadParameter(f'cannot read {text!r}; write two sizes, the smaller first: "8,16"', param_hint=option)
-    return first, second
-
-
-def _spill_or_default(spill: Path | None) -> Path:
-    return spill if spill is not None else Path(tempfile.gettempdir())
 
 
 def _say(*lines: str) -> None:

@@ -86,7 +86,11 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """``seconds`` with a fitting unit, as in ``1.32 s``, ``45.1 ms``, ``12 us``."""
+    """``seconds`` with a fitting unit, as in ``1.2 h``, ``1.32 s``, ``45.1 ms``, ``12 us``."""
+    if seconds >= 3600:
+        return f"{seconds / 3600:.1f} h"
+    if seconds >= 300:
+        return f"{seconds / 60:.1f} min"
     if seconds >= 1:
         return f"{seconds:.2f} s"
     if seconds >= 1e-3:

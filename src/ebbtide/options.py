@@ -1,0 +1,110 @@
+"""What the options of the ``ebbtide`` command mean."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ebbtide.machine import Machine
+from ebbtide.machines import load_machine, machine_names
+from ebbtide.named_steps import STEP_FUNCTION
+from ebbtide.step import Step
+from ebbtide.units import parse_budget, parse_bytes
+
+DEVICE_SHARE = 0.9
+"""Default budget, as a share of the device's memory. The rest is for its context, for workspaces of kernels, which are
+not known before they run, and for holes that the allocator leaves."""
+
+Spill = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Directory on a disk for what moves out (default: the one for temporary files)."),
+]
+MachineName = Annotated[
+    str | None,
+    typer.Option(
+        "--machine", metavar="NAME|FILE", help=f"One of {', '.join(machine_names())}, or a file as of `calibrate -o`."
+    ),
+]
+Batch = Annotated[int | None, typer.Option(min=1, help="Images or passages in a step of a demo model.")]
+WHAT_HELP = f"A demo model, or a function of yours in a file (default: {STEP_FUNCTION})."
+WHAT_FORM = "MODEL|FILE[:FUNCTION]"
+
+
+def writable(value: Any) -> Any:
+    """A path, several or none. Those that no file can be written to are refused before the work, not after it."""
+    for path in value if isinstance(value, list) else [] if value is None else [value]:
+        folder = path.parent
+        if path.is_dir():
+            raise typer.BadParameter(f"{path} is a directory; name a file in it")
+        if not folder.is_dir():
+            raise typer.BadParameter(f"{path} cannot be written: there is no directory {folder}; make it first")
+        if not os.access(path if path.exists() else folder, os.W_OK):
+            raise typer.BadParameter(f"{path} cannot be written: permission denied")
+    return value
+
+
+PlanFile = Annotated[
+    Path | None,
+    typer.Option("-o", metavar="FILE", callback=writable, help="Where to write the plan; .gz compresses it."),
+]
+
+
+def machine_of(name: str | None, spill: Path | None) -> Machine:
+    """The machine of that name or file; without one, this machine with a disk where ``spill`` is."""
+    if name is not None and spill is not None:
+        raise typer.BadParameter("--machine and --spill each say what to plan for; name one of the two")
+    if name is not None:
+        return load_machine(name)
+    from ebbtide.run.calibrate import machine_for
+
+    return machine_for(spill_or_default(spill))
+
+
+def limit_bytes_of(budget: str | None, step: Step | None, machine: Machine) -> int:
+    """The bytes meant by ``budget``; percentages are of the plain peak of ``step``, if there is one."""
+    from ebbtide.plan import plain_peak_bytes
+
+    if budget is None:
+        capacity = machine.tier(machine.fast).capacity_bytes
+        if capacity is None:
+            raise typer.BadParameter("needed: the machine does not say how much memory it has", param_hint="--budget")
+        return int(DEVICE_SHARE * capacity)
+    try:
+        if step is None:
+            return parse_bytes(budget)
+        amount = parse_budget(budget)
+    except ValueError as fault:
+        raise typer.BadParameter(str(fault), param_hint="--budget") from fault
+    return amount if isinstance(amount, int) else int(amount * plain_peak_bytes(step))
+
+
+def share_of(text: str, option: str) -> float:
+    """The share meant by ``"5%"`` or ``"0"``: unlike a budget it may be nothing."""
+    try:
+        share = float(text.strip().removesuffix("%")) / 100
+    except ValueError:
+        share = math.nan
+    if not (0 <= share < math.inf and (share == 0 or "%" in text)):
+        raise typer.BadParameter(f'cannot read {text!r} as a share; write "5%"', param_hint=option)
+    return share
+
+
+def pair_of(text: str, option: str) -> tuple[int, int]:
+    """Two sizes of a batch, the smaller first, as in ``"8,16"``."""
+    try:
+        first, second = (int(part) for part in text.split(","))
+    except ValueError:
+        first, second = 0, 0
+    if not 0 < first < second:
+        raise typer.BadParameter(f'cannot read {text!r}; write two sizes, the smaller first: "8,16"', param_hint=option)
+    return first, second
+
+
+def spill_or_default(spill: Path | None) -> Path:
+    """The directory of ``--spill``, or the one for temporary files."""
+    return spill if spill is not None else Path(tempfile.gettempdir())
