@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from ebbtide.observe.schema import OperatorInfo
 from ebbtide.observe.wrapped import is_wrapper
 
+Written = list[tuple[torch.Tensor, int]]
 use_count: Callable[[int], int] = torch._C._storage_Use_Count
 """References to the storage whose ``_cdata`` is given."""
 
@@ -53,6 +55,17 @@ def sizes(tensor: torch.Tensor) -> tuple[int, ...]:
     if tensor.layout is torch.strided:  # it has no shape
         return (-1,) * tensor.dim()
     return tuple(size if type(size) is int else -1 for size in tensor.shape)
+
+
+def written_by(info: OperatorInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Written:
+    """The tensors that an op is about to write in place, with the bytes of their storages: it may enlarge these."""
+    given = [args[i] for i in info.written if i < len(args)] + [kwargs.get(name) for name in info.written_names]
+    return [(tensor, tensor.untyped_storage().nbytes()) for tensor in tensors_in(given) if has_storage(tensor)]
+
+
+def enlarged(written: Written) -> list[torch.Tensor]:
+    """Those of `written_by` whose storages the op has given more memory, as `resize_` and ``out=`` do."""
+    return [tensor for tensor, size_bytes in written if tensor.untyped_storage().nbytes() > size_bytes]
 
 
 def is_traceable(tensor: torch.Tensor) -> bool:
@@ -147,13 +160,25 @@ class Ledger:
             # The address may be in use again when this runs late: only this very record is forgotten.
             if self._living.get(record.cdata) is record:
                 del self._living[record.cdata]
-            if self.open:
-                if not external:
-                    self.made_bytes -= record.size_bytes
-                if self._on_death is not None:
-                    self._on_death(record)
+            self._gone(record)
 
         record.reference = weakref.ref(storage, died)
+        return record
+
+    def _gone(self, record: StorageRecord) -> None:
+        if self.open:
+            if not record.external:
+                self.made_bytes -= record.size_bytes
+            if self._on_death is not None:
+                self._on_death(record)
+
+    def make_larger(self, storage: torch.UntypedStorage) -> StorageRecord:
+        """An op has given a storage more memory: it is another one from now on, and the former one is dead."""
+        former = self._living.pop(storage._cdata, None)
+        record = self._enter(storage, external=False)  # while the former is there: what it held was copied
+        if former is not None:
+            former.reference = None  # which would tell of its death once more
+            self._gone(former)
         return record
 
     def reached(self, made_bytes: int) -> None:

@@ -4,7 +4,8 @@ NOTE [What is a value, and when does it die]
 1. A storage is known by its address while it lives; its death is reported by a weak reference, so an address that is
    used again is a new storage.
 2. A storage that is first seen as an argument was made outside: a parameter, a buffer, an input. It is external.
-3. An op that writes an argument in place makes a new version of that storage: a new value.
+3. An op that writes an argument in place makes a new version of that storage: a new value. One that gives it more
+   memory makes another storage, and the former one is dead.
 4. A storage that is alive only because autograd saved it is *alone*: every reference to it is one of ours. This is
    looked up from its reference count at the start of each moment, so the moment found is the one at which the storage
    would have died, had autograd not saved it. Autograd then asks for it, and once it is done with it, it may be alone
@@ -36,12 +37,14 @@ from ebbtide.observe.interrupts import Interrupts
 from ebbtide.observe.ledger import (
     Ledger,
     StorageRecord,
+    enlarged,
     has_storage,
     is_traceable,
     sizes,
     storage_wrapper_count,
     tensors_in,
     use_count,
+    written_by,
 )
 from ebbtide.observe.mode import DispatchMode, is_between_ops, run_op
 from ebbtide.observe.modules import ModuleTrail
@@ -166,11 +169,12 @@ class Recorder(DispatchMode):
         if not replayable or not all(map(is_traceable, tensors_in((*read, *kwargs.values())))):
             draft.replay = "opaque"
         self._begin(draft)
+        written = [] if trains else written_by(info, args, kwargs)
         result, draft.spans, grown = self._execute(func, args, kwargs)
-        positions = () if trains else info.written
-        written = [args[i] for i in positions if i < len(args)] + [kwargs.get(n) for n in info.written_names]
-        storages = dict.fromkeys(self._touch(tensor) for tensor in tensors_in(written) if has_storage(tensor))
-        self._note_versions(draft, storages, tick)
+        if written:
+            grown -= self._note_larger(draft, enlarged(written), tick)
+            storages = dict.fromkeys(self._touch(tensor) for tensor, _ in written)
+            self._note_versions(draft, (each for each in storages if each.versions[-1] not in draft.outputs), tick)
         if trains:
             self._note_statistics(draft, args, tick)
         self._note_made(draft, result, tick, grown)
@@ -277,6 +281,17 @@ class Recorder(DispatchMode):
             pair = storage.versions[-1], self._add_value(storage, tick)
             draft.mutated += (pair,)
             draft.outputs += (pair[1],)
+
+    def _note_larger(self, draft: OpDraft, tensors: Iterable[torch.Tensor], tick: int) -> int:
+        """Storages that the op has given more memory are others from now on, new ones; the bytes of these."""
+        made = 0
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.nbytes() > self._touch(tensor).size_bytes and not self._touch(tensor).views:
+                record = self.ledger.make_larger(storage)
+                made += record.size_bytes
+                draft.outputs += (self._add_storage(record, tensor, self._clock - 1, tick).versions[-1],)
+        return made
 
     def _note_statistics(self, draft: OpDraft, args: Any, tick: int) -> None:
         """Batch norm in training makes new versions of its running statistics, which its schema may not say.

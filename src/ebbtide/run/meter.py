@@ -10,8 +10,9 @@ import torch
 from ebbtide.observe.allocated import Memory
 from ebbtide.observe.asking import AskingNodes
 from ebbtide.observe.inductor import compiled_as_ops
-from ebbtide.observe.ledger import Ledger, has_storage, tensors_in
+from ebbtide.observe.ledger import Ledger, enlarged, has_storage, tensors_in, written_by
 from ebbtide.observe.mode import DispatchMode, run_op
+from ebbtide.observe.schema import operator_info
 from ebbtide.observe.wrapped import AsOrdinary, wraps
 
 _running: list[PeakMeter] = []
@@ -86,7 +87,10 @@ class PeakMeter(DispatchMode):
             return func(*args, **kwargs)
         self._asking.follow()
         self._touch((*args, *kwargs.values()))
+        written = written_by(operator_info(func), args, kwargs)
         result = run_op(func, args, kwargs)
+        for tensor in enlarged(written):
+            self._ledger.make_larger(tensor.untyped_storage())
         self._make(result)
         self._asking.made(func, result)
         return result
