@@ -40,13 +40,24 @@ def by_sorting() -> None:
     torch.sort(data, out=(torch.empty(0), order.view(torch.int64)))
 
 
+def by_setting() -> None:
+    """None has more memory: one shows another one's."""
+    torch.empty(16).set_(torch.ones(COUNT))
+
+
 def held_outside() -> None:
     """What is larger was there before; it is there no longer than the code that made it so."""
     torch.add(torch.ones(COUNT), 1, out=_outside.zero_())
 
 
 _outside = torch.empty(16)
-CASES = {by_out: 8 * COUNT, by_resizing: 6 * COUNT, by_sorting: 16 * COUNT, held_outside: 8 * COUNT + 64}
+CASES = {
+    by_out: 8 * COUNT,
+    by_resizing: 6 * COUNT,
+    by_sorting: 16 * COUNT,
+    by_setting: 4 * COUNT + 64,
+    held_outside: 8 * COUNT + 64,
+}
 
 
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")

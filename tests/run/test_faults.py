@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 import ebbtide
 from ebbtide.errors import BudgetError, EbbtideError, OutOfMemoryError, SpillError, StepError
 from ebbtide.observe.drafts import SeenStorage
-from ebbtide.observe.recorder import Recorder
+from ebbtide.observe.storages import Storages
 from ebbtide.run.holdings import Holding, View
 from ebbtide.run.tiers import DiskTier
 from ebbtide.units import format_bytes
@@ -116,11 +116,11 @@ def test_interrupt_at_any_moment(observes: bool, memory: ebbtide.Budget) -> None
 @pytest.mark.parametrize("at", [OBSERVED, 1])
 def test_interrupt_in_a_finalizer(memory: ebbtide.Budget, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where steps are observed, finalizers are Python code; what is raised there would be printed and lost."""
-    shown, raised = Recorder.shown, False
+    shown, raised = Storages.shown, False
 
-    def interrupted(recorder: Recorder, storage: SeenStorage, views: int) -> None:
+    def interrupted(storages: Storages, storage: SeenStorage, views: int) -> None:
         nonlocal raised
-        shown(recorder, storage, views)
+        shown(storages, storage, views)
         if views < 0 and not raised:
             raised = True
             raise KeyboardInterrupt("within a finalizer")
@@ -128,7 +128,7 @@ def test_interrupt_in_a_finalizer(memory: ebbtide.Budget, at: int, monkeypatch: 
     @contextlib.contextmanager
     def around() -> Iterator[None]:
         with monkeypatch.context() as patched:
-            patched.setattr(Recorder, "shown", interrupted)
+            patched.setattr(Storages, "shown", interrupted)
             yield
 
     hook = sys.unraisablehook

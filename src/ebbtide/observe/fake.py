@@ -160,14 +160,14 @@ class _Watched:
         self.storage: Any = None
         if _is_plain(inner) and not recorder.is_external(number):
             self.storage = recorder.storage_of(number)
-            recorder.shown(self.storage, 1)
-            recorder.held(self.storage, 1)
+            recorder.storages.shown(self.storage, 1)
+            recorder.storages.held(self.storage, 1)
 
     def __del__(self) -> None:
         storage = getattr(self, "storage", None)  # an interrupt may have come before it was set
         if storage is not None:
-            self.recorder.held(storage, -1)
-            self.recorder.shown(storage, -1)
+            self.recorder.storages.held(storage, -1)
+            self.recorder.storages.shown(storage, -1)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -11,7 +11,8 @@ import torch
 from ebbtide.observe.schema import OperatorInfo
 from ebbtide.observe.wrapped import is_wrapper
 
-Written = list[tuple[torch.Tensor, int]]
+Written = list[tuple[torch.Tensor, int, int]]
+"""Tensors, which storages they show, and the bytes of these."""
 use_count: Callable[[int], int] = torch._C._storage_Use_Count
 """References to the storage whose ``_cdata`` is given."""
 
@@ -60,12 +61,22 @@ def sizes(tensor: torch.Tensor) -> tuple[int, ...]:
 def written_by(info: OperatorInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Written:
     """The tensors that an op is about to write in place, with the bytes of their storages: it may enlarge these."""
     given = [args[i] for i in info.written if i < len(args)] + [kwargs.get(name) for name in info.written_names]
-    return [(tensor, tensor.untyped_storage().nbytes()) for tensor in tensors_in(given) if has_storage(tensor)]
+    return [(tensor, *_which(tensor)) for tensor in tensors_in(given) if has_storage(tensor)]
 
 
 def enlarged(written: Written) -> list[torch.Tensor]:
     """Those of `written_by` whose storages the op has given more memory, as `resize_` and ``out=`` do."""
-    return [tensor for tensor, size_bytes in written if tensor.untyped_storage().nbytes() > size_bytes]
+    found = []
+    for tensor, cdata, size_bytes in written:
+        cdata_now, bytes_now = _which(tensor)
+        if cdata_now == cdata and bytes_now > size_bytes:  # another storage is what `set_` gives
+            found.append(tensor)
+    return found
+
+
+def _which(tensor: torch.Tensor) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
+    return storage._cdata, storage.nbytes()
 
 
 def is_traceable(tensor: torch.Tensor) -> bool:

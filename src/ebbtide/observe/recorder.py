@@ -26,33 +26,29 @@ from typing import Any
 
 import torch
 
-from ebbtide.errors import StepError
 from ebbtide.observe.allocated import AllocatedProbe, Memory, with_everything_allocated
 from ebbtide.observe.asking import AskingNodes
 from ebbtide.observe.clock import Clock, HostClock, Span, total_seconds
 from ebbtide.observe.compiled_calls import compiled_calls
-from ebbtide.observe.drafts import OpDraft, SeenStorage, ValueDraft, absences_of
+from ebbtide.observe.drafts import OpDraft, SeenStorage, absences_of
 from ebbtide.observe.inductor import unwatch_compiling, watch_compiling
 from ebbtide.observe.interrupts import Interrupts
 from ebbtide.observe.ledger import (
-    Ledger,
-    StorageRecord,
     enlarged,
     has_storage,
     is_traceable,
     sizes,
-    storage_wrapper_count,
     tensors_in,
-    use_count,
     written_by,
 )
 from ebbtide.observe.mode import DispatchMode, is_between_ops, run_op
 from ebbtide.observe.modules import ModuleTrail
 from ebbtide.observe.schema import COMPILED_GRAPH, OperatorInfo, operator_info
+from ebbtide.observe.storages import Storages
 from ebbtide.observe.transforms import in_trace, in_transform
 from ebbtide.observe.workspace import WorkspaceProbe
 from ebbtide.observe.wrapped import PLAIN_TYPES, AsOrdinary, inside, wraps
-from ebbtide.step import EXTERNAL, Event, Phase, Saved, Step
+from ebbtide.step import Event, Phase, Saved, Step
 
 
 def _phase() -> Phase:
@@ -71,6 +67,7 @@ class Recorder(DispatchMode):
             takes longer than they do.
 
     Attributes:
+        storages, ledger: what is known of storages and values, and what counts their bytes.
         hidden: while true, ops are run without being recorded; the runtime sets it around its own ops.
         captures_all: whether a mode that captures ops of such a step has to stay on from beginning to end, as something
             is called that `torch.compile` returned, or autograd saves within transforms. Known in the end.
@@ -90,7 +87,8 @@ class Recorder(DispatchMode):
         self.hidden = False
         self.lock = threading.RLock()
         self.interrupts = Interrupts()
-        self.ledger = Ledger(self._died) if memory is None else Ledger(self._died, memory.size_of)
+        self.storages = Storages(memory)
+        self.ledger = self.storages.ledger
         self._memory = memory
         self._oldest = 2 if collects_all else 1
         self._probe = probe if memory is None else AllocatedProbe(memory)
@@ -98,20 +96,12 @@ class Recorder(DispatchMode):
         self._mark = self._time.mark
         self._trail = ModuleTrail()
         self._asking = AskingNodes(self)
-        self._wrapper = storage_wrapper_count()
-        self._records: dict[StorageRecord, SeenStorage] = {}
-        self._storages: list[SeenStorage] = []
-        self._no_storage: SeenStorage | None = None
-        self._watched: dict[int, SeenStorage] = {}
-        self._emptied: dict[int, SeenStorage] = {}
         self._ops: list[OpDraft] = []
-        self._values: list[ValueDraft] = []
         self._saved: list[Saved] = []
         self._saved_modules: list[str] = []
         self._unpacked: list[list[int]] = []
         self._passes: dict[int, int] = {}
         self._events: list[Event] = []
-        self._clock = 0
         self._left: Any = None
         self._backward_module = ""
         self._calls = 0
@@ -173,7 +163,7 @@ class Recorder(DispatchMode):
         result, draft.spans, grown = self._execute(func, args, kwargs)
         if written:
             grown -= self._note_larger(draft, enlarged(written), tick)
-            storages = dict.fromkeys(self._touch(tensor) for tensor, _ in written)
+            storages = dict.fromkeys(self.storages.touch(tensor) for tensor, *_ in written)
             self._note_versions(draft, (each for each in storages if each.versions[-1] not in draft.outputs), tick)
         if trains:
             self._note_statistics(draft, args, tick)
@@ -210,7 +200,7 @@ class Recorder(DispatchMode):
             self._tick_over()
             tick = len(self._ops)
             draft = OpDraft(COMPILED_GRAPH, self._inputs(inputs, {}, tick), *self._place())
-            storages = dict.fromkeys(self._touch(inputs[i]) for i in sorted(written) if has_storage(inputs[i]))
+            storages = dict.fromkeys(self.storages.touch(inputs[i]) for i in sorted(written) if has_storage(inputs[i]))
             self._begin(draft)
             self.hidden = True
             try:
@@ -223,7 +213,7 @@ class Recorder(DispatchMode):
 
     def _begin(self, draft: OpDraft) -> None:
         self._ops.append(draft)
-        self._clock += 1
+        self.storages.moment += 1
 
     def compiling(self, begins: bool) -> None:
         """PyTorch begins to compile, or has compiled: it is no part of the step. See `inductor.py`."""
@@ -259,104 +249,60 @@ class Recorder(DispatchMode):
             now = self._mark()
             if self._time.is_behind(now):
                 self._ops[-1].spans.append((self._left, now))
-        if self._watched:
-            for number, storage in list(self._watched.items()):
-                if use_count(storage.cdata) <= storage.aliases + self._wrapper - 1:
-                    storage.alone.append(self._clock)
-                    del self._watched[number]
+        self.storages.see_who_is_alone()
 
     def _inputs(self, args: Any, kwargs: Any, tick: int) -> tuple[int, ...]:
         values: dict[int, None] = {}
         for tensor in tensors_in((*args, *kwargs.values())):
             if has_storage(tensor):
-                value = self._touch(tensor).versions[-1]
+                value = self.storages.touch(tensor).versions[-1]
                 if value not in values:
                     values[value] = None
-                    self._values[value].uses.append(tick)
+                    self.storages.values[value].uses.append(tick)
         return tuple(values)
 
     def _note_versions(self, draft: OpDraft, written: Iterable[SeenStorage], tick: int) -> None:
         """Each storage that the op wrote in place has a new version."""
         for storage in written:
-            pair = storage.versions[-1], self._add_value(storage, tick)
+            pair = storage.versions[-1], self.storages.new_version(storage, tick)
             draft.mutated += (pair,)
             draft.outputs += (pair[1],)
 
     def _note_larger(self, draft: OpDraft, tensors: Iterable[torch.Tensor], tick: int) -> int:
         """Storages that the op has given more memory are others from now on, new ones; the bytes of these."""
-        made = 0
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage.nbytes() > self._touch(tensor).size_bytes and not self._touch(tensor).views:
-                record = self.ledger.make_larger(storage)
-                made += record.size_bytes
-                draft.outputs += (self._add_storage(record, tensor, self._clock - 1, tick).versions[-1],)
-        return made
+        return self._note_new(draft, (self.storages.made_larger(tensor, tick) for tensor in tensors))
 
     def _note_statistics(self, draft: OpDraft, args: Any, tick: int) -> None:
         """Batch norm in training makes new versions of its running statistics, which its schema may not say.
 
         They are outputs, but not ``mutated``: a replay does not touch them.
         """
-        draft.outputs += tuple(self._add_value(self._touch(tensor), tick) for tensor in tensors_in(args[3:5]))
+        seen = [self.storages.touch(tensor) for tensor in tensors_in(args[3:5])]
+        draft.outputs += tuple(self.storages.new_version(storage, tick) for storage in seen)
 
     def _note_made(self, draft: OpDraft, result: Any, tick: int, grown: int) -> None:
         """New storages are outputs; memory that grew beyond them was the op's own."""
-        made = 0
-        for tensor in tensors_in(result if isinstance(result, (list, tuple)) else (result,)):
-            if has_storage(tensor):
-                record, new = self.ledger.make(tensor.untyped_storage())
-                if new:
-                    made += record.size_bytes
-                    draft.outputs += (self._add_storage(record, tensor, self._clock - 1, tick).versions[-1],)
+        tensors = tensors_in(result if isinstance(result, (list, tuple)) else (result,))
+        made = self._note_new(draft, (self.storages.made(tensor, tick) for tensor in tensors if has_storage(tensor)))
         draft.workspace = max(0, grown - made)
         self.resume()
 
-    def _touch(self, tensor: torch.Tensor) -> SeenStorage:
-        record = self.ledger.touch(tensor.untyped_storage())
-        return self._records.get(record) or self._add_storage(record, tensor, 0, EXTERNAL)
-
-    def _add_storage(self, record: StorageRecord, tensor: torch.Tensor, born: int, maker: int) -> SeenStorage:
-        if tensor.device.type not in ("cpu", "cuda"):
-            raise StepError(f"a tensor on {tensor.device} was used; this version plans steps on CPU and CUDA only")
-        storage = SeenStorage(len(self._storages), record.size_bytes, born, record.cdata)
-        self._storages.append(storage)
-        self._records[record] = storage
-        self._add_value(storage, maker)
-        return storage
-
-    def _nowhere(self) -> SeenStorage:
-        """What stands for the storage of saved tensors that have none: nothing can be done with them."""
-        if self._no_storage is None:
-            self._no_storage = SeenStorage(len(self._storages), 0, 0, 0)
-            self._storages.append(self._no_storage)
-            self._add_value(self._no_storage, EXTERNAL)
-        return self._no_storage
-
-    def _add_value(self, storage: SeenStorage, maker: int) -> int:
-        self._values.append(ValueDraft(storage, maker))
-        storage.versions.append(len(self._values) - 1)
-        return len(self._values) - 1
-
-    def _look_for_emptied(self) -> None:
-        """Storages that live and have no memory any more: see 6."""
-        for record, storage in self._records.items():
-            if record.is_emptied:
-                self._emptied[storage.number] = storage
+    def _note_new(self, draft: OpDraft, found: Iterable[SeenStorage | None]) -> int:
+        """What is new of ``found`` is output; the bytes of it."""
+        made = 0
+        for storage in found:
+            if storage is not None:
+                made += storage.size_bytes
+                draft.outputs += (storage.versions[-1],)
+        return made
 
     def _spare_emptied(self) -> None:
         """What reads storages that are emptied is never run again."""
-        self._look_for_emptied()
-        for storage in self._emptied.values():
-            for tick in (tick for value in storage.versions for tick in self._values[value].uses):
+        self.storages.look_for_emptied()
+        for storage in self.storages.emptied.values():
+            for tick in (tick for value in storage.versions for tick in self.storages.values[value].uses):
                 if self._ops[tick].replay != "view":
                     self._ops[tick].replay = "opaque"
-
-    def _died(self, record: StorageRecord) -> None:
-        storage = self._records.pop(record, None)
-        if storage is not None and not storage.evicted:
-            storage.dies = self._clock
-            self._watched.pop(storage.number, None)
 
     # --- saved tensors -------------------------------------------------------------------------------------------
 
@@ -368,9 +314,9 @@ class Recorder(DispatchMode):
         between = is_between_ops(tensor)
         is_parameter, tensor = isinstance(tensor, torch.nn.Parameter), inside(tensor)
         followed = self._is_real(tensor) and has_storage(tensor) and not in_trace()
-        storage = self._touch(tensor) if followed else self._nowhere()
-        if is_parameter and self._values[storage.versions[0]].maker != EXTERNAL:
-            storage = self._nowhere()  # it is saved as what it will be by then: see `keep` in `run/holdings.py`
+        storage = self.storages.touch(tensor) if followed else self.storages.nowhere()
+        if is_parameter and not self.storages.is_external(storage):
+            storage = self.storages.nowhere()  # it is saved as what it will be by then: see `keep` in `run/holdings.py`
         number = len(self._saved)
         self._unpacked.append([])
         self._saved_modules.append(self._trail.path)
@@ -385,7 +331,7 @@ class Recorder(DispatchMode):
             )
         )
         self._events.append(Event("pack", len(self._ops), number, _phase(), between))
-        self._clock += 1
+        self.storages.moment += 1
         return number
 
     def _is_real(self, tensor: torch.Tensor) -> bool:
@@ -399,13 +345,13 @@ class Recorder(DispatchMode):
         self.interrupts.raise_kept()
         self._tick_over()
         if not self._passes:
-            self._look_for_emptied()
+            self.storages.look_for_emptied()
         self._events.append(Event("unpack", len(self._ops), number, _phase()))
-        self._unpacked[number].append(self._clock)
-        self._passes[self._clock] = torch._C._current_graph_task_id()
-        self._watch(self.storage_of(number))
+        self._unpacked[number].append(self.storages.moment)
+        self._passes[self.storages.moment] = torch._C._current_graph_task_id()
+        self.storages.watch(self.storage_of(number))
         self._backward_module = self._saved_modules[number]
-        self._clock += 1
+        self.storages.moment += 1
 
     def resume(self) -> None:
         """The recorder is done, or the hook that called `pack` or `unpack`: what passes now is the step's own time."""
@@ -414,41 +360,11 @@ class Recorder(DispatchMode):
 
     def storage_of(self, number: int) -> SeenStorage:
         """The storage that saved tensor ``number`` shows."""
-        return self._values[self._saved[number].value].storage
+        return self.storages.values[self._saved[number].value].storage
 
     def is_external(self, number: int) -> bool:
         """Whether saved tensor ``number`` shows a storage that the step did not make."""
-        storage = self.storage_of(number)
-        return self._values[storage.versions[0]].maker == EXTERNAL
-
-    def held(self, storage: SeenStorage, aliases: int) -> None:
-        """A holding took (+1) or let go of (-1) its own tensor of ``storage``."""
-        storage.aliases += aliases
-        if aliases > 0:
-            self._watch(storage)
-
-    def _watch(self, storage: SeenStorage) -> None:
-        """Somebody has ``storage`` besides autograd, if it is here: see from when on nobody has."""
-        if storage.aliases > 0 and not storage.evicted and storage.versions:
-            self._watched[storage.number] = storage
-
-    def shown(self, storage: SeenStorage, views: int) -> None:
-        """Autograd took (+1) or dropped (-1) a saved tensor that shows ``storage``."""
-        storage.views += views
-        if storage.views == 0 and storage.evicted and storage.dies < 0 and self.ledger.open:
-            storage.dies = self._clock
-
-    def evicted(self, storage: SeenStorage) -> None:
-        """``storage`` leaves under the safe policy: its death is not the value's."""
-        storage.evicted = True
-        self._watched.pop(storage.number, None)
-
-    def restored(self, storage: SeenStorage, memory: torch.UntypedStorage) -> None:
-        """``storage`` is back, in new memory."""
-        record, _ = self.ledger.make(memory)
-        storage.cdata = record.cdata
-        storage.evicted = False
-        self._records[record] = storage
+        return self.storages.is_external(self.storage_of(number))
 
     # --- the result ----------------------------------------------------------------------------------------------
 
@@ -458,12 +374,12 @@ class Recorder(DispatchMode):
         self._spare_emptied()
         moments = len(self._ops) + len(self._events)
         ops = tuple(draft.op(total_seconds(self._time, draft.spans)) for draft in self._ops)
-        values = tuple(draft.value(moments) for draft in self._values)
+        values = tuple(draft.value(moments) for draft in self.storages.values)
         saved = tuple(
             Saved(s.value, s.dtype, s.shape, s.stride, s.offset, tuple(self._unpacked[n]))
             for n, s in enumerate(self._saved)
         )
-        step = Step(ops, values, saved, tuple(self._events), absences_of(saved, self._values, self._passes))
+        step = Step(ops, values, saved, tuple(self._events), absences_of(saved, self.storages.values, self._passes))
         if self._memory is None:
             return step
         return with_everything_allocated(dataclasses.replace(step, device=self._memory.device.type))

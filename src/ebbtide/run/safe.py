@@ -41,7 +41,7 @@ class _CachedHolding(Holding):
     def __del__(self) -> None:
         recorder = getattr(self, "recorder", None)  # an interrupt may have come before it was set
         if recorder is not None and self.tensor is not None:
-            recorder.held(self.record, -1)
+            recorder.storages.held(self.record, -1)
 
 
 class _CachedView(View):
@@ -60,7 +60,7 @@ class _CachedView(View):
     def __del__(self) -> None:
         record = getattr(self, "record", None)  # an interrupt may have come before it was set
         if record is not None and self.policy.recorder is not None:
-            self.policy.recorder.shown(record, -1)
+            self.policy.recorder.storages.shown(record, -1)
 
 
 class SafePolicy:
@@ -150,7 +150,7 @@ class SafePolicy:
         view = _CachedView(holding, tensor, number, self)
         if recorder is not None:
             view.record = recorder.storage_of(number)
-            recorder.shown(view.record, 1)
+            recorder.storages.shown(view.record, 1)
         self._make_room()
         return view
 
@@ -166,7 +166,7 @@ class SafePolicy:
             if self._limit_bytes is not None:
                 self._tier().expect(tensor.device)
         if recorder is not None:
-            recorder.held(holding.record, 1)
+            recorder.storages.held(holding.record, 1)
         return holding
 
     def _show(self, handle: Handle) -> torch.Tensor:
@@ -178,8 +178,8 @@ class SafePolicy:
         away = holding.tensor is None
         tensor = handle.show()
         if away and holding.recorder is not None:
-            holding.recorder.restored(holding.record, tensor.untyped_storage())
-            holding.recorder.held(holding.record, 1)
+            holding.recorder.storages.restored(holding.record, tensor.untyped_storage())
+            holding.recorder.storages.held(holding.record, 1)
         if self._cache.pop(id(holding), None) is not None or away:  # another backward pass may ask for it again
             self._cache[id(holding)] = self._held[holding.identity] = weakref.ref(holding)
         # Autograd may work with the very tensor that it is given: with one of its own, it is seen for how long.
@@ -221,6 +221,6 @@ class SafePolicy:
     def _evict(self, holding: _CachedHolding) -> None:
         holding.send(self._tier())
         if holding.recorder is not None:
-            holding.recorder.evicted(holding.record)
-            holding.recorder.held(holding.record, -1)
+            holding.recorder.storages.evicted(holding.record)
+            holding.recorder.storages.held(holding.record, -1)
         holding.release()

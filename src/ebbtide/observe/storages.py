@@ -1,0 +1,136 @@
+"""The storages that a running step uses, and their values: see NOTE [What is a value, and when does it die] in
+`recorder.py`."""
+
+from __future__ import annotations
+
+import torch
+
+from ebbtide.errors import StepError
+from ebbtide.observe.allocated import Memory
+from ebbtide.observe.drafts import SeenStorage, ValueDraft
+from ebbtide.observe.ledger import Ledger, StorageRecord, storage_wrapper_count, use_count
+from ebbtide.step import EXTERNAL
+
+
+class Storages:
+    """What is known of storages and values up to the present moment.
+
+    Args:
+        memory: of the training device, if its allocator says what is taken: then storages count for that.
+
+    Attributes:
+        moment: the present one; whoever notes an op or an event moves it on.
+        ledger: counts their bytes.
+        values: all values, in order.
+        emptied: by number, storages that were found alive and without memory.
+    """
+
+    def __init__(self, memory: Memory | None) -> None:
+        self.moment = 0
+        self.ledger = Ledger(self._died) if memory is None else Ledger(self._died, memory.size_of)
+        self.values: list[ValueDraft] = []
+        self.emptied: dict[int, SeenStorage] = {}
+        self._count = 0
+        self._records: dict[StorageRecord, SeenStorage] = {}
+        self._watched: dict[int, SeenStorage] = {}
+        self._no_storage: SeenStorage | None = None
+        self._wrapper = storage_wrapper_count()
+
+    # --- what ops use and make -----------------------------------------------------------------------------------
+
+    def touch(self, tensor: torch.Tensor) -> SeenStorage:
+        """The storage of a tensor that is used; one that was never seen before is external."""
+        record = self.ledger.touch(tensor.untyped_storage())
+        return self._records.get(record) or self._add(record, tensor, 0, EXTERNAL)
+
+    def made(self, tensor: torch.Tensor, tick: int) -> SeenStorage | None:
+        """The storage of a tensor that the op at ``tick`` has returned, if it has made it."""
+        record, is_new = self.ledger.make(tensor.untyped_storage())
+        return self._add(record, tensor, self.moment - 1, tick) if is_new else None
+
+    def made_larger(self, tensor: torch.Tensor, tick: int) -> SeenStorage | None:
+        """The storage that takes the place of a tensor's, to which the op at ``tick`` has given more memory; None if
+        autograd has saved the former one, which it will refuse to use."""
+        former, storage = self.touch(tensor), tensor.untyped_storage()
+        if former.views or storage.nbytes() <= former.size_bytes:
+            return None
+        return self._add(self.ledger.make_larger(storage), tensor, self.moment - 1, tick)
+
+    def nowhere(self) -> SeenStorage:
+        """What stands for the storage of saved tensors that have none: nothing can be done with them."""
+        if self._no_storage is None:
+            self._no_storage = self._new(0, 0, 0, EXTERNAL)
+        return self._no_storage
+
+    def new_version(self, storage: SeenStorage, maker: int) -> int:
+        """The number of a value that lies in ``storage`` from now on."""
+        self.values.append(ValueDraft(storage, maker))
+        storage.versions.append(len(self.values) - 1)
+        return len(self.values) - 1
+
+    def is_external(self, storage: SeenStorage) -> bool:
+        """Whether the step did not make it."""
+        return self.values[storage.versions[0]].maker == EXTERNAL
+
+    def _add(self, record: StorageRecord, tensor: torch.Tensor, born: int, maker: int) -> SeenStorage:
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise StepError(f"a tensor on {tensor.device} was used; this version plans steps on CPU and CUDA only")
+        storage = self._records[record] = self._new(record.size_bytes, born, record.cdata, maker)
+        return storage
+
+    def _new(self, size_bytes: int, born: int, cdata: int, maker: int) -> SeenStorage:
+        storage = SeenStorage(self._count, size_bytes, born, cdata)
+        self._count += 1
+        self.new_version(storage, maker)
+        return storage
+
+    # --- who has them --------------------------------------------------------------------------------------------
+
+    def see_who_is_alone(self) -> None:
+        """Note, as the present moment begins, which storages nobody has besides autograd."""
+        if self._watched:
+            for number, storage in list(self._watched.items()):
+                if use_count(storage.cdata) <= storage.aliases + self._wrapper - 1:
+                    storage.alone.append(self.moment)
+                    del self._watched[number]
+
+    def look_for_emptied(self) -> None:
+        """Storages that live and have no memory any more."""
+        for record, storage in self._records.items():
+            if record.is_emptied:
+                self.emptied[storage.number] = storage
+
+    def watch(self, storage: SeenStorage) -> None:
+        """Somebody has ``storage`` besides autograd, if it is here: see from when on nobody has."""
+        if storage.aliases > 0 and not storage.evicted and storage.versions:
+            self._watched[storage.number] = storage
+
+    def held(self, storage: SeenStorage, aliases: int) -> None:
+        """A holding took (+1) or let go of (-1) its own tensor of ``storage``."""
+        storage.aliases += aliases
+        if aliases > 0:
+            self.watch(storage)
+
+    def shown(self, storage: SeenStorage, views: int) -> None:
+        """Autograd took (+1) or dropped (-1) a saved tensor that shows ``storage``."""
+        storage.views += views
+        if storage.views == 0 and storage.evicted and storage.dies < 0 and self.ledger.open:
+            storage.dies = self.moment
+
+    def evicted(self, storage: SeenStorage) -> None:
+        """``storage`` leaves under the safe policy: its death is not the value's."""
+        storage.evicted = True
+        self._watched.pop(storage.number, None)
+
+    def restored(self, storage: SeenStorage, memory: torch.UntypedStorage) -> None:
+        """``storage`` is back, in new memory."""
+        record, _ = self.ledger.make(memory)
+        storage.cdata = record.cdata
+        storage.evicted = False
+        self._records[record] = storage
+
+    def _died(self, record: StorageRecord) -> None:
+        storage = self._records.pop(record, None)
+        if storage is not None and not storage.evicted:
+            storage.dies = self.moment
+            self._watched.pop(storage.number, None)
