@@ -42,7 +42,7 @@ def by_sorting() -> None:
 
 def by_setting() -> None:
     """None has more memory: one shows another one's."""
-    torch.empty(16).set_(torch.ones(COUNT))
+    torch.empty(16).set_(torch.ones(COUNT).untyped_storage())
 
 
 def held_outside() -> None:
