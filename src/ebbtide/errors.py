@@ -70,8 +70,11 @@ class StepError(EbbtideError):
     """`Budget.step()` was used in a way that cannot work: nested, from two threads, or after a fault."""
 
 
-class RecipeError(EbbtideError):
-    """A value that was to be computed again cannot be, because something it depends on was changed."""
+class RecipeError(EbbtideError, RuntimeError):
+    """A value that was to be computed again cannot be, because something it depends on was changed.
+
+    Where autograd refuses that itself, it raises a `RuntimeError`, and so this is one.
+    """
 
 
 class SequenceError(EbbtideError):

@@ -284,7 +284,8 @@ def _metered_step(memory: ebbtide.Budget) -> Iterator[None]:
     with PeakMeter() as meter, memory.step():
         yield
     assert memory.plan is not None, f"still without a plan ({memory.state})"
-    assert meter.peak_bytes == memory.plan.peak_bytes, "the measured peak is not the planned one"
+    held, planned = meter.peak_bytes, memory.plan.peak_bytes
+    assert held == planned, f"the measured peak, {held}, is not the planned one, {planned} ({memory.state})"
     assert meter.peak_bytes <= memory.plan.limit_bytes, "above the budget"
 
 

@@ -94,6 +94,8 @@ class _Converter(FakeTensorConverter):
 
 
 class _FakeMode(FakeTensorMode):
+    stands_for_a_step = True  # see `has_storage`
+
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.fake_tensor_converter = _Converter()
@@ -193,11 +195,6 @@ class _FakeRecorder(Recorder):
         result = func(*args, **kwargs)
         self.works.append(work_of(func, args, kwargs, result))
         return result, [], 0
-
-    def _is_real(self, tensor: torch.Tensor) -> bool:
-        """Whatever is saved here is fake."""
-        del tensor
-        return True
 
     def keep(self, tensor: torch.Tensor) -> _Watched:
         """The pack hook."""

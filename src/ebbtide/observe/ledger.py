@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ebbtide.observe.schema import OperatorInfo
-from ebbtide.observe.wrapped import is_wrapper
+from ebbtide.observe.wrapped import PLAIN_TYPES, is_wrapper
 
 Written = list[tuple[torch.Tensor, int, int]]
 """Tensors, which storages they show, and the bytes of these."""
@@ -37,16 +37,23 @@ def tensors_in(items: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 def has_storage(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` has one storage of its own that can be followed (sparse, nested ones do not, nor do those that
-    wrap others, or that a transform has wrapped, nor the zeros of forward mode and meta tensors, which take no memory).
-    """
+    wrap others, or that a transform has wrapped, nor what takes no memory: the zeros of forward mode, meta tensors, and
+    fake ones, unless they stand for those of a step)."""
     return (
         tensor.layout is torch.strided
-        and not tensor.is_meta
+        and _has_memory(tensor)
         and not tensor.is_nested
         and not is_wrapper(type(tensor))
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and not tensor._is_zerotensor()
     )
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    if type(tensor) in PLAIN_TYPES:
+        return not tensor.is_meta
+    mode = getattr(tensor, "fake_mode", None)  # to ask a fake one for its device would be an op
+    return mode is None or hasattr(mode, "stands_for_a_step")
 
 
 def sizes(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -47,7 +47,7 @@ from ebbtide.observe.schema import COMPILED_GRAPH, OperatorInfo, operator_info
 from ebbtide.observe.storages import Storages
 from ebbtide.observe.transforms import in_trace, in_transform
 from ebbtide.observe.workspace import WorkspaceProbe
-from ebbtide.observe.wrapped import PLAIN_TYPES, AsOrdinary, inside, wraps
+from ebbtide.observe.wrapped import AsOrdinary, inside, wraps
 from ebbtide.step import Event, Phase, Saved, Step
 
 
@@ -313,7 +313,7 @@ class Recorder(DispatchMode):
         self.captures_all |= in_transform()
         between = is_between_ops(tensor)
         is_parameter, tensor = isinstance(tensor, torch.nn.Parameter), inside(tensor)
-        followed = self._is_real(tensor) and has_storage(tensor) and not in_trace()
+        followed = has_storage(tensor) and not in_trace()
         storage = self.storages.touch(tensor) if followed else self.storages.nowhere()
         if is_parameter and not self.storages.is_external(storage):
             storage = self.storages.nowhere()  # it is saved as what it will be by then: see `keep` in `run/holdings.py`
@@ -333,10 +333,6 @@ class Recorder(DispatchMode):
         self._events.append(Event("pack", len(self._ops), number, _phase(), between))
         self.storages.moment += 1
         return number
-
-    def _is_real(self, tensor: torch.Tensor) -> bool:
-        """Whether it is none of those that have no memory, which autograd saves while something is traced."""
-        return type(tensor) in PLAIN_TYPES or not hasattr(tensor, "fake_mode")
 
     def unpack(self, number: int) -> None:
         """Record that autograd asks for saved tensor ``number``."""
