@@ -36,7 +36,7 @@ from ebbtide.run.forks import Library
 from ebbtide.run.observing import observe_step
 from ebbtide.run.safe import SafePolicy
 from ebbtide.run.script import Script, write_script
-from ebbtide.run.tiers import SlowTier
+from ebbtide.run.tiers import DeviceTiers, SlowTier
 
 LENGTH = 2000
 """Ops of the chain; each saves one tensor."""
@@ -133,8 +133,11 @@ def script_of(start: Tensor, share: float) -> Script:
 def under_script(script: Script, start: Tensor) -> Callable[[], None]:
     """A step that a conductor conducts."""
 
-    def tier(_: str = "") -> SlowTier:
+    def no_tier(_: torch.device) -> SlowTier:
         raise AssertionError("nothing moves in this chain")
+
+    def tier(_: str = "") -> SlowTier:
+        return DeviceTiers("nowhere", "disk", no_tier, lambda _: None)
 
     def act() -> None:
         conductor = Conductor(script, Library([]), tier, SafePolicy(None, tier))

@@ -23,7 +23,7 @@ from ebbtide.run.forks import Library
 from ebbtide.run.observing import observe_step
 from ebbtide.run.safe import SafePolicy
 from ebbtide.run.script import Script, write_script
-from ebbtide.run.tiers import SlowTier
+from ebbtide.run.tiers import DeviceTiers, SlowTier
 from ebbtide.step import Step
 
 OPS = 256
@@ -100,5 +100,9 @@ def _timed(run: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def _nowhere(_: str = "") -> SlowTier:
+def _no_tier(_: torch.device) -> SlowTier:
     raise StepError("nothing moves where values are only computed again")
+
+
+def _nowhere(_: str = "") -> SlowTier:
+    return DeviceTiers("nowhere", "disk", _no_tier, lambda _: None)

@@ -24,6 +24,7 @@ from ebbtide.observe.transforms import in_trace
 from ebbtide.run.meter import note_memory
 
 if TYPE_CHECKING:
+    from ebbtide.run.backends.base import ComputeStreams
     from ebbtide.run.recipes import Recipe
     from ebbtide.run.tiers.transfers import Load, Slot, SlowTier
 
@@ -151,6 +152,7 @@ class Holding:
         under_way: how many nodes there were when it was saved by an op that may fill it yet; -1 if none may.
         shell: of what was saved, once that is no longer held here, and ``saved``, its version then. Whoever else has it
             may write to it.
+        streams: the compute streams that may use it; None where the host computes, or it stays.
     """
 
     __slots__ = (
@@ -164,6 +166,7 @@ class Holding:
         "shell",
         "size_bytes",
         "slot",
+        "streams",
         "tensor",
         "tier",
         "under_way",
@@ -186,6 +189,7 @@ class Holding:
         self.recipes: tuple[Recipe, ...] = ()
         self.shell: torch.Tensor | None = None
         self.saved = 0
+        self.streams: ComputeStreams | None = None
 
     def fill(self, tensor: torch.Tensor, *, is_saved: bool = False) -> None:
         """Hold the storage of ``tensor``; ``is_saved``: which is just being saved."""
@@ -253,7 +257,13 @@ class Holding:
     def _let_go(self) -> None:
         if self.shell is None and self.tensor is not None:
             self.shell, self.saved = shell_of(self.tensor), self.version
+        self.share()
         self.tensor = None
+
+    def share(self) -> None:
+        """Other compute streams than the one that its memory belongs to may be at work with it when that goes back."""
+        if self.streams is not None and self.tensor is not None:
+            self.streams.share(self.tensor.untyped_storage())
 
     def fetch(self) -> None:
         """Take memory and queue the copy back, if it is away."""
@@ -294,6 +304,9 @@ class Holding:
         self.version = tensor._version
         self.identity = tensor.untyped_storage()._cdata
         self.versions += (version_of(tensor),)
+        if self.streams is not None:  # whichever asks next finds it here, and waits for nothing
+            self.streams.lead()
+            self.share()
         return tensor
 
 

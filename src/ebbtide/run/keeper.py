@@ -88,15 +88,20 @@ class Keeper:
         if fresh or saving.first:  # the node that saved it first may be gone already, and the holding with it
             holding.fill(tensor, is_saved=True)
             holding.recipes = self._recipes(saving, holding)
-            for tier in saving.tiers:
-                self._tier(tier).expect(tensor.device)
+            self._expect(holding, tensor, saving)
             if saving.treatment == Treatment.REMAKE:
                 self._drop(holding)
             elif saving.treatment == Treatment.MOVE and not saving.first:
                 holding.send(self._tier(saving.tiers[0]))  # its planned copy out went with the former holding
         elif holding.empty or not holding.knows(version_of(tensor)):
             return keep(tensor, number)
+        else:  # maybe on another stream
+            self._expect(holding, tensor, saving)
         return view_of(holding, tensor, number)
+
+    def _expect(self, holding: Holding, tensor: torch.Tensor, saving: Saving) -> None:
+        for tier in saving.tiers or ("",):
+            holding.streams = self._tier(tier).expect(tensor.device)
 
     def _recipes(self, saving: Saving, holding: Holding) -> tuple[Recipe, ...]:
         """How the value is made again, each time that it is; empty if that was not captured, or not this value."""

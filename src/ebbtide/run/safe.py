@@ -147,6 +147,8 @@ class SafePolicy:
         holding = reference() if reference is not None else None
         if holding is None or not holding.shows(identity, tensor._version):
             holding = self._hold(tensor, identity, number)
+        elif holding.streams is not None:  # maybe on another stream
+            self._tier().expect(tensor.device)
         view = _CachedView(holding, tensor, number, self)
         if recorder is not None:
             view.record = recorder.storage_of(number)
@@ -164,7 +166,7 @@ class SafePolicy:
         if counts and holding.size_bytes >= LEAST_MOVED_BYTES:
             self._cache[id(holding)] = self._held[identity]
             if self._limit_bytes is not None:
-                self._tier().expect(tensor.device)
+                holding.streams = self._tier().expect(tensor.device)
         if recorder is not None:
             recorder.storages.held(holding.record, 1)
         return holding

@@ -51,6 +51,7 @@ class Truth:
         true = Holding()
         assert holding.tensor is not None
         true.fill(holding.tensor)
+        true.streams = holding.streams
         true.send(tier)
         true.release()
         holding.drop(_Witness(self, recipe, true))

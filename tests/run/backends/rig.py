@@ -17,7 +17,7 @@ from ebbtide.run.tiers import Arena, SlowTier, StreamTier
 
 SIZE = 16 << 10
 """Bytes of every value."""
-HELPERS = {"ComputeStreams.wait", "ComputeStreams.record", "_follow"}
+HELPERS = {"ComputeStreams.wait", "ComputeStreams.record", "ComputeStreams.lead", "_follow"}
 """Functions that wait on behalf of others: a wait is known by who called them."""
 
 
@@ -67,10 +67,6 @@ class Device(QueuedBackend):
     def finish(self, stream: Any) -> None:
         if self.heeds(site(sys._getframe(1))):
             super().finish(stream)
-
-    def order(self, before: ThreadStream, after: ThreadStream) -> None:
-        """What a user does who goes on with another stream; nobody ignores that."""
-        after.launch(before.record_event().synchronize)
 
     # Kernels. They know memory by its address alone.
 

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ebbtide.run.holdings import Holding, View, view_of
+from ebbtide.run.recipes import Recipe
 from ebbtide.run.tiers import Load, Slot, SlowTier
 
 
@@ -163,6 +165,108 @@ def other_stream_uses(device: Rig, tier: SlowTier) -> None:
     device.order(side, device.compute())
 
 
+def made(device: Rig, number: int) -> torch.Tensor:
+    """A tensor that shows a new value."""
+    storage = device.new(number)
+    tensor = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return tensor.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def saved(device: Rig, tier: SlowTier, number: int) -> tuple[Holding, View]:
+    """A new value, as autograd is given it. Only the caller holds it."""
+    tensor, holding = made(device, number), Holding()
+    holding.fill(tensor)
+    holding.streams = tier.expect(device.device)
+    return holding, view_of(holding, tensor, 0)
+
+
+def other_stream_reads(device: Rig, tier: SlowTier) -> None:
+    """A value is let go of while another compute stream, which has saved it too, still reads it; the first, which waits
+    for that one no earlier than before the backward pass, goes on."""
+    side = device.new_stream("side")
+    for number in range(0, 30, 10):
+        holding, view = saved(device, tier, number)
+        holding.send(tier)
+        device.order(device.compute(), side)
+        with device.on(side):
+            tier.expect(device.device)
+            device.look(view.show().untyped_storage(), number, "read on another stream")
+        holding.release()
+        for index in range(3):
+            device.new(number + 1 + index)
+        device.order(side, device.compute())
+        device.look(view.show().untyped_storage(), number, "came back")
+        del holding, view
+
+
+def both_streams_ask(device: Rig, tier: SlowTier) -> None:
+    """A value that two compute streams have saved is asked for on both, which do not wait for each other, after a third
+    one asked it back; the one that had it first goes on."""
+    sides = [device.new_stream("first"), device.new_stream("second")]
+    for side in sides:
+        with device.on(side):
+            tier.expect(device.device)
+    for number in range(0, 30, 10):
+        holding, view = saved(device, tier, number)
+        holding.send(tier)
+        holding.release()
+        for side in sides:
+            device.order(device.compute(), side)
+        holding.fetch()
+        for side in sides:
+            with device.on(side):
+                device.look(view.show().untyped_storage(), number, "asked for on another stream")
+        del holding, view
+        with device.on(sides[0]):
+            for index in range(3):
+                device.new(number + 1 + index)
+        for side in sides:
+            device.order(side, device.compute())
+
+
+class Again(Recipe):
+    """Makes a value from the one before it."""
+
+    def __init__(self, device: Rig, number: int, leaf: Holding) -> None:
+        super().__init__(number, [], {number - 1: leaf}, (number - 1,))
+        self.device = device
+
+    def _run_all(self, values: dict[int, torch.Tensor]) -> None:
+        leaf = self.leaves[self.target - 1].tensor
+        assert leaf is not None
+        self.device.look(leaf.untyped_storage(), self.target - 1, "read to make another value again")
+        values[self.target] = made(self.device, self.target)
+
+
+def made_again(device: Rig, tier: SlowTier) -> None:
+    """A value is dropped while one of two other compute streams that have saved it still reads it. Both ask for it, and
+    do not wait for each other; the streams to which what it was made from belongs, and it itself, go on."""
+    sides = [device.new_stream("first"), device.new_stream("second")]
+    for number in range(0, 30, 10):
+        leaf, _ = saved(device, tier, number)
+        holding, view = saved(device, tier, number + 1)
+        for side in sides:
+            device.order(device.compute(), side)
+            with device.on(side):
+                tier.expect(device.device)
+                device.look(view.show().untyped_storage(), number + 1, "read on another stream")
+        holding.drop(Again(device, number + 1, leaf))
+        del leaf
+        device.new(number + 2)
+        for side in sides:
+            device.order(side, device.compute())
+            device.order(device.compute(), side)
+            with device.on(side):
+                device.look(view.show().untyped_storage(), number + 1, "asked for on another stream")
+        del holding, view
+        device.new(number + 2)
+        with device.on(sides[0]):
+            for index in range(3):
+                device.new(number + 3 + index)
+        for side in sides:
+            device.order(side, device.compute())
+
+
 def at_random(device: Rig, tier: SlowTier) -> None:
     """Values come, go, return, are written over and given up, in an order that the seed of the device says."""
     dice = random.Random(device.seed)
@@ -219,5 +323,8 @@ SCENARIOS: tuple[Scenario, ...] = (
     other_stream_lets_go,
     other_stream_copies,
     other_stream_uses,
+    other_stream_reads,
+    both_streams_ask,
+    made_again,
     at_random,
 )

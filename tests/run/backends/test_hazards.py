@@ -11,6 +11,7 @@ import torch
 
 from ebbtide.run.backends import ComputeStreams
 from ebbtide.run.backends.threads import Temper
+from ebbtide.run.holdings import Holding
 from ebbtide.run.tiers import Arena, Load, SlowTier, StagedTier, StreamTier, peer_memory, queued, staged, stream
 from ebbtide.run.tiers.stream import StreamSlot
 from tests.run.backends.rig import SIZE, Device, close, host_tier
@@ -28,6 +29,7 @@ HOST_WAITS = {
     "StreamLoad.wait": "a value is used before it has arrived",
     "StreamTier._collect": "memory is let go of while a copy back still writes it",
     "seen_on": "memory goes back to a stream while another reads it",
+    "Holding._adopt": "a stream finds a value that another one has waited for",
 }
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -87,11 +89,25 @@ def _current_only_records(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _nobody_expects(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StreamTier, "expect", lambda self, device: None)
+    monkeypatch.setattr(StreamTier, "expect", lambda self, device: self.compute)
 
 
 def _used_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "seen_on", lambda backend, home, storage, like: storage)
+
+
+def _nobody_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Device, "used_on", lambda self, storage, stream: None)
+
+
+def _what_leaves_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    share = Holding.share
+    monkeypatch.setattr(Holding, "share", lambda self: share(self) if self.slot is None else None)
+
+
+def _what_comes_back_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    share = Holding.share
+    monkeypatch.setattr(Holding, "share", lambda self: share(self) if self.slot is not None else None)
 
 
 def _loads_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +123,16 @@ def _loads_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "break_it",
-    [_current_only_waits, _current_only_records, _nobody_expects, _used_where_it_is, _loads_are_not_kept],
+    [
+        _current_only_waits,
+        _current_only_records,
+        _nobody_expects,
+        _used_where_it_is,
+        _nobody_shares,
+        _what_leaves_is_not_shared,
+        _what_comes_back_is_not_shared,
+        _loads_are_not_kept,
+    ],
 )
 def test_each_other_guard_is_needed(
     break_it: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
@@ -124,7 +149,12 @@ def test_nothing_goes_wrong_with_a_disk(scenario: Scenario, staged_tier: Make) -
 
 def test_each_wait_of_both_hops_is_needed(staged_tier: Make) -> None:
     sites = waits(staged_tier)
-    assert {where.partition("+")[0] for where in sites} == {"StagedTier._store", "StagedTier._fetch", "seen_on"}
+    assert {where.partition("+")[0] for where in sites} == {
+        "StagedTier._store",
+        "StagedTier._fetch",
+        "seen_on",
+        "Holding._adopt",
+    }
     assert [where for where in sites if not found(SCENARIOS, staged_tier, where)] == []
 
 

@@ -17,6 +17,7 @@ import ebbtide
 import tests.run.programs_rare  # noqa: F401  (registers its programs)
 from ebbtide.decisions import Offload
 from ebbtide.machine import Machine, Tier
+from ebbtide.run.backends import ComputeStreams
 from ebbtide.run.backends.threads import InlineBackend, Temper
 from ebbtide.run.tiers import Arena, DiskTier, Load, Slot, StagedTier, StreamTier
 from ebbtide.run.tiers.pinned import GROWTH_BYTES
@@ -194,9 +195,9 @@ def test_what_may_move_is_expected_where_it_is_saved(tmp_path: Path) -> None:
     class Expecting(StreamTier):
         expected = writes = 0
 
-        def expect(self, device: torch.device) -> None:
+        def expect(self, device: torch.device) -> ComputeStreams:
             self.expected += 1
-            super().expect(device)
+            return super().expect(device)
 
         def write(self, storage: torch.UntypedStorage) -> Slot:
             self.writes += 1
@@ -220,6 +221,35 @@ def test_what_may_move_is_expected_where_it_is_saved(tmp_path: Path) -> None:
                 writes[now] = tier.writes - before
             limit = memory.limit_bytes
         assert writes[state] > 0
+
+
+@pytest.mark.parametrize("case", ["planned", "verified", "again", "observed"])
+def test_compute_streams_are_told_of_what_dies_early_and_comes_late(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is moved, and what is made again, under the safe policy, as it is verified, and as planned."""
+    told = dict.fromkeys(("share", "lead"), 0)
+    for name in told:
+
+        def tell(self: ComputeStreams, *storage: torch.UntypedStorage, name: str = name) -> None:
+            told[name] += 1
+
+        monkeypatch.setattr(ComputeStreams, name, tell)
+    machine = SLOW_DISK if case in ("again", "verified") else FAST_DISK
+    program, limit = Chain(), "70%"
+    with InlineBackend() as backend, ebbtide.Budget(limit, spill=tmp_path, machine=machine) as memory:
+        memory.tiers["disk"].close()
+        memory.tiers["disk"] = StreamTier(backend, Arena(torch.UntypedStorage, 64 * MIB, 64 * MIB), name="disk")
+        for index, record in enumerate(plain(Chain)):
+            before, now = dict(told), memory.state
+            if case == "observed" and now == "planned":
+                memory._loop.observations_left = 1
+                now = memory.state
+            compare(record, program.run(index, memory.step), f"step {index} ({now})")
+            if now == {"observed": "observe", "verified": "verify"}.get(case, "planned") and index > 1:
+                break
+        gone = told["share"] - before["share"], told["lead"] - before["lead"]
+    assert gone[0] == 2 * gone[1] > 0, "each value as it goes, and as it is there again"
 
 
 def test_two_tiers_in_one_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_plans: Solver) -> None:

@@ -72,7 +72,7 @@ def test_a_copy_copies_all_of_it(temper: Temper) -> None:
 
 
 def test_memory_is_given_to_the_next_of_the_same_stream() -> None:
-    memory = OrderedMemory(1 << 16)
+    memory = OrderedMemory(1 << 16, lambda before, after: None)
     first = memory.take("a", 5000)
     address = first.data_ptr()
     assert first.nbytes() == 5000
@@ -84,8 +84,25 @@ def test_memory_is_given_to_the_next_of_the_same_stream() -> None:
         memory.take("a", 1 << 16)
 
 
+def test_memory_that_others_use_is_given_back_behind_them() -> None:
+    waits: list[tuple[str, str]] = []
+    memory = OrderedMemory(1 << 16, lambda before, after: waits.append((before, after)))
+    block = memory.take("a", 1000)
+    for stream in ("a", "b", "b"):
+        memory.used_on(block, stream)
+    memory.used_on(memory.take("a", 0), "c")
+    assert waits == []
+    address = block.data_ptr()
+    del block
+    assert waits == [("b", "a")]
+    again = memory.take("a", 1000)
+    assert again.data_ptr() == address
+    del again
+    assert waits == [("b", "a")]
+
+
 def test_memory_outlives_its_device() -> None:
-    storage = OrderedMemory(4096).take("a", 100)
+    storage = OrderedMemory(4096, lambda before, after: None).take("a", 100)
     ctypes.memset(storage.data_ptr(), 7, 100)
     assert storage.tolist() == [7] * 100
 
@@ -121,3 +138,12 @@ def test_no_dispatch_mode_sees_a_copy_of_the_cuda_kind(monkeypatch: pytest.Monke
     with Refuse():
         cuda.CudaBackend(0).copy(None, target.untyped_storage(), source.untyped_storage())
     assert torch.equal(source, target)
+
+
+def test_cudas_allocator_is_told_who_else_uses_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, object]] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: told.append((self.data_ptr(), stream)))
+    backend, storage = cuda.CudaBackend(0), torch.UntypedStorage(100)
+    backend.device = storage.device
+    backend.used_on(storage, "side")
+    assert told == [(storage.data_ptr(), "side")]

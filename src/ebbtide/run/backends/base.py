@@ -7,7 +7,7 @@ NOTE [Streams]
    A thread of autograd makes that current on which the forward pass ran.
 3. Memory is *stream-ordered*: a block belongs to the stream on which it was taken. The host may let go of it while work
    on that stream still uses it: whoever gets it next comes later on that stream. Work on any other stream has to be
-   waited for on that stream before the host lets go.
+   waited for on that stream before the host lets go, or told of by `Backend.used_on`.
 4. A copy holds no memory alive, on no device. Whoever queues one keeps its memory until some stream has waited for it.
 
 `torch.cuda.Stream` and `torch.cuda.Event` are streams and events as they stand here.
@@ -73,6 +73,10 @@ class Backend(Protocol):
         """
         ...
 
+    def used_on(self, storage: torch.UntypedStorage, stream: Any, /) -> None:
+        """Once ``storage`` dies, its memory goes to nobody before ``stream`` has done what it has queued by then."""
+        ...
+
     def adopt_thread(self) -> None:
         """The calling thread is one of ours, and works for this device from now on."""
         ...
@@ -99,6 +103,9 @@ class ComputeStreams:
 
     Memory belongs to the stream on which it was taken (rule 3), but PyTorch does not say which that is, and what one
     stream saved another may be current for when it leaves. So what concerns compute concerns all of them.
+
+    Without a budget, what autograd saves is there until the backward pass, for all streams that are behind the one that
+    made it. With one it dies earlier, and comes back late: then they have to be told, by `share` and `lead`.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -120,6 +127,21 @@ class ComputeStreams:
         self.note()
         for stream in tuple(self._seen):
             stream.wait_event(event)
+
+    def lead(self) -> None:
+        """Make all others wait for what the calling thread's has queued so far."""
+        here = self.note()
+        if len(self._seen) > 1:
+            event = here.record_event()
+            for stream in tuple(self._seen):
+                if stream != here:
+                    stream.wait_event(event)
+
+    def share(self, storage: torch.UntypedStorage) -> None:
+        """Any of them may be at work with ``storage`` when it dies: see `Backend.used_on`."""
+        if len(self._seen) > 1:
+            for stream in tuple(self._seen):
+                self._backend.used_on(storage, stream)
 
 
 def seen_on(backend: Backend, home: Stream, storage: torch.UntypedStorage, like: int) -> torch.UntypedStorage:

@@ -61,6 +61,11 @@ class CudaBackend:
             self._beside[key] = torch.cuda.Stream(device)
         return self._beside[key]
 
+    def used_on(self, storage: torch.UntypedStorage, stream: Any) -> None:
+        """See `Backend.used_on`."""
+        with torch._C._DisableTorchDispatch():
+            torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage).record_stream(stream)
+
     def adopt_thread(self) -> None:
         """See `Backend.adopt_thread`. To come back to device 0, where threads begin, would make a context there."""
         torch.cuda.set_device(self.device)

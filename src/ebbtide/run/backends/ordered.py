@@ -5,7 +5,8 @@ from __future__ import annotations
 import collections
 import ctypes
 import mmap
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 
@@ -19,13 +20,16 @@ class OrderedMemory:
 
     Args:
         size_bytes: how much there is.
+        order: makes the second stream go on behind the first.
     """
 
-    def __init__(self, size_bytes: int) -> None:
+    def __init__(self, size_bytes: int, order: Callable[[Any, Any], None]) -> None:
         self._pages = mmap.mmap(-1, size_bytes)
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
         self._size_bytes = size_bytes
         self._end_bytes = 0
+        self._order = order
+        self._users: dict[int, set[Hashable]] = {}
         self._free: dict[Hashable, list[tuple[int, int]]] = {}
         # Blocks may die in the garbage collector, in the middle of `take`.
         self._returned: collections.deque[tuple[Hashable, int, int]] = collections.deque()
@@ -57,5 +61,14 @@ class OrderedMemory:
             self._end_bytes += rounded
         return storage_over(self._base + offset, size_bytes, (stream, offset, rounded), self._give_back)
 
+    def used_on(self, storage: torch.UntypedStorage, stream: Hashable) -> None:
+        """When a block dies, its own stream goes on behind ``stream``, too."""
+        if storage.nbytes():
+            self._users.setdefault(storage.data_ptr() - self._base, set()).add(stream)
+
     def _give_back(self, block: tuple[Hashable, int, int]) -> None:
+        owner, offset, _ = block
+        for stream in self._users.pop(offset, ()):
+            if stream != owner:
+                self._order(stream, owner)
         self._returned.append(block)

@@ -185,6 +185,9 @@ class InlineBackend:
             for piece in pieces:
                 piece()
 
+    def used_on(self, storage: torch.UntypedStorage, stream: Any) -> None:
+        """See `Backend.used_on`. There is one compute stream, which is done."""
+
     def adopt_thread(self) -> None:
         """See `Backend.adopt_thread`."""
 
@@ -227,7 +230,7 @@ class QueuedBackend(InlineBackend):
         self, seed: int = 0, *, memory_bytes: int, pause_seconds: float = 3e-4, temper: Temper | None = None
     ) -> None:
         super().__init__(seed, pause_seconds=pause_seconds, temper=temper)
-        self._memory = OrderedMemory(memory_bytes)
+        self._memory = OrderedMemory(memory_bytes, self.order)
         self._default = self.new_stream("compute")
         self._current = threading.local()
 
@@ -245,6 +248,15 @@ class QueuedBackend(InlineBackend):
             yield
         finally:
             self._current.stream = before
+
+    @staticmethod
+    def order(before: ThreadStream, after: ThreadStream) -> None:
+        """Make a stream go on behind another."""
+        after.launch(before.record_event().synchronize)
+
+    def used_on(self, storage: torch.UntypedStorage, stream: Any) -> None:
+        """See `Backend.used_on`."""
+        self._memory.used_on(storage, stream)
 
     def allocate(self, size_bytes: int, _like: int) -> torch.UntypedStorage:
         """See `Backend.allocate`. Raises `MemoryError` if the device has no more."""

@@ -9,6 +9,7 @@ import torch
 
 from ebbtide.errors import SpillError
 from ebbtide.machine import Machine
+from ebbtide.run.backends.base import ComputeStreams
 from ebbtide.run.backends.cuda import CudaBackend, CudaClock
 from ebbtide.run.links import measure_links
 from ebbtide.run.tiers.devices import DeviceTiers
@@ -42,9 +43,12 @@ def tiers_for(spill: Path, *, checksum: bool, host_bytes: int | None = None) -> 
         return {"disk": disk}
     backends = [CudaBackend(index) for index in range(torch.cuda.device_count())]
 
-    def expect(device: torch.device) -> None:
-        if device.type == "cuda":
-            backends[device.index].streams.note()
+    def expect(device: torch.device) -> ComputeStreams | None:
+        if device.type != "cuda":
+            return None
+        streams = backends[device.index].streams
+        streams.note()
+        return streams
 
     def make_disk(device: torch.device) -> SlowTier:
         return disk if device.type == "cpu" else StagedTier(spill, backends[device.index], checksum=checksum)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from ebbtide.machine import TierKind
+from ebbtide.run.backends.base import ComputeStreams
 from ebbtide.run.tiers.transfers import Load, Slot, SlowTier
 
 
@@ -25,7 +26,7 @@ class DeviceTiers:
         name: str,
         kind: TierKind,
         make: Callable[[torch.device], SlowTier],
-        expect: Callable[[torch.device], None],
+        expect: Callable[[torch.device], ComputeStreams | None],
     ) -> None:
         self.name = name
         self.kind = kind

@@ -35,6 +35,7 @@ import torch
 
 from ebbtide.errors import SpillError
 from ebbtide.machine import TierKind
+from ebbtide.run.backends.base import ComputeStreams
 from ebbtide.run.tiers.gate import Gate
 from ebbtide.run.tiers.lanes import Lane
 from ebbtide.run.tiers.memory import CONGRUENCE_BYTES, take_memory
@@ -127,8 +128,9 @@ class QueuedTier(abc.ABC):
 
     # The contract.
 
-    def expect(self, _device: torch.device) -> None:  # noqa: B027
+    def expect(self, _device: torch.device) -> ComputeStreams | None:
         """See `SlowTier.expect`. What is in RAM is there."""
+        return None
 
     def write(self, storage: torch.UntypedStorage) -> Slot:
         """See `SlowTier.write`. Raises `SpillError` if the tier is closed or the storage is on another device."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from ebbtide.run.backends.base import Backend, Stream, seen_on
+from ebbtide.run.backends.base import Backend, ComputeStreams, Stream, seen_on
 from ebbtide.run.tiers.disk import PLACE_ALIGNMENT_BYTES, READERS, DiskPlace, DiskTier
 from ebbtide.run.tiers.memory import CONGRUENCE_BYTES
 from ebbtide.run.tiers.pinned import pinned_memory
@@ -72,9 +72,10 @@ class StagedTier(DiskTier):
         for start in range(0, count * PART_BYTES, PART_BYTES):
             self._stages.put(stages[start : start + PART_BYTES])
 
-    def expect(self, _device: torch.device) -> None:
+    def expect(self, _device: torch.device) -> ComputeStreams:
         """See `SlowTier.expect`."""
         self._backend.streams.note()
+        return self._backend.streams
 
     def _announce(self, transfer: Slot | QueuedLoad) -> None:
         home = self._backend.streams.note()

@@ -25,7 +25,7 @@ import torch
 
 from ebbtide.errors import SpillError
 from ebbtide.machine import TierKind
-from ebbtide.run.backends.base import Backend, Stream, seen_on
+from ebbtide.run.backends.base import Backend, ComputeStreams, Stream, seen_on
 from ebbtide.run.tiers.memory import CONGRUENCE_BYTES
 from ebbtide.run.tiers.pinned import Arena, Place, PlannedPlaces
 from ebbtide.run.tiers.transfers import Load, Slot, SlowTier, check_device, check_memory
@@ -137,9 +137,10 @@ class StreamTier:
 
     # --- the contract ----------------------------------------------------------------------------------------------
 
-    def expect(self, _device: torch.device) -> None:
+    def expect(self, _device: torch.device) -> ComputeStreams:
         """See `SlowTier.expect`."""
         self.compute.note()
+        return self.compute
 
     def write(self, storage: torch.UntypedStorage) -> Slot:
         """See `SlowTier.write`. Raises `SpillError` if the tier is closed, or full and without an overflow."""

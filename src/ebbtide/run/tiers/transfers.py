@@ -13,6 +13,7 @@ import torch
 
 from ebbtide.errors import SpillError
 from ebbtide.machine import TierKind
+from ebbtide.run.backends.base import ComputeStreams
 from ebbtide.run.tiers.gate import Gate
 from ebbtide.units import format_bytes
 
@@ -154,8 +155,12 @@ class SlowTier(Protocol):
     name: str
     kind: TierKind
 
-    def expect(self, device: torch.device, /) -> None:
-        """A value on ``device`` that may be written later was made by what the calling thread has queued so far."""
+    def expect(self, device: torch.device, /) -> ComputeStreams | None:
+        """A value on ``device`` that may be written later was made by what the calling thread has queued so far.
+
+        Returns:
+            The compute streams of ``device``; None where the host computes.
+        """
         ...
 
     def write(self, storage: torch.UntypedStorage) -> Slot:
