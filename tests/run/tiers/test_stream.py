@@ -401,6 +401,31 @@ class TestStreamTier:
         del slot
         assert memories[0]() is None
 
+    @pytest.mark.parametrize("way", ["dies", "is freed", "is read"])
+    def test_memory_goes_back_with_what_outlives_the_tier(self, backend: InlineBackend, way: str) -> None:
+        """As the graph of a step in which something was raised does, whose traceback has it."""
+        memories: list[weakref.ref[torch.UntypedStorage]] = []
+
+        def take(size_bytes: int) -> torch.UntypedStorage:
+            memory = torch.UntypedStorage(size_bytes)
+            memories.append(weakref.ref(memory))
+            return memory
+
+        tier = StreamTier(backend, Arena(take, MIB, MIB))
+        slot = tier.write(storage_of(1000))
+        load = tier.read(slot) if way == "is read" else None
+        tier.close()
+        assert memories[0]() is not None
+        if way == "is freed":
+            tier.free(slot)
+        else:
+            del slot, load
+        gc.collect()
+        assert memories[0]() is None
+        assert tier.places_in_use == 0
+        with pytest.raises(SpillError, match="closed"):
+            tier.write(storage_of(1000))
+
     def test_not_in_another_process(self, backend: InlineBackend, monkeypatch: pytest.MonkeyPatch) -> None:
         tier = StreamTier(backend, Arena(torch.UntypedStorage, MIB, MIB))
         with monkeypatch.context() as patch:

@@ -196,7 +196,11 @@ class StreamTier:
     def free(self, slot: Slot) -> None:
         """See `SlowTier.free`. Freeing twice does nothing. Never blocks."""
         if isinstance(slot, StreamSlot):
-            self._freed.append(slot)
+            if not self._closed:
+                self._freed.append(slot)
+            elif slot.place is not None:  # nobody looks at those that are noted; no copy is under way
+                slot.freed, slot.place = True, None
+                self._places_in_use -= 1
         elif self._overflow is not None:
             self._overflow.free(slot)
 
@@ -215,6 +219,8 @@ class StreamTier:
         if not self._closed and self._process == os.getpid():
             self.drain()
             self._closed = True
+            with self._lock:
+                self._collect()  # what was freed in between
             self._arena.release()
         if self._overflow is not None:
             self._overflow.close()
