@@ -20,7 +20,7 @@ import torch
 from ebbtide.errors import SpillError
 from ebbtide.run.backends.cuda import CudaBackend
 from ebbtide.run.backends.threads import InlineBackend, Temper
-from ebbtide.run.tiers import Arena, DeviceTiers, DiskTier, StagedTier, StreamTier, pinned_memory
+from ebbtide.run.tiers import Arena, DeviceTiers, DiskTier, StagedTier, StreamTier, peer_memory, pinned_memory
 from ebbtide.run.tiers.pinned import GROWTH_BYTES, Place, PlannedPlaces, spare_bytes, touch
 from ebbtide.run.tiers.places import Places
 from tests.run.tiers.stand_ins import MIB, bytes_of, storage_of
@@ -320,6 +320,26 @@ class TestPinnedMemory:
         touch(memory.data_ptr(), 10_000, frozenset([min(before)]))
         assert set(bytes_of(memory)) == {0}
         assert os.sched_getaffinity(0) == before
+
+
+def test_a_peer_without_room_takes_what_it_has_room_for(backend: InlineBackend, tmp_path: Path) -> None:
+    """Something else may have taken its memory since it was asked how much is free."""
+
+    class Full(InlineBackend):
+        def allocate(self, size_bytes: int, like: int) -> torch.UntypedStorage:
+            if size_bytes > 4 * MIB:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 MiB.")
+            return super().allocate(size_bytes, like)
+
+    with Full() as peer:
+        arena, disk = Arena(peer_memory(peer), 100 * MIB, 2 * MIB), StagedTier(tmp_path, backend)
+        tier = StreamTier(backend, arena, kind="device", overflow=disk)
+        tier.settle(PlannedPlaces((3 * MIB, 5 * MIB), (0, 3 * MIB), 8 * MIB))
+        assert arena.size_bytes == arena.limit_bytes == 2 * MIB
+        storage = storage_of(3 * MIB)
+        assert bytes_of(tier.read(tier.write(storage)).wait()) == bytes_of(storage)
+        assert disk.written_bytes == 3 * MIB
+        tier.close()
 
 
 def test_spare_memory_is_some_of_what_there_is() -> None:

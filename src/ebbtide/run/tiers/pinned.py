@@ -227,7 +227,10 @@ def peer_memory(peer: Backend) -> TakeMemory:
     """What takes memory of another device."""
 
     def take(size_bytes: int) -> torch.UntypedStorage:
-        memory = peer.allocate(size_bytes, 0)
+        try:
+            memory = peer.allocate(size_bytes, 0)
+        except (MemoryError, torch.OutOfMemoryError) as fault:
+            raise SpillError(f"{peer.device} has no room for {format_bytes(size_bytes)} of another's") from fault
         peer.finish(
             peer.compute()
         )  # work of its former owner may still be under way there, and nobody here waits for it
