@@ -249,6 +249,28 @@ class TestPinnedMemory:
         del part
         assert not pinned
 
+    def test_a_forked_child_does_not_keep_it(self) -> None:
+        """Nor does it take away what has come to lie there in the child when what it has inherited dies."""
+        memory = pinned_memory(InlineBackend())(4 * MIB)
+        address = memory.data_ptr()
+        child = os.fork()
+        if child == 0:
+            try:
+                maps = Path("/proc/self/maps").read_text().splitlines()
+                spans = [tuple(int(end, 16) for end in line.split()[0].split("-")) for line in maps]
+                inherited = any(start <= address < stop for start, stop in spans)
+                take = ctypes.CDLL(None).mmap
+                take.restype, take.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 4]
+                own = take(address, MIB, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+                del memory
+                gc.collect()
+                ctypes.memset(own, 1, MIB)
+                os._exit(0 if not inherited and own == address else 1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        ctypes.memset(address, 1, 4 * MIB)
+
     def test_as_cuda_does_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pinned: dict[int, tuple[int, int]] = {}
         current = CurrentDevice(monkeypatch)

@@ -201,6 +201,8 @@ def pinned_memory(backend: Backend) -> TakeMemory:
             ) from fault
         with contextlib.suppress(OSError):  # a kernel may have no huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
+        # Children, such as workers that load data, would keep it for as long as they live.
+        pages.madvise(mmap.MADV_DONTFORK)
         exported = ctypes.c_char.from_buffer(pages)
         address = ctypes.addressof(exported)
         touch(address, size_bytes, backend.near_cpus())
@@ -213,8 +215,11 @@ def pinned_memory(backend: Backend) -> TakeMemory:
         process = os.getpid()
 
         def give_back(held: Any) -> None:
-            # In a forked child what is pinned is the parent's; at the end of the process all of it goes anyway.
-            if os.getpid() == process and not sys.is_finalizing():
+            if os.getpid() != process:
+                # A forked child has not got these pages, and maybe others there, which must not be unmapped for them.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
+                return
+            if not sys.is_finalizing():  # at the end of the process all of it goes anyway
                 backend.unpin(address)
             held.clear()
 
