@@ -20,7 +20,8 @@ class DeviceMemory(Memory, Protocol):
         ...
 
     def cap(self, limit_bytes: int | None, /) -> None:
-        """Never take more than ``limit_bytes`` from the device, all told; None: as before the first cap."""
+        """Never take more than ``limit_bytes`` from the device, all told; None: what was allowed before, or others'
+        caps on the device allow."""
         ...
 
 

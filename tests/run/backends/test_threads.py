@@ -147,3 +147,23 @@ def test_cudas_allocator_is_told_who_else_uses_memory(monkeypatch: pytest.Monkey
     backend.device = storage.device
     backend.used_on(storage, "side")
     assert told == [(storage.data_ptr(), "side")]
+
+
+def test_caps_of_several_budgets_on_a_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least holds, and when the last one goes, what was allowed before the first, in whatever order they go."""
+    allowed = [0.9]
+    emptied: list[None] = []
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: allowed[-1])
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: allowed.append(share))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80, 100))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(None))
+    monkeypatch.setattr(cuda.CudaMemory, "_count", lambda self, what, which: 60)
+    one, other, elsewhere = (cuda.CudaMemory(torch.device("cuda", index)) for index in (0, 0, 1))
+    for memory, cap, expected in (
+        (one, 50, 0.5), (other, 70, 0.5), (one, None, 0.7), (one, 60, 0.6), (other, None, 0.6), (one, 95, 0.9),
+        (one, None, 0.9), (other, 40, 0.4), (other, 45, 0.45), (other, None, 0.9), (elsewhere, 10, 0.1),
+    ):  # fmt: skip
+        memory.cap(cap)
+        assert allowed[-1] == expected
+    assert len(emptied) == 5, "where more is reserved than may be"
+    elsewhere.cap(None)

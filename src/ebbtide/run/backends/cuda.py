@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import statistics
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,13 @@ class CudaClock:
         return not mark.query()
 
 
+_caps: dict[torch.device, dict[CudaMemory, int]] = {}
+"""By device, what budgets cap its memory at; the least holds."""
+_uncapped: dict[torch.device, float] = {}
+"""By device, the share of its memory that was allowed before there was a cap."""
+_caps_lock = threading.Lock()
+
+
 class CudaMemory:
     """See `ebbtide.run.gauges.DeviceMemory`. What counts is what `torch.cuda.memory_allocated` does.
 
@@ -150,7 +158,6 @@ class CudaMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._fraction: float | None = None
 
     def size_of(self, storage: torch.UntypedStorage) -> int:
         """See `Memory.size_of`."""
@@ -177,14 +184,20 @@ class CudaMemory:
 
     def cap(self, limit_bytes: int | None) -> None:
         """See `DeviceMemory.cap`. The allocator counts the segments that it took from the device."""
-        if self._fraction is None:
-            self._fraction = torch.cuda.get_per_process_memory_fraction(self.device)
-        fraction = self._fraction
-        if limit_bytes is not None:
-            fraction = min(fraction, limit_bytes / torch.cuda.mem_get_info(self.device)[1])
-            if self._count("reserved_bytes", "current") > limit_bytes:
-                torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction(fraction, self.device)
+        with _caps_lock:
+            caps = _caps.setdefault(self.device, {})
+            if not caps:
+                _uncapped[self.device] = torch.cuda.get_per_process_memory_fraction(self.device)
+            caps.pop(self, None)
+            if limit_bytes is not None:
+                caps[self] = limit_bytes
+            fraction = _uncapped[self.device]
+            if caps:
+                least = min(caps.values())
+                fraction = min(fraction, least / torch.cuda.mem_get_info(self.device)[1])
+                if self._count("reserved_bytes", "current") > least:
+                    torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(fraction, self.device)
 
     def _count(self, what: str, which: str) -> int:
         # Nested, since `memory_stats` takes ten times as long to sort all of them into one dictionary.
