@@ -37,7 +37,7 @@ class Budget:
             let glibc's allocator keep its pages. See `ebbtide.run.allocator`.
         machine: the links to plan for; measured on first use by default.
         host: pinned host memory for tensors that leave CUDA devices, at most; by default half of what is available,
-            shared with the other processes of `torchrun` on this machine.
+            shared with the other processes of `torchrun` on this machine, or among its GPUs.
         checksum: check the bytes that come back from the disk.
         hard: on CUDA, let PyTorch's allocator refuse, until this budget is closed, what goes beyond the limit, whoever
             asks for it; not in the step that verifies. It counts whole segments: leave room for the holes in them.

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ebbtide.errors import SpillError
+from ebbtide.run.backends.cuda import CudaBackend
 from ebbtide.run.backends.threads import InlineBackend
 from ebbtide.run.tiers import Arena, DeviceTiers, DiskTier, StreamTier
 from ebbtide.run.tiers.choose import settle, tiers_for
@@ -61,6 +62,34 @@ def test_a_peer_out_of_reach_is_one_clear_error(tmp_path: Path) -> None:
         peer.of(torch.device("cuda", 0))
     for tier in tiers.values():
         tier.close()
+
+
+def test_one_of_several_devices_may_have_all_of_the_host_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How many others the process sees does not matter. If one of them comes, both stay within it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr("ebbtide.run.tiers.choose.START_BYTES", MIB)
+    monkeypatch.setattr("ebbtide.run.tiers.pinned.available_bytes", lambda: 1024 * MIB)
+    for name, result in (("new_stream", None), ("near_cpus", frozenset())):
+        monkeypatch.setattr(CudaBackend, name, lambda self, *_, result=result: result)
+    for name in ("pin", "unpin", "finish"):
+        monkeypatch.setattr(CudaBackend, name, lambda self, *_: None)
+    for host_bytes, processes in ((64 * MIB, "8"), (None, "8"), (None, "")):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+        tiers = tiers_for(tmp_path, checksum=False, host_bytes=host_bytes)
+        hosts = tiers["host"]
+        assert isinstance(hosts, DeviceTiers)
+        first = hosts.of(torch.device("cuda", 3))
+        assert isinstance(first, StreamTier)
+        assert first.capacity_bytes == 64 * MIB
+        first._arena.settle(PlannedPlaces((), (), 20 * MIB), lambda: None)
+        second = hosts.of(torch.device("cuda", 5))
+        assert isinstance(second, StreamTier)
+        assert (first.capacity_bytes, second.capacity_bytes) == (20 * MIB, 44 * MIB)
+        for tier in tiers.values():
+            tier.close()
 
 
 def test_arenas_follow_the_plan_of_their_tier() -> None:

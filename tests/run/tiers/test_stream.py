@@ -375,6 +375,7 @@ def test_processes_of_one_machine_share_spare_memory(
     monkeypatch.setattr("ebbtide.run.tiers.pinned.available_bytes", lambda: 160)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
     assert spare_bytes() == 80 // parts
+    assert spare_bytes(4) == 80 // (parts if processes in ("8", "1") else 4)
 
 
 class TestStreamTier:

@@ -33,7 +33,8 @@ def tiers_for(spill: Path, *, checksum: bool, host_bytes: int | None = None) -> 
     Without CUDA there is a disk. With it, there are host memory, the disk, and each device as a peer of the others.
     What has no place on a peer goes to host memory, and what has none there to the disk. Each device gets its own
     of each when it first moves something; values in RAM go to the disk all the same. All devices together pin at most
-    ``host_bytes``, by default `spare_bytes` when the first of them moves something.
+    ``host_bytes``, by default `spare_bytes` when the first of them moves something: as steps run on one device, it may
+    have all of that. If another one comes, that one gets what the others have not taken by then.
 
     Raises:
         SpillError: if the directory cannot be used.
@@ -56,13 +57,20 @@ def tiers_for(spill: Path, *, checksum: bool, host_bytes: int | None = None) -> 
     disks = DeviceTiers("disk", "disk", make_disk, expect)
     disks.of(torch.device("cpu"))
 
+    arenas: list[Arena] = []
+
     def make_host(device: torch.device) -> SlowTier:
+        nonlocal host_bytes
         if device.type == "cpu":
             return disk
-        backend = backends[device.index]
-        limit = host_bytes if host_bytes is not None else spare_bytes()
-        arena = Arena(pinned_memory(backend), limit // len(backends), START_BYTES, PIECE_BYTES)
-        return StreamTier(backend, arena, overflow=disks.of(device))
+        backend, overflow = backends[device.index], disks.of(device)
+        if host_bytes is None:
+            host_bytes = spare_bytes(len(backends))
+        for other in arenas:
+            other.grow_no_more()
+        limit = host_bytes - sum(other.limit_bytes for other in arenas)
+        arenas.append(Arena(pinned_memory(backend), limit, START_BYTES, PIECE_BYTES))
+        return StreamTier(backend, arenas[-1], overflow=overflow)
 
     hosts = DeviceTiers("host", "host", make_host, expect)
     tiers: dict[str, SlowTier] = {"host": hosts, "disk": disks}

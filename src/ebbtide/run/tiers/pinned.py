@@ -93,6 +93,10 @@ class Arena:
         """How much memory there is in one piece."""
         return self._places.end_bytes
 
+    def grow_no_more(self) -> None:
+        """What there is now is the limit."""
+        self.limit_bytes = self.size_bytes + self._added_bytes
+
     def settle(self, planned: PlannedPlaces | None, quiet: Callable[[], None]) -> None:
         """Between two steps: grow by what had no place, or to what a plan needs, and follow it in the step that comes.
 
@@ -258,7 +262,11 @@ def touch(address: int, size_bytes: int, cpus: frozenset[int]) -> None:
     thread.join()
 
 
-def spare_bytes() -> int:
-    """Half of the RAM that is available to this machine or container, shared with the other processes of `torchrun`."""
+def spare_bytes(devices: int = 1) -> int:
+    """Half of the RAM that is available to this machine or container, shared with the other processes of `torchrun`.
+
+    Args:
+        devices: how many there are: without `torchrun`, each may have a process of its own.
+    """
     beside = os.environ.get("LOCAL_WORLD_SIZE", "")  # processes here, this one included
-    return available_bytes() // 2 // max(1, int(beside) if beside.isdecimal() else 1)
+    return available_bytes() // 2 // (int(beside) if beside.isdecimal() and int(beside) else devices)
