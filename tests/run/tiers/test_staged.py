@@ -100,6 +100,22 @@ def test_a_read_that_fails(tier: StagedTier, monkeypatch: pytest.MonkeyPatch) ->
         tier.read(slot).wait()
 
 
+def test_a_device_that_has_failed_is_not_taken_for_the_disk(tier: StagedTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel's fault is told to whoever waits for the device next: here, a worker."""
+    there = tier.write(storage_of(2 * PART))
+    there.wait()
+
+    def finish(stream: object) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(tier._backend, "finish", finish)
+    for move in (lambda: tier.write(storage_of(2 * PART)).wait(), lambda: tier.read(there).wait()):
+        with pytest.raises(SpillError, match=r"between cpu and RAM failed: .*device-side assert") as caught:
+            move()
+        assert "disk" not in str(caught.value)
+        assert isinstance(caught.value.__cause__, RuntimeError)
+
+
 def test_stages_come_back_after_faults(tier: StagedTier, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(tier, "_pwrite", failing(errno.EIO))

@@ -22,6 +22,7 @@ from ebbtide.run.tiers.memory import CONGRUENCE_BYTES
 from ebbtide.run.tiers.pinned import pinned_memory
 from ebbtide.run.tiers.queued import PART_BYTES
 from ebbtide.run.tiers.transfers import QueuedLoad, Slot
+from ebbtide.units import format_bytes
 
 WRITERS = 2
 """While one part is written, the next is copied to its stage."""
@@ -121,6 +122,15 @@ class StagedTier(DiskTier):
 
     def _after_fetch(self, load: QueuedLoad) -> None:
         """The stages held all of it."""
+
+    def _explain(self, fault: BaseException, transfer: Slot | QueuedLoad) -> str:
+        if isinstance(fault, OSError):
+            return super()._explain(fault, transfer)
+        # The disk has nothing to do with it: a device that has failed says so to whoever waits for it next.
+        return (
+            f"copying a tensor of {format_bytes(transfer.size_bytes)} between {self.device} and RAM failed: {fault!r}; "
+            "if it is a kernel of the step that failed, CUDA_LAUNCH_BLOCKING=1 shows which"
+        )
 
     @contextlib.contextmanager
     def _stage(self) -> Iterator[torch.UntypedStorage]:
