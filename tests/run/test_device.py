@@ -375,3 +375,15 @@ def test_without_cuda_steps_are_expected_on_the_cpu() -> None:
     if not torch.cuda.is_available():
         assert likely_device() == CPU
     assert gauges_of(CPU).memory is None
+
+
+def test_a_cuda_device_without_an_index_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All storages of a step would be elsewhere, and count nothing. CUDA may not be in use yet."""
+    used: list[str] = []
+    monkeypatch.setattr(torch.cuda, "init", lambda: used.append("init"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for named, index in (("cuda", 1), ("cuda:0", 0)):
+        gauges = gauges_of(torch.device(named))
+        assert gauges.memory is not None
+        assert gauges.device == gauges.memory.device == torch.device("cuda", index)
+    assert used == ["init", "init"]

@@ -41,8 +41,11 @@ class Gauges:
 
 
 def gauges_of(device: torch.device) -> Gauges:
-    """The gauges of a CPU or a CUDA device."""
+    """The gauges of a CPU or a CUDA device; of the current one, if it has no index."""
     if device.type == "cuda":
+        torch.cuda.init()  # before that, there is nothing to ask
+        if device == torch.device("cuda"):  # storages are on devices that have an index
+            device = torch.device("cuda", torch.cuda.current_device())
         return Gauges(device, CudaClock(device), CudaMemory(device))
     return Gauges(device, HostClock(), None)
 
