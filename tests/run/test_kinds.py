@@ -177,6 +177,21 @@ def test_what_leaves_out_some_is_run_by_the_plan_of_all(share: float, machine: M
     assert_within(found, limit_bytes, steps=20)
 
 
+@pytest.mark.parametrize("never", [(), (BLOCKS - 1,)], ids=["some", "one_for_ever"])
+@pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["moves", "recomputes"])
+def test_what_leaves_out_some_is_evidence_enough(machine: Machine, never: tuple[int, ...], tmp_path: Path) -> None:
+    """A plan is verified and audited though a step with all that it was made for does not come again."""
+    limit_bytes = int(0.6 * plain_peak(EVERY))
+    dice, dropped = random.Random(0), list[tuple[Sequence[int], int]]()
+    while len(dropped) < 28:
+        left_out = (*never, *(block for block in EVERY if dice.random() < 0.2))
+        dropped += [(tuple(block for block in EVERY if block not in left_out), 0)] * bool(left_out)
+    found = run([*[(EVERY, 0)] * 2, *dropped, *[(EVERY, 0)] * 2], limit_bytes, machine, tmp_path, build=Dropped)
+    assert [seen.left for seen in found if seen.left] == []
+    assert [seen.state for seen in found[-8:]] == [*["rehearse"] * 7, "planned"]
+    assert_within(found, limit_bytes, steps=10)
+
+
 @pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["moves", "recomputes"])
 @pytest.mark.parametrize("share", [0.75, 0.9])
 def test_known_kinds_that_leave_out_some_stay_within(share: float, machine: Machine, tmp_path: Path) -> None:

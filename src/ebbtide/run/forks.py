@@ -22,7 +22,8 @@ that is like this one. If there is any way to leave out parts so that the rest a
 1. What is to be done at the saves and requests that do not come is done all the same, as far as there is anything.
 2. Ops are counted again from the next event on that says at which one it is. What was captured meanwhile leads to other
    tensors than are saved, if to any, and is not used: see `Recipe.makes`.
-3. Nothing is learnt from such a step but that it came.
+3. Little is learnt from such a step: that it came, and what of the plan is as it should be, as a step that leaves out
+   nothing may never come again. What has to be compared before it is computed again, and does not come, moves out.
 4. What comes after the part that is left out may need memory that the larger kind makes room for only later. For a
    known kind it is worked out before, event by event, whether there is enough; an unknown one may pass the limit.
 """

@@ -36,6 +36,8 @@ GIVEN_UP = 5
 """When steps hold more so many times, or there is no plan for what they hold, their kind is not planned for again."""
 COUNTS = 4
 """How many steps are counted at most of a kind in which nothing binds, until one was of it from beginning to end."""
+VERIFIES_OF_PARTS = 16
+"""Steps that left out some of what is to be compared, after which what has not come is not waited for."""
 CLOSE_LOOKS = 16
 """Steps of a kind in which nothing binds that are watched as if something did: some may save other tensors, of which
 the first one tells nothing."""
@@ -59,6 +61,7 @@ class Kind:
         last_met: number of its last step.
         meetings: how many steps were of this kind.
         audits: how many steps were audited under the plan.
+        verifies: how many steps compared some of what the plan computes again, and left out the rest.
     """
 
     def __init__(self, step: Step, samples: Sequence[Step] = ()) -> None:
@@ -76,7 +79,8 @@ class Kind:
         self.pace = Pace()
         self.places = Rehearsed(varies=self.varies)
         self._more_times = 0
-        self.follower, self.last_met, self.meetings, self.audits = self, -1, 0, 0
+        self.follower, self.last_met, self.meetings, self.audits, self.verifies = self, -1, 0, 0, 0
+        self._unverified: set[int] = set()
         self._idle_steps = self._counts = 0
         self._was_followed_by_another = False
         self._others = self._gap = 0
@@ -173,12 +177,28 @@ class Kind:
             self.pace = Pace()  # where nothing bound, nobody took the times of events
         outcome = simulate(self.step, machine, plan.decisions)
         self.plan = plan
-        self.audits, self._counts, self.audited = 0, 0, None
+        self.audits, self.verifies, self._counts, self.audited = 0, 0, 0, None
         self.script = write_script(self.step, plan, outcome.memory, captures_all=self.captures_all)
+        self._unverified = {saving.value for saving in self.script.savings if saving.remakes}
         if not plan.binds:
             self.state = "idle"
         else:
             self.state = "verify" if verify and self.script.remakes else "audit"
+
+    def verified(self, values: Set[int], *, whole: bool) -> None:
+        """A step has compared ``values`` with the truth; ``whole``: it left out nothing.
+
+        Steps that leave out some are evidence of the rest, as one that leaves out nothing may not come soon. What has
+        not come after `VERIFIES_OF_PARTS` of them is never computed again.
+        """
+        assert self.script is not None
+        self._unverified -= values
+        self.verifies += not whole
+        if not whole and self._unverified:
+            if self.verifies < VERIFIES_OF_PARTS:
+                return
+            self.script = self.script.moving(self._unverified)
+        self.state = "audit"
 
     def to_be_counted(self) -> bool:
         """Whether to count a step in which nothing binds, and that begins now, to know what steps of this kind hold.

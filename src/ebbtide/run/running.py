@@ -33,7 +33,8 @@ from ebbtide.run.tiers.choose import settle
 from ebbtide.run.verify import Truth
 
 _AUDITS_OF_SMALLER = 3
-"""Steps that are audited where tensors are smaller than planned for: one of the planned sizes may not come soon."""
+"""Steps that are audited where tensors are smaller than planned for, or left out: one of the planned sizes, with all of
+them, may not come soon."""
 _RSS_SLACK = 0.06
 """Resident bytes above rest may exceed the planned ones by this share before the heap's holes are given back."""
 
@@ -260,16 +261,16 @@ class Running:
             kind.has_held(held_now, self._loop.machine, self._loop.verify)
 
     def _advance(self, kind: Kind, conductor: Conductor, peak: int | None) -> None:
-        """Move the kind of step along, if the step ran as planned from beginning to end."""
+        """Move the kind of step along, if the step ran as planned from beginning to end, but for what it left out."""
         loop = self._loop
         ran = self._kind_of(conductor)
         if ran is None:
             return  # it was planned for anew meanwhile
         loop.met(loop.kinds.get(ran.key_without(conductor.missing), ran) if conductor.missing else ran)
-        if not conductor.followed:
+        if not (conductor.followed or conductor.left_some_out):
             return
         if conductor.truth is not None:
-            ran.state = "audit"
+            ran.verified(conductor.truth.compared, whole=conductor.followed)
             if conductor.truth.differing:
                 ran.ban(conductor.truth.differing)
                 ran.make_plan(loop.machine, ran.plan.limit_bytes if ran.plan else 0, loop.verify)
@@ -295,7 +296,8 @@ class Running:
         loop = self._loop
         former = kind.audited_peak_bytes if kind.audits else None  # of a plan that is not followed any more
         kind.audited_peak_bytes = max(peak, former or 0)
-        if kind.plan is not None and peak > kind.plan.limit_bytes:
+        # One that left out some is of another kind: what it held is no reason to plan for less in steps of this one.
+        if kind.plan is not None and peak > kind.plan.limit_bytes and not conductor.missing:
             kind.hold_more(peak - kind.plan.peak_bytes)
             kind.make_plan(loop.machine, kind.plan.limit_bytes, loop.verify)
             return

@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import enum
 import itertools
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 
@@ -138,6 +138,15 @@ class Script:
     def remakes(self) -> bool:
         """Whether any value is computed again."""
         return bool(self.known)
+
+    def moving(self, values: Set[int]) -> Script:
+        """The same, but that ``values`` move out where this one drops them: nothing says how to compute them again."""
+
+        def moved(saving: Saving) -> Saving:
+            return dataclasses.replace(saving, remakes=()) if saving.value in values else saving
+
+        holds = tuple(None if saving is None else moved(saving) for saving in self.holds)
+        return dataclasses.replace(self, savings=tuple(map(moved, self.savings)), holds=holds)
 
     @property
     def objects(self) -> int:

@@ -25,6 +25,7 @@ class _Witness(Recipe):
         self._true = true
 
     def replay(self) -> torch.Tensor:
+        self._truth.compared.add(self._recipe.target)
         true = self._true.arrive()
         try:
             again = self._recipe.replay()
@@ -40,10 +41,12 @@ class Truth:
     """Collects what the verify step finds.
 
     Attributes:
-        differing: values whose recomputation is not bit for bit what the forward pass made.
+        compared: values that were computed again, and compared.
+        differing: those of them whose recomputation is not bit for bit what the forward pass made.
     """
 
     def __init__(self) -> None:
+        self.compared: set[int] = set()
         self.differing: set[int] = set()
 
     def watch(self, holding: Holding, recipe: Recipe, tier: SlowTier) -> None:
