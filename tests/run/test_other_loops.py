@@ -86,6 +86,47 @@ def test_lightning(micro_batches: int, tmp_path: Path) -> None:
         assert_same(plain, train([piece("Lightning")["BudgetCallback"](memory)]), memory)
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_lightning_with_two_backward_passes(whole: bool, tmp_path: Path) -> None:
+    """As the page says, the first of them is in the step, and both are without `on_after_backward`."""
+    lightning = pytest.importorskip("lightning")
+    budgets: list[Budget] = []
+    inside: list[bool] = []
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.other, self.automatic_optimization = network(), network(), False
+
+        def training_step(self, batch: Any, number: int) -> None:
+            for net, optimizer in zip((self.net, self.other), self.optimizers(), strict=True):
+                loss = nn.functional.cross_entropy(net(batch[0]), batch[1])
+                inside.append(any(memory._loop.running is not None for memory in budgets))
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.AdamW(net.parameters()) for net in (self.net, self.other)]
+
+    def train(callbacks: list[Any]) -> nn.Module:
+        module = Module()
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", callbacks=callbacks, **quiet)
+        trainer.fit(module, torch.utils.data.DataLoader(examples(), batch_size=BATCH))
+        return module
+
+    plain = train([])
+    with Budget("85%", spill=tmp_path) as memory:
+        budgets.append(memory)
+        callback = piece("Lightning")["BudgetCallback"]
+        if whole:
+            del callback.on_after_backward
+        inside.clear()
+        assert_same(plain, train([callback(memory)]), memory)
+    assert inside == [True, whole] * BATCHES
+
+
 def test_lightning_errors_end_the_step(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning")
 
