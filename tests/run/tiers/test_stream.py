@@ -54,6 +54,18 @@ def quiet() -> None:
     """No copy is under way."""
 
 
+def tier_whose_memory_is_followed(backend: InlineBackend) -> tuple[StreamTier, list[weakref.ref[torch.UntypedStorage]]]:
+    """A tier, and references to the pieces of memory that it takes."""
+    memories: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def take(size_bytes: int) -> torch.UntypedStorage:
+        memory = torch.UntypedStorage(size_bytes)
+        memories.append(weakref.ref(memory))
+        return memory
+
+    return StreamTier(backend, Arena(take, MIB, MIB)), memories
+
+
 class TestArena:
     def test_it_grows_between_steps_by_what_was_missed(self) -> None:
         taken: list[int] = []
@@ -430,14 +442,7 @@ class TestStreamTier:
             disk.write(storage)
 
     def test_memory_goes_back_with_the_tier(self, backend: InlineBackend) -> None:
-        memories: list[weakref.ref[torch.UntypedStorage]] = []
-
-        def take(size_bytes: int) -> torch.UntypedStorage:
-            memory = torch.UntypedStorage(size_bytes)
-            memories.append(weakref.ref(memory))
-            return memory
-
-        tier = StreamTier(backend, Arena(take, MIB, MIB))
+        tier, memories = tier_whose_memory_is_followed(backend)
         slot = tier.write(storage_of(1000))
         tier.free(slot)
         tier.close()
@@ -447,14 +452,7 @@ class TestStreamTier:
     @pytest.mark.parametrize("way", ["dies", "is freed", "is read"])
     def test_memory_goes_back_with_what_outlives_the_tier(self, backend: InlineBackend, way: str) -> None:
         """As the graph of a step in which something was raised does, whose traceback has it."""
-        memories: list[weakref.ref[torch.UntypedStorage]] = []
-
-        def take(size_bytes: int) -> torch.UntypedStorage:
-            memory = torch.UntypedStorage(size_bytes)
-            memories.append(weakref.ref(memory))
-            return memory
-
-        tier = StreamTier(backend, Arena(take, MIB, MIB))
+        tier, memories = tier_whose_memory_is_followed(backend)
         slot = tier.write(storage_of(1000))
         load = tier.read(slot) if way == "is read" else None
         tier.close()
