@@ -100,3 +100,20 @@ def test_what_hooks_of_the_user_put_in_its_place_stays() -> None:
     assert Looking.found.tolist() == [2, 2, 2]
     _look(leaf, None).sum().backward()
     assert Looking.found is leaf
+
+
+def test_backward_in_inference_mode() -> None:
+    """It finds the leaf there, too, and whatever else it was given where hooks made that in this mode."""
+    show_leaves()
+    leaf = torch.ones(3, requires_grad=True)
+    loss = _look(leaf, None).sum()
+    with torch.inference_mode():
+        loss.backward()
+    assert Looking.found is leaf
+    with saved_tensors_hooks(lambda tensor: tensor.detach(), lambda packed: packed.clone()):
+        loss = _look(leaf, None).sum()
+    with torch.inference_mode():
+        loss.backward()
+    assert Looking.found.tolist() == [1, 1, 1]
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [2, 2, 2]

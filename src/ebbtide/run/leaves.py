@@ -33,8 +33,11 @@ def _itself(shown: torch.Tensor | None) -> torch.Tensor | None:
     """The leaf that was saved, if ``shown`` was made of one; else ``shown``."""
     if type(shown) is not torch.Tensor or not (shown.requires_grad and shown.is_leaf and has_storage(shown)):
         return shown
-    with torch.enable_grad(), torch._C._DisableTorchDispatch():  # no mode is to see that a view is made for its node
+    # No mode is to see that a view is made for its node, and where backward passes run without grad it has one, too.
+    with torch.inference_mode(False), torch.enable_grad(), torch._C._DisableTorchDispatch():
         node: Any = shown.view_as(shown).grad_fn
+    if node is None:  # an inference tensor
+        return shown
     leaf: torch.Tensor = node.next_functions[0][0].variable
     is_same = leaf.untyped_storage()._cdata == shown.untyped_storage()._cdata  # not what other hooks put in its place
     return leaf if is_same else shown
