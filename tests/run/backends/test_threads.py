@@ -121,23 +121,37 @@ def test_cpus_near_a_device(node: str, tmp_path: Path) -> None:
     assert cuda.cpus_near("0000:00:00.0", tmp_path) == frozenset()
 
 
-def test_no_dispatch_mode_sees_a_copy_of_the_cuda_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU: what hides the copy is PyTorch's; that it hides it is tested."""
+@pytest.mark.parametrize("current_device", [0, 1])
+def test_no_dispatch_mode_sees_a_copy_of_the_cuda_kind(current_device: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU: what hides the copy, and what makes a stream current, is PyTorch's; that they are asked is tested."""
 
     class Refuse(DispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             raise AssertionError(f"{func} was seen")
 
-    class NoStream:
-        def __init__(self, stream: object) -> None: ...
-        def __enter__(self) -> None: ...
-        def __exit__(self, *_: object) -> None: ...
+    class Side:
+        stream_id, device_index, device_type = 7, 0, 1
 
-    monkeypatch.setattr(torch.cuda, "stream", NoStream)
+    class Current:
+        def __init__(self, stream: Side) -> None:
+            self.stream = stream
+
+        def __enter__(self) -> None:
+            made_current.append((self.stream.stream_id, self.stream.device_index, self.stream.device_type))
+
+        def __exit__(self, *_: object) -> None:
+            made_current.append(before)
+
+    before, made_current = (3, 0, 1), list[tuple[int, int, int]]()
+    monkeypatch.setattr(torch.cuda, "stream", Current)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current_device, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: before, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_setStream", lambda *stream: made_current.append(stream), raising=False)
     source, target = torch.arange(10), torch.zeros(10, dtype=torch.int64)
     with Refuse():
-        cuda.CudaBackend(0).copy(None, target.untyped_storage(), source.untyped_storage())
+        cuda.CudaBackend(0).copy(Side(), target.untyped_storage(), source.untyped_storage())
     assert torch.equal(source, target)
+    assert made_current == [(7, 0, 1), before]
 
 
 def test_cudas_allocator_is_told_who_else_uses_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,11 +111,14 @@ class ComputeStreams:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._seen: dict[Stream, None] = {}
+        self._latest: Stream | None = None
 
     def note(self) -> Stream:
         """The compute stream of the calling thread, to be known from now on."""
         stream = self._backend.compute()
-        self._seen.setdefault(stream)
+        if stream is not self._latest:  # to hash a stream takes longer than all the rest of this
+            self._seen.setdefault(stream)
+            self._latest = stream
         return stream
 
     def record(self) -> tuple[Any, ...]:
