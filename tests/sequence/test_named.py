@@ -125,6 +125,23 @@ def test_killed_before_a_child_of_its_own(tmp_path: Path) -> None:
         os.close(writing)
 
 
+@pytest.mark.parametrize("every", [1, 3])
+def test_elements_in_another_order_than_those_of_state_0(every: int, tmp_path: Path) -> None:
+    """All states after it, or some of them, lie in Fortran's order."""
+
+    def ordered(u: Array, step: int) -> Array:
+        return np.array(forward(u, step), order="F" if step % every == 0 else "C")
+
+    def dying(u: Array, step: int) -> Array:
+        if step == 77:
+            die()
+        return ordered(u, step)
+
+    changes = {"forward": ordered, "state": START.reshape(7, 100)}
+    killed(lambda: attempt(tmp_path, **{**changes, "forward": dying}))
+    assert check_whole(tmp_path, **changes).resumed_step > 50
+
+
 @pytest.mark.parametrize("step", [0, 1, 30, 77, N - 1])
 def test_killed_in_the_forward_sweep(step: int, tmp_path: Path) -> None:
     killed_at(tmp_path, step)

@@ -152,8 +152,16 @@ class ArrayChain:
 
     def unpack(self, block: Block, step: int, *, own: bool) -> Any:
         """See `Chain.unpack`."""
+        return self._layout.unpack(block, self.orders(step), writeable=own)
+
+    def orders(self, step: int) -> Orders:
+        """How the elements of a stored state lie."""
         orders = self._orders.get(step, self._usual)
-        return self._layout.unpack(block, self._layout.first_orders if orders is None else orders, writeable=own)
+        return self._layout.first_orders if orders is None else orders
+
+    def adopt(self, step: int, orders: Orders) -> None:
+        """Know of a state that was stored before how its elements lie."""
+        self._orders[step] = orders
 
     def own(self, state: Any) -> Any:
         """See `Chain.own`."""

@@ -2,9 +2,9 @@
 
 NOTE [What is on the disk]
 In the spill directory a named run has a folder of its own with two files: ``states``, which only grows while the chain
-is run forward, and ``journal``. The journal's first line says what run it is; each further one, where a state lies and
-the checksums of its bytes, and is written once these are in ``states``. Every line begins with its own checksum. So
-whenever the process is killed, the lines up to the first that is torn tell of whole states.
+is run forward, and ``journal``. The journal's first line says what run it is; each further one, where a state lies, the
+checksums of its bytes and the order of its elements, and is written once these are in ``states``. Every line begins
+with its own checksum. So whenever the process is killed, the lines up to the first that is torn tell of whole states.
 
 Nothing is synced: what a killed process has written is safe. After a crash of the whole machine some of it may be
 missing; then checksums differ, and an earlier state is the last whole one.
@@ -33,6 +33,7 @@ from ebbtide.run.tiers.memory import take_memory
 from ebbtide.sequence.blocks import whole_bytes
 from ebbtide.sequence.codec import Codec
 from ebbtide.sequence.disk import StateDisk, StatePlace
+from ebbtide.sequence.layout import Orders
 from ebbtide.sequence.schedules import Advance, Drop, Load, Record, Store
 
 Identity = Mapping[str, Any]
@@ -51,6 +52,7 @@ class NamedDisk(StateDisk):
 
     Attributes:
         there: by step, ascending, the states of a run that was killed.
+        orders: of each of them, how its elements lie.
 
     Raises:
         SequenceError: if the name cannot be one of a folder, the run is under way elsewhere, or it was another one.
@@ -65,6 +67,7 @@ class NamedDisk(StateDisk):
         super().__init__(directory, checksum=True, codec=codec)
         self.folder = Path(directory) / f"ebbtide-{run}"
         self.there: dict[int, StatePlace] = {}
+        self.orders: dict[int, Orders] = {}
         self._newest = -1
         self._kept_bytes = 0  # the file up to here is not given back
         self._is_empty = False
@@ -82,8 +85,8 @@ class NamedDisk(StateDisk):
             self.close()
             raise
 
-    def note(self, step: int, place: StatePlace) -> None:
-        """Write into the journal that a state is there. Only states of the forward sweep, in order.
+    def note(self, step: int, place: StatePlace, orders: Orders) -> None:
+        """Write into the journal that a state is there, and how it lies. Only states of the forward sweep, in order.
 
         Raises:
             SpillError: if the journal cannot be written.
@@ -96,6 +99,7 @@ class NamedDisk(StateDisk):
             "size_bytes": place.size_bytes,
             "checksums": list(place.checksums.items()),
             "packed": list(place.packed.items()),
+            "orders": orders,
         }
         self._take_in(step, place)
         try:
@@ -159,19 +163,20 @@ class NamedDisk(StateDisk):
         lines = list(_whole_lines(os.pread(self._journal, os.fstat(self._journal).st_size, 0)))
         if lines and lines[0][1] != identity:
             raise SequenceError(_difference(run, self.folder, lines[0][1], identity))
-        places = [(entry["step"], self._place_of(entry), end) for end, entry in lines[1:]]
-        self._places.take(max((place.offset_bytes + place.size_bytes for _, place, _ in places), default=0))
-        while places and not self._is_whole(places[-1][1], state_bytes):
+        places = [(end, entry, self._place_of(entry)) for end, entry in lines[1:]]
+        self._places.take(max((place.offset_bytes + place.size_bytes for _, _, place in places), default=0))
+        while places and not self._is_whole(places[-1][2], state_bytes):
             places.pop()
-        end = places[-1][2] if places else lines[0][0] if lines else 0
+        end = places[-1][0] if places else lines[0][0] if lines else 0
         os.ftruncate(self._journal, end)
         os.lseek(self._journal, end, os.SEEK_SET)
         if not lines:
             os.write(self._journal, _line(identity))
         self._is_empty = not places
-        for step, place, _ in places:
-            self.there[step] = place
-            self._take_in(step, place)
+        for _, entry, place in places:
+            self.there[entry["step"]] = place
+            self.orders[entry["step"]] = tuple(map(tuple, entry["orders"]))
+            self._take_in(entry["step"], place)
 
     def _place_of(self, entry: Any) -> StatePlace:
         if entry["packed"] and self.codec is None:

@@ -126,12 +126,14 @@ def run(
 
         def written(step: int, place: StatePlace) -> None:
             if files.named is not None and chain.steps is None:
-                files.named.note(step, place)
+                files.named.note(step, place, chain.orders(step))
 
         tiers = files.tiers() if plan.spills else {}
         with StateStore(blocks, tiers, late=plan.was_late, written=written, is_held=layout.is_held) as store:
-            for step, place in files.there.items() if plan.spills else ():
-                store.adopt(step, DISK, place)
+            if files.named is not None and plan.spills:
+                for step, place in files.there.items():
+                    store.adopt(step, DISK, place)
+                    chain.adopt(step, files.named.orders[step])
             executor: Executor[Any] = Executor(chain, store, first)
             more = Lookahead(chain, executor, n) if callable(n) else range(n).__contains__
             records = plan.records(more)
@@ -168,7 +170,12 @@ def _spill(
         return open_spill(spill, checksum=check, item_bytes=layout.item_bytes)
     if callable(n):
         raise SequenceError(f"name={name!r}: only a run of a known number of steps can go on where it was interrupted")
-    identity = {"number of steps": n, "state": layout.describe(), "state 0": layout.digest(first)}
+    identity = {
+        "number of steps": n,
+        "state": layout.describe(),
+        "order of elements": [list(order) for order in layout.first_orders],
+        "state 0": layout.digest(first),
+    }
     return open_named(spill, name, identity, state_bytes=layout.size_bytes, item_bytes=layout.item_bytes)
 
 
