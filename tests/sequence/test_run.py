@@ -183,6 +183,12 @@ def test_a_short_chain_needs_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert done.adjoint.tobytes() == plain(30)[0].tobytes()
 
 
+def test_states_without_elements_go_to_a_disk(tmp_path: Path) -> None:
+    empty, schedule = np.zeros((0, 3)), Multistage(30, 3, 4)
+    done = run(forward, reverse, 30, empty, turn=turn, memory=8, spill=tmp_path, schedule=schedule)
+    assert done.adjoint.shape == empty.shape
+
+
 THREE_LEVELS = (Level(MEMORY, 2), Level(DISK, 4, 1, 1), Level("disk2", None, 6, 6))
 
 

@@ -16,7 +16,7 @@ from ebbtide.sequence.codec import paying_share
 from ebbtide.sequence.disk import StateDisk
 from ebbtide.sequence.named import resumed
 from ebbtide.sequence.pace import Pace
-from ebbtide.sequence.schedules import DISK, MEMORY, Multistage, Online, OnlineInMemory, Record
+from ebbtide.sequence.schedules import DISK, MEMORY, Multistage, Online, OnlineInMemory, Record, Schedule
 from ebbtide.sequence.spill import SpillFiles
 from ebbtide.sequence.store import unnoted
 from ebbtide.sequence.transfers import time_transfers
@@ -128,11 +128,16 @@ def quickest(
     choice = expected(chosen(tiers))
     schedule = choice.schedule
     if not isinstance(schedule, Multistage) or not (schedule.parts or there):  # nothing goes to a disk beside steps
-        spills = any(choice.slow_bytes.values())
+        spills = uses_disks(schedule)
         left = there if spills else []
         return Course(lambda _: resumed(schedule.records(), left, DISK), choice, spills)
     tier = next(tier for tier in tiers if tier.name == schedule.tier)
     return _paced(schedule, choice, tier, trial, step.seconds, there)
+
+
+def uses_disks(schedule: Schedule) -> bool:
+    """Whether it stores states anywhere but in memory, be they without a byte."""
+    return any(count for tier, count in schedule.slots.items() if tier != MEMORY)
 
 
 def _ways(trial: Trial, copy: CopyCosts, step: StepCosts, seconds: float) -> list[tuple[int, float]]:

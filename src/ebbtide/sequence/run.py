@@ -17,7 +17,7 @@ from ebbtide.sequence.disk import StatePlace
 from ebbtide.sequence.executor import Executor
 from ebbtide.sequence.layout import Layout
 from ebbtide.sequence.named import resumed
-from ebbtide.sequence.planning import Course, online, quickest
+from ebbtide.sequence.planning import Course, online, quickest, uses_disks
 from ebbtide.sequence.progress import is_wanted, watch
 from ebbtide.sequence.schedules import DISK, MEMORY, Schedule
 from ebbtide.sequence.spill import Spill, SpillFiles, open_named, open_spill
@@ -209,5 +209,5 @@ def _given(
             )
             raise SequenceError(f"the schedule stores states in a tier called {tier!r}, but {known}")
     choice = predicted(schedule, state_bytes, math.nan)
-    spills = any(choice.slow_bytes.values()) or bool(files.there)
+    spills = uses_disks(schedule) or bool(files.there)
     return Course(lambda _: resumed(schedule.records(), files.there, DISK), choice, spills)
