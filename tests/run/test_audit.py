@@ -154,6 +154,70 @@ def test_steps_that_hold_too_much_now_and_then_are_warned_of(tmp_path: Path) -> 
         assert loop.memory.plan.peak_bytes == plan.peak_bytes
 
 
+class Accumulating:
+    """A loop that from step 12 on adds up the gradients of ``each`` steps; before, each step has its own."""
+
+    BEFORE = 12
+
+    def __init__(self, limit: str, directory: Path, each: int) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(160, 160), nn.Tanh())))
+        self.data = torch.randn(1024, 160)
+        self.memory = ebbtide.Budget(limit, spill=directory, machine=FAST_DISK)
+        self.each = each
+
+    def peaks(self, steps: int) -> list[int]:
+        """Run so many steps in all; the peaks of those that accumulate."""
+        found = []
+        for index in range(steps):
+            with PeakMeter() as meter, self.memory.step():
+                self.model(self.data).sum().backward()
+            if index < self.BEFORE or index % self.each == self.each - 1:
+                self.model.zero_grad()
+            found.append(meter.peak_bytes)
+        return found[self.BEFORE :]
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="without the arena nobody counts what planned steps hold")
+@pytest.mark.parametrize("limit", ["80%", "100%"])
+@pytest.mark.parametrize("each", [2, 3, 8])
+def test_gradients_that_are_there_before_a_step_count(each: int, limit: str, tmp_path: Path) -> None:
+    """Steps that begin with more are counted, and that is left free if it is the steps' own."""
+    loop = Accumulating(limit, tmp_path, each)
+    with loop.memory:
+        peaks = loop.peaks(loop.BEFORE + 4 * loop.each + 12)
+        limit_bytes = loop.memory.limit_bytes
+        assert limit_bytes is not None
+        assert max(peaks[: 2 * loop.each]) > limit_bytes
+        assert max(peaks[2 * loop.each :]) <= limit_bytes
+        assert loop.memory.plan is not None
+        assert loop.memory.plan.peak_bytes <= limit_bytes
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="without the arena nobody counts what planned steps hold")
+def test_gradients_that_are_too_large_to_be_there_before_a_step_are_warned_of(tmp_path: Path) -> None:
+    loop = Accumulating("100%", tmp_path, 4)
+    loop.data = loop.data[:32]  # what steps hold are gradients, above all
+    with loop.memory, pytest.warns(UserWarning, match="held .* more than others.*budget .* cannot be met") as said:
+        loop.peaks(40)
+    assert len(said) == 1
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="without the arena nobody counts what planned steps hold")
+@pytest.mark.parametrize("limit", ["70%", "100%"])
+def test_what_others_have_before_a_step_does_not_count(limit: str, tmp_path: Path) -> None:
+    """Steps are counted to see whose it is, ever more rarely."""
+    loop, others, plans = NowAndThen(limit, FAST_DISK, tmp_path), [], set()
+    with loop.memory:
+        for _ in range(80):
+            loop.step(0)
+            others.append(torch.zeros(SIZE))
+            plans.add(loop.memory.plan.peak_bytes if loop.memory.plan is not None else 0)
+        counted = sum(step.peak_bytes is not None for step in loop.memory.measured)
+    assert len(plans - {0}) <= 2  # durations that are better known are a reason to plan once more
+    assert 4 <= counted <= 24
+
+
 @pytest.mark.skipif(find_compiler() is None, reason="without the arena nobody counts what planned steps hold")
 def test_what_other_threads_hold_meanwhile_does_not_count(tmp_path: Path) -> None:
     loop = NowAndThen("60%", FAST_DISK, tmp_path)

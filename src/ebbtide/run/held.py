@@ -10,6 +10,9 @@ import dataclasses
 
 from ebbtide.run.native import arena_library
 
+RECOUNTS = 4
+"""How many steps in a row are counted: of gradients that steps add to, there may be none yet in every second one."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Held:
@@ -34,6 +37,33 @@ class Audited:
 
     peak_bytes: int
     held: Held
+
+
+class Recounts:
+    """When to count steps of a kind once more, as one has begun with more than the audited one.
+
+    It may use that, as it does the gradients that it adds to, or it may be somebody else's: who counts is to tell.
+    """
+
+    def __init__(self) -> None:
+        self._left = self._next = 0
+
+    @property
+    def are_due(self) -> bool:
+        """Whether to count the next step."""
+        return self._left > 0
+
+    def ask(self, number: int) -> None:
+        """The step of this number has begun with more. It is asked for again and again while that stays in vain, which
+        is to cost ever less."""
+        if number >= self._next:
+            self._left, self._next = RECOUNTS, 2 * number
+
+    def take(self) -> bool:
+        """Whether to count the step that begins now."""
+        due = self.are_due
+        self._left -= due
+        return due
 
 
 def begin() -> int | None:

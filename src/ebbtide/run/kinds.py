@@ -12,7 +12,7 @@ from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
 from ebbtide.plan import Caution, lower_bound, simulate
 from ebbtide.run.forks import Library
-from ebbtide.run.held import Audited, Held
+from ebbtide.run.held import Audited, Held, Recounts
 from ebbtide.run.pace import Pace, without_slowdown
 from ebbtide.run.rehearsed import Rehearsed
 from ebbtide.run.roomy import fits, varying_bytes
@@ -82,6 +82,7 @@ class Kind:
         self.follower, self.last_met, self.meetings, self.audits, self.verifies = self, -1, 0, 0, 0
         self._unverified: set[int] = set()
         self._idle_steps = self._counts = 0
+        self._recounts = Recounts()
         self._was_followed_by_another = False
         self._others = self._gap = 0
         self._structure: int | None = None
@@ -201,16 +202,21 @@ class Kind:
         self.state = "audit"
 
     def to_be_counted(self) -> bool:
-        """Whether to count a step in which nothing binds, and that begins now, to know what steps of this kind hold.
-        Where such steps turn out to be of other kinds it is not tried again and again."""
+        """Whether to count a step that begins now, of which nothing more is to be found out: where nothing binds, to
+        know what steps of this kind hold; later, if one has begun with more. Where such steps turn out to be of other
+        kinds it is not tried again and again."""
+        if self._recounts.take():
+            return True
         self._counts += 1
-        return self.audited is None and self._counts <= COUNTS
+        return self.state == "idle" and self.audited is None and self._counts <= COUNTS
 
     def looks_closely(self, library: Library) -> bool:
         """Whether a step in which nothing binds is watched from beginning to end: it may turn out to be another one."""
         assert self.script is not None
         self._idle_steps += 1
-        return bool(self.samples) or self._idle_steps <= CLOSE_LOOKS or library.has_like(self.script)
+        if self._idle_steps <= CLOSE_LOOKS or self._recounts.are_due:
+            return True
+        return bool(self.samples) or library.has_like(self.script)
 
     def places_in(self, tier: str) -> PlannedPlaces | None:
         """Where values lie in the arena of ``tier``; None while there is no plan."""
@@ -236,26 +242,42 @@ class Kind:
         """
         more = self._excess_bytes(held)
         if not more:
+            self._has_begun_with(held)
             return
         assert self.plan is not None
         assert self.audited is not None
-        step, reason = self.step, "that was not the first time that they held more"
-        self._more_times += 1
-        if self._more_times < GIVEN_UP:
-            self.hold_more(self.audited.peak_bytes + more - self.plan.peak_bytes)
-            try:
-                self.make_plan(machine, self.plan.limit_bytes, verify)
-            except BudgetError as error:
-                self.step, reason = step, str(error)
-            else:
-                self.places.forget()
-                return
-        if self.plan.resting_bytes + held.taken_bytes <= self.plan.limit_bytes:
-            return
+        reason = self._leave_free(self.audited.peak_bytes + more - self.plan.peak_bytes, machine, verify)
+        if reason and self.plan.resting_bytes + held.taken_bytes > self.plan.limit_bytes:
+            self._warn(more, reason)
+
+    def has_passed(self, peak_bytes: int, machine: Machine, verify: bool) -> None:
+        """A step that was counted once more held so much, which is above the limit: the same as `has_held`."""
+        if self.plan is not None and self._more_times < GIVEN_UP:
+            more = peak_bytes - self.plan.peak_bytes
+            if reason := self._leave_free(more, machine, verify):
+                self._warn(more, reason)
+
+    def _leave_free(self, size_bytes: int, machine: Machine, verify: bool) -> str:
+        """Plan with so much less from now on. Returns why that was not done, or an empty string."""
+        assert self.plan is not None
+        step, self._more_times = self.step, self._more_times + 1
+        if self._more_times >= GIVEN_UP:
+            return "that was not the first time that they held more"
+        self.hold_more(size_bytes)
+        try:
+            self.make_plan(machine, self.plan.limit_bytes, verify)
+        except BudgetError as error:
+            self.step = step
+            return str(error)
+        self.places.forget()
+        return ""
+
+    def _warn(self, more_bytes: int, reason: str) -> None:
+        assert self.plan is not None
         self._more_times = GIVEN_UP
         warnings.warn(
-            f"a step held {format_bytes(more)} more than others that save the same tensors, and passed the limit of "
-            f"{format_bytes(self.plan.limit_bytes)}. The plan stays, and such steps will pass it again: {reason}",
+            f"a step held {format_bytes(more_bytes)} more than others that save the same tensors, and passed the limit "
+            f"of {format_bytes(self.plan.limit_bytes)}. The plan stays, and such steps will pass it again: {reason}",
             stacklevel=2,
         )
 
@@ -263,14 +285,25 @@ class Kind:
         """A step that was hardly looked at has held so much: if that passes the limit, look at the next ones."""
         if self._excess_bytes(held):
             self._idle_steps = 0
+        else:
+            self._has_begun_with(held)
+
+    def _has_begun_with(self, held: Held) -> None:
+        """A step held so much, though no more of its own than others: see whether it passes the limit so."""
+        if self.audited is not None and self._passes(held.most_bytes - self.audited.held.most_bytes):
+            self._recounts.ask(self.meetings)
 
     def _excess_bytes(self, held: Held) -> int:
         """Bytes that a step held above the audited one, if that passes the limit and is no trifle; 0 otherwise."""
+        more = held.above(self.audited.held) if self.audited is not None else 0
+        return more if self._passes(more) else 0
+
+    def _passes(self, more_bytes: int) -> bool:
+        """Whether so much above the audited step passes the limit, and is no trifle."""
         if self.plan is None or self.audited is None or self._more_times >= GIVEN_UP:
-            return 0
-        more = held.above(self.audited.held)
-        is_trifle = more <= MORE_SHARE * (self.plan.peak_bytes - self.plan.resting_bytes)
-        return 0 if is_trifle or self.audited.peak_bytes + more <= self.plan.limit_bytes else more
+            return False
+        is_trifle = more_bytes <= MORE_SHARE * (self.plan.peak_bytes - self.plan.resting_bytes)
+        return not is_trifle and self.audited.peak_bytes + more_bytes > self.plan.limit_bytes
 
     def ban(self, values: set[int]) -> None:
         """Never again compute these values a second time."""

@@ -127,7 +127,8 @@ class Running:
             trimmer=self._trimmer(plan.peak_bytes - plan.resting_bytes) if trims else None,
             clock=self._ground.clock if self._state == "planned" and kind.is_timed else None,
         )
-        if self._state == "audit" or (self._state == "idle" and self._turn is not None and kind.to_be_counted()):
+        is_known = self._state in FINAL_STATES and self._turn is not None
+        if self._state == "audit" or (is_known and kind.to_be_counted()):
             self._meter = PeakMeter(loop.tiers.values()) if memory is None else AllocatedMeter(memory)
             self._meter.enter()
         push_hooks(self._conductor.pack, self._conductor.unpack)
@@ -248,7 +249,7 @@ class Running:
     def _watched(self, kind: Kind, left: str) -> bool:
         """Whether the step ran from beginning to end as steps of its kind will, so that its pace tells theirs."""
         conductor = self._conductor
-        if left or self._state not in FINAL_STATES:
+        if left or self._state not in FINAL_STATES or self._meter is not None:
             return False
         return conductor is None or (conductor.finished and conductor.script is kind.script)
 
@@ -298,6 +299,9 @@ class Running:
         kind.audited_peak_bytes = max(peak, former or 0)
         # One that left out some is of another kind: what it held is no reason to plan for less in steps of this one.
         if kind.plan is not None and peak > kind.plan.limit_bytes and not conductor.missing:
+            if kind.audited is not None:  # in the middle of somebody's training, which goes on
+                kind.has_passed(peak, loop.machine, loop.verify)
+                return
             kind.hold_more(peak - kind.plan.peak_bytes)
             kind.make_plan(loop.machine, kind.plan.limit_bytes, loop.verify)
             return
