@@ -203,6 +203,29 @@ def test_gradients_that_are_too_large_to_be_there_before_a_step_are_warned_of(tm
     assert len(said) == 1
 
 
+def test_gradients_made_in_place_of_those_that_were_there_are_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that begin without gradients hold less than the audited one, which had those of earlier steps. The first
+    ones were made outside the arena, and the optimizer has made its state since."""
+    monkeypatch.setattr("ebbtide.run.kinds.Kind.plan_again", lambda *_: None)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.Tanh())))
+    optimizer = torch.optim.Adam(model.parameters())
+    data, plans = torch.randn(512, 256), set()
+    with ebbtide.Budget("85%", spill=tmp_path, machine=FAST_DISK) as memory:
+        for index in range(24):
+            with memory.step():  # a warning would be an error
+                model(data).sum().backward()
+            if index % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+            plans.add(memory.plan)
+        assert max(step.peak_bytes or 0 for step in memory.measured) <= (memory.limit_bytes or 0)
+        assert memory.state == "planned"
+    assert len({plan.decisions for plan in plans if plan is not None}) == 1
+
+
 @pytest.mark.skipif(find_compiler() is None, reason="without the arena nobody counts what planned steps hold")
 @pytest.mark.parametrize("limit", ["70%", "100%"])
 def test_what_others_have_before_a_step_does_not_count(limit: str, tmp_path: Path) -> None:

@@ -111,6 +111,11 @@ class StorageRecord:
         self.reference: weakref.ref[torch.UntypedStorage] | None = None
 
     @property
+    def is_alive(self) -> bool:
+        """Whether it has not died."""
+        return self.reference is not None and self.reference() is not None
+
+    @property
     def is_emptied(self) -> bool:
         """Whether it lives, and somebody has taken its memory from it."""
         storage = self.reference() if self.reference is not None else None
@@ -198,6 +203,10 @@ class Ledger:
             former.reference = None  # which would tell of its death once more
             self._gone(former)
         return record
+
+    def at_rest(self) -> list[StorageRecord]:
+        """The external storages that live."""
+        return [record for record in list(self._living.values()) if record.external]
 
     def reached(self, made_bytes: int) -> None:
         """So many bytes of storages that the ledger saw made were alive at once."""

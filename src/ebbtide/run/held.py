@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+from collections.abc import Iterable
 
+from ebbtide.observe.ledger import StorageRecord
 from ebbtide.run.native import arena_library
 
 RECOUNTS = 4
@@ -31,18 +33,36 @@ class Held:
         return min(self.most_bytes - other.most_bytes, self.taken_bytes - other.taken_bytes)
 
 
+class Rest:
+    """What an audited step used and did not make, as far as it lives. A later step may make what is gone anew, as it
+    does gradients that were cleared, and holds no more for that."""
+
+    def __init__(self, records: Iterable[StorageRecord]) -> None:
+        self._records = list(records)
+
+    @property
+    def gone_bytes(self) -> int:
+        """What has died since `forget_gone`."""
+        return sum(record.size_bytes for record in self._records if not record.is_alive)
+
+    def forget_gone(self) -> None:
+        """A step held no more than the audited one: what was gone by then, such as its input, explains nothing."""
+        self._records = [record for record in self._records if record.is_alive]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Audited:
-    """A planned step that was counted: its peak, as budgets count, and what it held."""
+    """A planned step that was counted: its peak, as budgets count, what it held, and what it used besides."""
 
     peak_bytes: int
     held: Held
+    rest: Rest
 
 
 class Recounts:
-    """When to count steps of a kind once more, as one has begun with more than the audited one.
+    """When to count steps of a kind once more, as one has begun with more than the audited one, or made what that had.
 
-    It may use that, as it does the gradients that it adds to, or it may be somebody else's: who counts is to tell.
+    What was there may be the step's own, as the gradients that it adds to, or somebody else's: who counts is to tell.
     """
 
     def __init__(self) -> None:
@@ -54,7 +74,7 @@ class Recounts:
         return self._left > 0
 
     def ask(self, number: int) -> None:
-        """The step of this number has begun with more. It is asked for again and again while that stays in vain, which
+        """The step of this number may have held more. It is asked for again and again while that stays in vain, which
         is to cost ever less."""
         if number >= self._next:
             self._left, self._next = RECOUNTS, 2 * number

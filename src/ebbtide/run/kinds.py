@@ -202,9 +202,8 @@ class Kind:
         self.state = "audit"
 
     def to_be_counted(self) -> bool:
-        """Whether to count a step that begins now, of which nothing more is to be found out: where nothing binds, to
-        know what steps of this kind hold; later, if one has begun with more. Where such steps turn out to be of other
-        kinds it is not tried again and again."""
+        """Whether to count a step that begins now: where nothing binds, to know what steps of this kind hold, unless
+        such steps turn out again and again to be of other kinds; later, if one may have held more."""
         if self._recounts.take():
             return True
         self._counts += 1
@@ -242,7 +241,6 @@ class Kind:
         """
         more = self._excess_bytes(held)
         if not more:
-            self._has_begun_with(held)
             return
         assert self.plan is not None
         assert self.audited is not None
@@ -252,10 +250,9 @@ class Kind:
 
     def has_passed(self, peak_bytes: int, machine: Machine, verify: bool) -> None:
         """A step that was counted once more held so much, which is above the limit: the same as `has_held`."""
-        if self.plan is not None and self._more_times < GIVEN_UP:
-            more = peak_bytes - self.plan.peak_bytes
-            if reason := self._leave_free(more, machine, verify):
-                self._warn(more, reason)
+        more = peak_bytes - self.plan.peak_bytes if self.plan is not None and self._more_times < GIVEN_UP else 0
+        if more and (reason := self._leave_free(more, machine, verify)):
+            self._warn(more, reason)
 
     def _leave_free(self, size_bytes: int, machine: Machine, verify: bool) -> str:
         """Plan with so much less from now on. Returns why that was not done, or an empty string."""
@@ -285,18 +282,22 @@ class Kind:
         """A step that was hardly looked at has held so much: if that passes the limit, look at the next ones."""
         if self._excess_bytes(held):
             self._idle_steps = 0
-        else:
-            self._has_begun_with(held)
-
-    def _has_begun_with(self, held: Held) -> None:
-        """A step held so much, though no more of its own than others: see whether it passes the limit so."""
-        if self.audited is not None and self._passes(held.most_bytes - self.audited.held.most_bytes):
-            self._recounts.ask(self.meetings)
 
     def _excess_bytes(self, held: Held) -> int:
-        """Bytes that a step held above the audited one, if that passes the limit and is no trifle; 0 otherwise."""
-        more = held.above(self.audited.held) if self.audited is not None else 0
-        return more if self._passes(more) else 0
+        """Bytes that a step held above the audited one, if that passes the limit and is no trifle; 0 otherwise, or if
+        that cannot be told from what it held, and steps are to be counted."""
+        if self.audited is None:
+            return 0
+        more = held.above(self.audited.held)
+        if not self._passes(more):
+            self.audited.rest.forget_gone()
+            if self._passes(held.most_bytes - self.audited.held.most_bytes):
+                self._recounts.ask(self.meetings)
+        elif more > self.audited.rest.gone_bytes:
+            return more
+        else:
+            self._recounts.ask(self.meetings)
+        return 0
 
     def _passes(self, more_bytes: int) -> bool:
         """Whether so much above the audited step passes the limit, and is no trifle."""

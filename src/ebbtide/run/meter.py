@@ -10,7 +10,7 @@ import torch
 from ebbtide.observe.allocated import Memory
 from ebbtide.observe.asking import AskingNodes
 from ebbtide.observe.inductor import compiled_as_ops
-from ebbtide.observe.ledger import Ledger, enlarged, has_storage, tensors_in, written_by
+from ebbtide.observe.ledger import Ledger, StorageRecord, enlarged, has_storage, tensors_in, written_by
 from ebbtide.observe.mode import DispatchMode, run_op
 from ebbtide.observe.schema import operator_info
 from ebbtide.observe.wrapped import AsOrdinary, wraps
@@ -51,6 +51,10 @@ class PeakMeter(DispatchMode):
     @property
     def resting_bytes(self) -> int:
         return self._ledger.resting_bytes
+
+    def rest(self) -> list[StorageRecord]:
+        """Those of these storages that live."""
+        return self._ledger.at_rest()
 
     @property
     def end_bytes(self) -> int:

@@ -19,7 +19,7 @@ from ebbtide.run import allocator, held
 from ebbtide.run.conductor import Conductor
 from ebbtide.run.device import TrainingDevice
 from ebbtide.run.forks import Library
-from ebbtide.run.held import Audited, Held
+from ebbtide.run.held import Audited, Held, Rest
 from ebbtide.run.hooks import LightWatch, disabled, forget_failed_backward, pop_hooks, push_hooks
 from ebbtide.run.kinds import Kind
 from ebbtide.run.loop import FINAL_STATES, Loop
@@ -305,8 +305,8 @@ class Running:
             kind.hold_more(peak - kind.plan.peak_bytes)
             kind.make_plan(loop.machine, kind.plan.limit_bytes, loop.verify)
             return
-        if conductor.finished and self._held is not None:
-            kind.audited = Audited(peak, self._held)
+        if conductor.finished and self._held is not None and isinstance(self._meter, PeakMeter):
+            kind.audited = Audited(peak, self._held, Rest(self._meter.rest()))
         kind.audits += 1
         if kind.state == "audit" and (conductor.finished or kind.audits >= _AUDITS_OF_SMALLER):
             rehearses = loop.tunes and arena_library() is not None
