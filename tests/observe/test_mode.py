@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import sys
 from collections.abc import Callable
@@ -57,12 +58,12 @@ SWALLOWED = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.Pytes
 def interrupted(call: Callable[[], object], moment: int) -> bool:
     """Calls ``call`` and interrupts it before one of the bytecodes that PyTorch or the mode runs in it; whether it did.
 
-    Python itself makes a warning of an interrupt that strikes as it closes a generator: see `SWALLOWED`.
+    Of one that strikes as a generator is closed, Python makes a warning (see `SWALLOWED`). No other may get lost.
     """
-    left = moment
+    left, may_get_lost = moment, False
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal left
+        nonlocal left, may_get_lost
         if frame.f_code.co_filename not in (dispatch.__file__, sys.modules[DispatchMode.__module__].__file__):
             return None
         frame.f_trace_opcodes = True
@@ -70,6 +71,7 @@ def interrupted(call: Callable[[], object], moment: int) -> bool:
             left -= 1
             if left < 0:
                 sys.settrace(None)
+                may_get_lost = bool(frame.f_code.co_flags & inspect.CO_GENERATOR)
                 raise KeyboardInterrupt
         return trace
 
@@ -77,10 +79,12 @@ def interrupted(call: Callable[[], object], moment: int) -> bool:
     sys._getframe().f_trace_opcodes = True  # Python 3.12 tells of opcodes only if a frame asked before it was to trace
     sys.settrace(trace)
     try:
-        with contextlib.suppress(KeyboardInterrupt):
-            call()
+        call()
+    except KeyboardInterrupt:
+        return True
     finally:
         sys.settrace(before)
+    assert left >= 0 or may_get_lost, f"the interrupt before bytecode {moment} got lost"
     return left < 0
 
 
