@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.errors import SequenceError
 from ebbtide.machine import Link
-from ebbtide.sequence import SlowMemory, candidates, choose, slow_memories
+from ebbtide.sequence import SlowMemory, candidates, choose, run, slow_memories
 from ebbtide.sequence.choose import ALIKE_SHARE, hidden_interval
 from ebbtide.sequence.schedules import Costs, HRevolve, Multistage, PeriodicDiskRevolve, Revolve, StoreAll, interpret
 from tests.plan.random_steps import disk_machine
@@ -166,3 +168,21 @@ def test_tiers_of_a_machine() -> None:
 def test_impossible_chains(arguments: tuple[int, int, float, float, int], complaint: str) -> None:
     with pytest.raises(SequenceError, match=complaint):
         choose(*arguments)
+
+
+def test_memory_that_an_error_asks_for_is_enough() -> None:
+    """It was rounded, so that who gave "1.95 KiB" was told to give at least 1.95 KiB."""
+    with pytest.raises(SequenceError, match="2000 bytes") as refused:
+        choose(100, SIZE, 1.0, 1.0, "1.95KiB")
+    assert choose(100, SIZE, 1.0, 1.0, bytes_named(refused.value)).memory_bytes == 2 * SIZE
+    schedule = Revolve(30, 9)
+    chain = (lambda u, step: u, lambda u, adjoint, step: adjoint, 30, np.zeros(77))
+    with pytest.raises(SequenceError, match="holds 10 states in memory") as refused:
+        run(*chain, turn=np.copy, memory=5000, schedule=schedule)
+    run(*chain, turn=np.copy, memory=bytes_named(refused.value), schedule=schedule)
+
+
+def bytes_named(error: Exception) -> int:
+    """How many an error asks for."""
+    (number,) = re.findall(r"\((\d+) bytes\)", str(error))
+    return int(number)

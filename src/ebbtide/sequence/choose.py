@@ -156,7 +156,7 @@ def memory_slots(state_bytes: int, memory: int | str) -> int:
     if states < 2:
         raise SequenceError(
             f"memory of {format_bytes(size)} is too little for states of {format_bytes(state_bytes)}: one to work on "
-            f"and one stored must fit; give at least {format_bytes(2 * state_bytes)}"
+            f"and one stored must fit; give at least {format_bytes(2 * state_bytes)} ({2 * state_bytes} bytes)"
         )
     return states - 1
 

@@ -198,7 +198,7 @@ def _given(
     if states > slots + 1:
         raise SequenceError(
             f"the schedule holds {states} states in memory, the working state included, and {slots + 1} fit; "
-            f"give at least {format_bytes(states * state_bytes)}"
+            f"give at least {format_bytes(states * state_bytes)} ({states * state_bytes} bytes)"
         )
     for tier, count in wanted.items():
         if tier != MEMORY and count and tier not in files.names:
