@@ -317,7 +317,7 @@ def sweep(cell: Cell, n: int, interval: int, spill: str, *, states: int = 10) ->
         contextlib.closing(StateDisk(spill)) as disk,
         StateStore(Blocks(layout.size_bytes, states - 1, for_disk=True), {DISK: disk}) as store,
     ):
-        executor: Executor[Any] = Executor(chain, store, layout.view(cell.start))
+        executor: Executor[Any] = Executor(chain, store, layout.view(cell.start), None)
         _, answer = _measured(lambda: executor.run(records()))
         return answer | {"waited_seconds": store.waited_seconds}
 

@@ -45,13 +45,16 @@ class Executor(Generic[State]):
         chain: the steps.
         store: where states are put.
         state: state 0. It is copied before a step may alter it.
+        n: number of steps; None if only the schedule will know.
 
     Attributes:
         forward_steps: steps run by `Advance` so far.
     """
 
-    def __init__(self, chain: Chain[State], store: StateStore, state: State) -> None:
+    def __init__(self, chain: Chain[State], store: StateStore, state: State, n: int | None) -> None:
         self.forward_steps = 0
+        self._left = n  # steps not yet reversed
+        self._step: int | None = 0  # the working state's number; None if there is none
         self._chain = chain
         self._store = store
         self._working: State | None = state
@@ -65,25 +68,46 @@ class Executor(Generic[State]):
         return self._working
 
     def run(self, records: Iterator[Record]) -> None:
-        """Run ``records`` to their end. Whatever steps and tiers raise passes through."""
+        """Run ``records`` to their end. Whatever steps and tiers raise passes through.
+
+        Raises:
+            SequenceError: at a record that takes another state for the working one, or reverses out of order: users
+                write schedules too, and such a one would give a wrong adjoint.
+        """
         with contextlib.ExitStack() as stack:
             if isinstance(records, Generator):
                 stack.callback(records.close)  # a bar ends with an error, not when that is forgotten
             self._run(records)
 
+    def finish(self) -> None:
+        """Raises `SequenceError` if steps are left that were not reversed."""
+        if self._left:
+            raise SequenceError(f"the schedule ends with step {self._left - 1} not yet reversed")
+
     def _run(self, records: Iterator[Record]) -> None:
         chain, store = self._chain, self._store
         for record in records:
             if isinstance(record, Reverse):
+                self._expect(record, record.step)
+                if self._left is None:
+                    self._left = record.step + 1
+                if record.step != self._left - 1:
+                    raise _broken(record, f"the next step to reverse is {self._left - 1}")
                 chain.reverse(self.working, record.step)
-                self._working, self._borrowed = None, None
+                self._working, self._borrowed, self._step = None, None, None
+                self._left -= 1
             elif record.tape:
                 raise SequenceError(f"{record}: tapes cannot be stored here; take a schedule without them")
             elif isinstance(record, Advance):
+                self._expect(record, record.start)
+                if record.stop <= record.start or (self._left is not None and record.stop >= self._left):
+                    raise _broken(record, "it must run a step, and none from the next one to reverse on")
                 self._own()
                 self._working = chain.advance(self._take(), record.start, record.stop)
+                self._step = record.stop
                 self.forward_steps += record.stop - record.start
             elif isinstance(record, Store):
+                self._expect(record, record.step)
                 block = store.take(record.tier)
                 chain.pack(self.working, block, record.step)
                 store.put(record.step, record.tier, block)
@@ -103,6 +127,12 @@ class Executor(Generic[State]):
         block = self._store.get(record.step, record.tier)
         self._working = self._chain.unpack(block, record.step, own=not in_memory)
         self._borrowed = record.step if in_memory else None
+        self._step = record.step
+
+    def _expect(self, record: Record, step: int) -> None:
+        if step != self._step:
+            why = "there is no working state" if self._step is None else f"the working state is {self._step}"
+            raise _broken(record, why)
 
     def _take(self) -> State:
         """The working state, which is not held here any more: each step lets go of the one before it."""
@@ -113,3 +143,7 @@ class Executor(Generic[State]):
         """Make the working state one that may be altered."""
         if self._borrowed is not None:
             self._working, self._borrowed = self._chain.own(self.working), None
+
+
+def _broken(record: Record, why: str) -> SequenceError:
+    return SequenceError(f"the schedule is broken at {record}: {why}")

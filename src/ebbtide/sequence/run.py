@@ -100,8 +100,8 @@ def run(
 
     Raises:
         SequenceError: if there are no steps, memory takes less than two states, states differ in structure or shape,
-            the schedule does not fit, with ``check``, a step does not give the same state again, or, with ``name``,
-            the run that was killed was another one.
+            the schedule does not fit or breaks a rule, with ``check``, a step does not give the same state again, or,
+            with ``name``, the run that was killed was another one.
         SpillError: if the spill directory is missing, full or faulty.
     """
     n = n if callable(n) else _number(n)
@@ -134,12 +134,13 @@ def run(
                 for step, place in files.there.items():
                     store.adopt(step, DISK, place)
                     chain.adopt(step, files.named.orders[step])
-            executor: Executor[Any] = Executor(chain, store, first)
+            executor: Executor[Any] = Executor(chain, store, first, None if callable(n) else n)
             more = Lookahead(chain, executor, n) if callable(n) else range(n).__contains__
             records = plan.records(more)
             if is_wanted(progress, plan.choice.seconds if plan.choice else 0.0):
                 records = watch(records, plan.choice.forward_steps + plan.choice.schedule.n if plan.choice else None)
             executor.run(records)
+            executor.finish()
             files.drain()
         assert chain.steps is not None
         return Outcome(

@@ -221,7 +221,7 @@ class _Sweep:
         tiers = files.tiers() if self._course.spills else {}
         store = StateStore(blocks, tiers, late=self._course.was_late)
         self._resources.enter_context(store)
-        self._executor = Executor(self.chain, store, self._start)
+        self._executor = Executor(self.chain, store, self._start, self._n)
         records = self._course.records(range(self._n).__contains__)
         self._executor.run(self._watched(self._until_turn(records), forward=True))
 

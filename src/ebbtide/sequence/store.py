@@ -103,11 +103,16 @@ class StateStore:
         if tier == MEMORY:
             self._free_one()
             return self._all.take()
+        self._known(tier)
         self._send()
         self._free_one()
         self._filled = (tier, {})
         self._reserved += self._all.take_run(self._run_length(tier))
         return self._reserved.popleft()
+
+    def _known(self, tier: str) -> None:
+        if tier not in self._tiers:
+            raise SequenceError(f"the schedule names a tier {tier!r}, which its slots do not")
 
     def _run_length(self, tier: str) -> int:
         return self._all.run_length if self._tiers[tier].takes_runs(self._all.block_bytes) else 1
@@ -124,6 +129,8 @@ class StateStore:
     def put(self, step: int, tier: str, block: Block) -> None:
         """Store a state that was copied into a block of `take`."""
         if tier == MEMORY:
+            if step in self._memory:
+                raise SequenceError(f"the schedule stores state {step} in memory, where it is already")
             self._memory[step] = block
             return
         self._filled[1][step] = block
@@ -169,11 +176,13 @@ class StateStore:
         if self._wanted:
             self._bring()
         if tier != MEMORY:
-            block = self._all.extra()
-            return self._wait(self._tiers[tier].bring(self._find(step, tier), block.storage), block)
-        held = self._memory[step]
+            place, block = self._find(step, tier), self._all.extra()
+            return self._wait(self._tiers[tier].bring(place, block.storage), block)
+        held = self._memory.get(step)
         if isinstance(held, tuple):
             held = self._memory[step] = self._wait(*held)
+        if held is None:
+            raise _nowhere("loads", step, tier)
         return held
 
     def drop(self, step: int, tier: str) -> None:
@@ -181,7 +190,9 @@ class StateStore:
         if self._wanted:
             self._bring()
         if tier == MEMORY:
-            held = self._memory.pop(step)
+            held = self._memory.pop(step, None)
+            if held is None:
+                raise _nowhere("drops", step, tier)
             block = self._wait(*held) if isinstance(held, tuple) else held
             if self._is_held(block):
                 self._all.forgo()
@@ -199,11 +210,12 @@ class StateStore:
         self._settle(step, tier)
         place = self._shelves[tier].find(step)
         if place is None:
-            raise SequenceError(f"the schedule loads state {step} from tier {tier!r}, where it is not")
+            raise _nowhere("loads", step, tier)
         return place
 
     def _settle(self, step: int, tier: str) -> None:
         """Wait until a state is on its tier, if it is on its way there."""
+        self._known(tier)
         if self._filled[0] == tier and step in self._filled[1]:
             self._send()
         while any(out.tier == tier and step in out.states for out in self._writing):
@@ -232,3 +244,7 @@ class StateStore:
         seconds = time.perf_counter() - start
         self.waited_seconds += seconds
         return seconds
+
+
+def _nowhere(does: str, step: int, tier: str) -> SequenceError:
+    return SequenceError(f"the schedule {does} state {step} from tier {tier!r}, where it is not")
