@@ -15,7 +15,7 @@ class Measured:
     """One step that ran.
 
     Attributes:
-        state: ``observe``, ``verify``, ``audit``, ``planned`` or ``idle``.
+        state: ``observe``, ``verify``, ``audit``, ``rehearse``, ``planned`` or ``idle``.
         seconds: time of the step's context, by the clock of its device; None until the device is known to be done.
         peak_bytes: the most bytes of live tensors, where they were counted.
         rss_bytes: the most resident bytes above rest, where they were read.
