@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import re
 import time
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.errors import SequenceError
 from ebbtide.machine import Link
-from ebbtide.sequence import SlowMemory, candidates, choose, run, slow_memories
+from ebbtide.sequence import SlowMemory, candidates, choose, run, scan, slow_memories
 from ebbtide.sequence.choose import ALIKE_SHARE, hidden_interval
 from ebbtide.sequence.schedules import Costs, HRevolve, Multistage, PeriodicDiskRevolve, Revolve, StoreAll, interpret
 from tests.plan.random_steps import disk_machine
@@ -163,11 +165,36 @@ def test_tiers_of_a_machine() -> None:
         ((0, SIZE, 1.0, 1.0, 9 * SIZE), "at least 1"),
         ((10, SIZE, -1.0, 1.0, 9 * SIZE), "cannot take"),
         ((10, SIZE, math.nan, 1.0, 9 * SIZE), "cannot take"),
+        ((1000, SIZE, math.inf, 1.0, 9 * SIZE), "cannot take"),
+        ((1e3, SIZE, 1.0, 1.0, 9 * SIZE), "1000.0 is no number of steps; give an int"),
+        ((1000, 1e3, 1.0, 1.0, 9 * SIZE), "1000.0 is no number of bytes of a state"),
+        ((1000, -SIZE, 1.0, 1.0, 9 * SIZE), "a state cannot have -1000 bytes"),
     ],
 )
-def test_impossible_chains(arguments: tuple[int, int, float, float, int], complaint: str) -> None:
-    with pytest.raises(SequenceError, match=complaint):
-        choose(*arguments)
+def test_impossible_chains(arguments: tuple[Any, Any, Any, Any, Any], complaint: str) -> None:
+    """The disk matters: with one, more was made of them."""
+    for tiers in ((), (disk(9, 9),)):
+        with pytest.raises(SequenceError, match=complaint):
+            choose(*arguments, tiers=tiers)
+
+
+def test_numbers_of_numpy() -> None:
+    n: Any = np.int64(50)
+    size: Any = np.int32(SIZE)
+    choice = choose(n, size, 1.0, 2.0, 11 * SIZE)
+    assert choice.schedule == Revolve(50, 10)
+    assert type(choice.schedule.n) is int
+
+
+@pytest.mark.parametrize("memory", [0, -1, "much", None])
+def test_memory_that_is_no_size(memory: Any) -> None:
+    chain = (lambda u, step: u, lambda u, adjoint, step: adjoint, 30, np.zeros(77))
+    with pytest.raises(ValueError, match="size"):
+        choose(100, SIZE, 1.0, 1.0, memory)
+    with pytest.raises(ValueError, match="size"):
+        run(*chain, turn=np.copy, memory=memory)
+    with pytest.raises(ValueError, match="size"):
+        scan(lambda state, x: (state + x, None), torch.zeros(3), torch.zeros(4, 3), memory=memory)
 
 
 def test_memory_that_an_error_asks_for_is_enough() -> None:

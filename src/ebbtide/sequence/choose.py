@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
+from typing import SupportsIndex
 
 from ebbtide.errors import SequenceError
 from ebbtide.machine import Link, Machine
@@ -112,7 +114,8 @@ def choose(
         tiers: slow memories whose transfers run beside compute.
 
     Raises:
-        SequenceError: if ``n < 1``, or memory takes less than two states.
+        SequenceError: if ``n < 1``, memory takes less than two states, or a number is none that can be.
+        ValueError: if ``memory`` is no size.
     """
     choices = candidates(n, state_bytes, step_seconds, reverse_seconds, memory, tiers)
     return min(choices, key=lambda choice: choice.seconds)  # the first of equals: the simplest
@@ -127,7 +130,10 @@ def candidates(
     tiers: Sequence[SlowMemory] = (),
 ) -> list[Choice]:
     """Every schedule that is possible, each predicted, simplest first. Arguments and errors are those of `choose`."""
-    if not (step_seconds >= 0 and reverse_seconds >= 0):
+    n, state_bytes = _whole(n, "steps"), _whole(state_bytes, "bytes of a state")
+    if state_bytes < 0:
+        raise SequenceError(f"a state cannot have {state_bytes} bytes")
+    if not (0 <= step_seconds < math.inf and 0 <= reverse_seconds < math.inf):
         raise SequenceError(f"steps cannot take {step_seconds} s and {reverse_seconds} s")
     states = memory_slots(state_bytes, memory)
     compute = [StoreAll(n)] if states >= n - 1 else []
@@ -149,8 +155,20 @@ def candidates(
     return choices
 
 
+def _whole(number: SupportsIndex, what: str) -> int:
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise SequenceError(f"{number!r} is no number of {what}; give an int") from None
+
+
 def memory_slots(state_bytes: int, memory: int | str) -> int:
-    """Slots in ``memory`` besides the working state. Raises `SequenceError` if it takes less than two states."""
+    """Slots in ``memory`` besides the working state.
+
+    Raises:
+        SequenceError: if it takes less than two states.
+        ValueError: if it is no size.
+    """
     size = parse_bytes(memory)
     states = size // max(state_bytes, 1)
     if states < 2:

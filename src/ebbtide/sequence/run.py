@@ -102,6 +102,7 @@ def run(
         SequenceError: if there are no steps, memory takes less than two states, states differ in structure or shape,
             the schedule does not fit or breaks a rule, with ``check``, a step does not give the same state again, or,
             with ``name``, the run that was killed was another one.
+        ValueError: if ``memory`` is no size.
         SpillError: if the spill directory is missing, full or faulty.
     """
     n = n if callable(n) else _number(n)

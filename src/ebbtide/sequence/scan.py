@@ -71,6 +71,7 @@ def scan(
     Raises:
         SequenceError: if memory takes less than two states, a state is not like state 0, or the cell misbehaves; also
             from the backward pass.
+        ValueError: if ``memory`` is no size.
         SpillError: if the spill directory is missing, full or faulty; also from the backward pass.
     """
     if truncate is not None and truncate < 1:
