@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
 import signal
@@ -17,7 +18,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import ebbtide
-from ebbtide.errors import BudgetError, EbbtideError, OutOfMemoryError, SpillError, StepError
+from ebbtide.errors import (
+    BudgetError,
+    EbbtideError,
+    OutOfMemoryError,
+    PlanError,
+    RecordError,
+    SpillError,
+    StepError,
+)
+from ebbtide.machines import load_machine
 from ebbtide.observe.drafts import SeenStorage
 from ebbtide.observe.storages import Storages
 from ebbtide.run.holdings import Holding, View
@@ -275,6 +285,23 @@ def test_nothing_grows(memory: ebbtide.Budget, tmp_path: Path) -> None:
 
 
 # --- budgets that are too small ------------------------------------------------------------------------------------
+
+
+def test_a_machine_with_other_memories_is_refused_where_plans_are_made(tmp_path: Path) -> None:
+    """It was in the middle of the first step that moved something, and of each one after it."""
+    program = Steps(at=-1)
+    with ebbtide.Budget("60%", spill=tmp_path, machine=load_machine("h200")) as memory:
+        program.look(0, memory.step)
+        with pytest.raises(PlanError, match=r"H200.* may move values to 'host', but all that this Budget has is disk;"):
+            program.look(1, memory.step)
+        assert_clean(memory)
+        assert memory.state == "observe"
+
+
+def test_a_machine_that_cannot_be_is_refused_at_once(tmp_path: Path) -> None:
+    links = tuple(dataclasses.replace(link, bandwidth_bytes_per_second=0.0) for link in FAST_DISK.links)
+    with pytest.raises(RecordError, match=r"bandwidth 0\.0; it must be > 0"):
+        ebbtide.Budget("60%", spill=tmp_path, machine=dataclasses.replace(FAST_DISK, links=links))
 
 
 @pytest.mark.parametrize("limit", ["3%", 4096], ids=str)

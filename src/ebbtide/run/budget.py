@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ebbtide.decisions import Plan
 from ebbtide.errors import StepError
-from ebbtide.machine import Machine
+from ebbtide.machine import Machine, check_machine
 from ebbtide.measured import Measured
 from ebbtide.run.loop import Loop
 from ebbtide.run.running import Running
@@ -35,7 +35,8 @@ class Budget:
         verify: compare every value that is computed again with the truth, once.
         tune_allocator: on a CPU, take large tensors from an arena while this budget lives or, without a C++ compiler,
             let glibc's allocator keep its pages. See `ebbtide.run.allocator`.
-        machine: the links to plan for; measured on first use by default.
+        machine: the links to plan for, between the device and slow memories in `tiers`; measured on first use by
+            default.
         host: pinned host memory for tensors that leave CUDA devices, at most; by default half of what is available,
             shared with the other processes of `torchrun` on this machine, or among its GPUs.
         checksum: check the bytes that come back from the disk.
@@ -45,6 +46,7 @@ class Budget:
     Raises:
         ValueError: if ``limit`` is neither a size nor a percentage, or ``host`` is no size.
         SpillError: if ``spill`` cannot be used.
+        RecordError: if ``machine`` cannot exist.
     """
 
     def __init__(
@@ -59,6 +61,8 @@ class Budget:
         checksum: bool = False,
         hard: bool = False,
     ) -> None:
+        if machine is not None:
+            check_machine(machine)
         amount = parse_budget(limit)
         limit_bytes, fraction = (amount, None) if isinstance(amount, int) else (None, amount)
         # Absolute: it is looked at again when the disk is measured, and the process may be elsewhere by then.
@@ -152,6 +156,7 @@ class Budget:
             StepError: on entry, if another step of this budget is under way, the budget was closed, or a step has
                 begun in this context before.
             BudgetError: on exit of an observed step, if no plan can meet the limit.
+            PlanError: there, too, if the machine that was given has slow memories that this has not.
             SpillError: inside, if tensors cannot be moved.
             OutOfMemoryError: on exit, if memory ran out inside.
         """

@@ -117,8 +117,14 @@ class Loop:
     @property
     def machine(self) -> Machine:
         """The machine that plans are made for; measured on first use."""
-        if self._given_machine is not None:
-            return self._given_machine
+        if (given := self._given_machine) is not None:
+            missing = [tier.name for tier in given.slow_tiers() if tier.name not in self.tiers]
+            if missing and self.ground is not None:  # before the first step, tiers of devices are not known
+                raise PlanError(
+                    f"plans for the machine {given.name!r} may move values to {missing[0]!r}, but all that this Budget"
+                    f" has is {', '.join(self.tiers)}; give it another machine, or none: then this one is measured"
+                )
+            return given
         if self._measured_machine is None:
             device = self.ground.device if self.ground is not None else likely_device()
             on_cpu = device.type == "cpu"
