@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import ebbtide
-from ebbtide.sequence import run
+from ebbtide.sequence import Outcome, run
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -29,6 +30,16 @@ def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
     of_run(60)
     of_run(lambda _, step: step < 60)
     assert "forward" in capsys.readouterr().err
+
+
+def test_it_is_full_in_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    """It was left as it had been up to a tenth of a second before, for a short chain at its first step."""
+    done = of_run(60)
+    assert isinstance(done, Outcome)
+    steps = done.forward_steps + 60
+    assert re.search(rf"forward and back .* {steps}/{steps} ", capsys.readouterr().err)
+    of_scan(60, lambda h, step: h * 1.1)
+    assert "59/59" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("chain", [of_run, of_scan])

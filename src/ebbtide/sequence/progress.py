@@ -29,7 +29,7 @@ def watch(records: Iterable[Record], total: int | None) -> Iterator[Record]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("forward", total=total)
-        done, shown = 0, 0.0
+        done, turned, shown = 0, False, 0.0
         for record in itertools.chain.from_iterable(map(_pieces, records)):
             yield record
             # What was yielded is done by now.
@@ -37,12 +37,15 @@ def watch(records: Iterable[Record], total: int | None) -> Iterator[Record]:
                 done += record.stop - record.start
             elif isinstance(record, Reverse):
                 done += 1
+                turned = True
             if (now := time.perf_counter()) - shown > REFRESH_SECONDS:
                 shown = now
                 if isinstance(record, Reverse):
                     bar.update(task, completed=done, description=f"reverse, {record.step} to go")
                 else:
                     bar.update(task, completed=done)
+        # What is shown last stays on the screen.
+        bar.update(task, completed=done, description="forward and back" if turned else "forward")
 
 
 def _pieces(record: Record) -> Iterable[Record]:
