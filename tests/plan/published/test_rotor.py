@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ebbtide.errors import PolicyError
+from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.published.chain import Action, Chain, Stage
 from ebbtide.plan.published.cut import cut
@@ -173,3 +173,11 @@ def test_what_must_stay_is_counted(seed: int) -> None:
     plan = rotor(step, lone_machine(), limit_at(step, 0.7))
     assert plan.peak_bytes <= plan.limit_bytes
     assert plan.plain_seconds < plan.seconds < 1.34 * plan.plain_seconds
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_what_must_stay_may_take_more_than_all_slots(slots: int) -> None:
+    """Each of these sizes is rounded up to one: less than nothing is left, and there is no schedule for that."""
+    step = chain_step(8, noise_every=2)
+    with pytest.raises(BudgetError, match="cannot be met by rotor"):
+        rotor(step, lone_machine(), limit_at(step, 0.7), slots=slots)

@@ -75,7 +75,7 @@ class Table:
     def part_seconds(self, first: int, last: int, free_bytes: Floats) -> Floats:
         """Best times of stages ``first..last`` for each of ``free_bytes``; infinite where that is too little."""
         slots = self._slots(free_bytes)
-        return np.where(slots >= 0, self.seconds[first, last, slots], np.inf)
+        return np.where(slots >= 0, self.seconds[first, last, np.maximum(slots, 0)], np.inf)
 
     def part_actions(self, first: int, last: int, free_bytes: float) -> list[Action]:
         """A schedule that takes `part_seconds`, which must be finite."""
