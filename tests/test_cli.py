@@ -242,6 +242,18 @@ def test_observe_without_the_hardware(script: Path, tmp_path: Path) -> None:
     assert steps[0].saved == steps[1].saved
 
 
+def test_times_of_another_sort_of_device_are_said_to_be(script: Path, tmp_path: Path) -> None:
+    """A CPU's 2.66 s were given as those of an A100."""
+    step, said = tmp_path / "step.json", "observed on cpu, and its ops count with the times they took there, not on"
+    page = ("--policies", "none", "--points", "2", "--seconds", "0", "-o", tmp_path / "page.html")
+    run("observe", script, "-o", step)
+    assert said in run("plan", step, "--machine", "a100-80gb")
+    assert said in run("frontier", step, "--machine", "a100-80gb", *page)
+    run("observe", script, "--fake", "--machine", "a100-80gb", "-o", step)
+    assert said not in run("plan", step, "--machine", "a100-80gb")
+    assert said not in run("frontier", step, "--machine", "a100-80gb", *page)
+
+
 def test_a_demo_model_without_the_hardware(tmp_path: Path) -> None:
     output = run("observe", "gpt2", "--batch", "1000", "--fake", "--machine", "h100", "-o", tmp_path / "step.json")
     assert "absences of" in output

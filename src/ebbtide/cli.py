@@ -173,7 +173,7 @@ def plan(
     """
     from ebbtide.plan import solve
     from ebbtide.plan.frontier import check_trains
-    from ebbtide.report.sentences import verdict
+    from ebbtide.report.sentences import foreign_times, verdict
     from ebbtide.report.summary import summarise
 
     if (step_path is None) == (model is None):
@@ -190,7 +190,7 @@ def plan(
     if output is not None:
         Bundle(step, machine, made).save(output)
     if machine.compute is not None:
-        _say(*verdict(machine, made), "")
+        _say(*verdict(machine, made), *foreign_times(step, machine), "")
     _output().print(summarise(step, machine, made))
     if output is not None:
         _say(f"written to {output}")
@@ -281,6 +281,7 @@ def frontier(
     from ebbtide.plan.frontier import frontier as compute
     from ebbtide.plan.published.registry import POLICIES, policies_named
     from ebbtide.report.frontier import WRITERS, frontier_tables
+    from ebbtide.report.sentences import foreign_times
 
     for path in output:
         if path.suffix not in WRITERS:
@@ -304,6 +305,8 @@ def frontier(
     console = _output()
     for table in frontier_tables(found, console.width):
         console.print(table)
+    for line in foreign_times(step, machine):
+        _say(line)
     for curve in found.policies:
         if curve.refused:
             _say(f"{curve.name}: {curve.refused}")

@@ -8,6 +8,7 @@ from rich.text import Text
 from ebbtide.decisions import Plan
 from ebbtide.machine import Machine
 from ebbtide.plan.batch import LargestBatch
+from ebbtide.step import Step
 from ebbtide.units import format_bytes, format_seconds
 
 
@@ -26,6 +27,17 @@ def verdict(machine: Machine, plan: Plan) -> tuple[str, ...]:
         peak, seconds = format_bytes(plan.peak_bytes), format_seconds(plan.seconds)
         lines.append(f"planned: fits {limit}: peak {peak}, {seconds}, {slower:.1%} more than plain")
     return tuple(lines)
+
+
+def foreign_times(step: Step, machine: Machine) -> tuple[str, ...]:
+    """A warning where the ops of ``step`` were timed on another sort of device than ``machine`` has."""
+    if machine.compute is None or machine.compute.kernels == step.device:
+        return ()
+    line = (
+        f"the step was observed on {step.device}, and its ops count with the times they took there, not on "
+        f"{machine.name}: `ebbtide observe --fake --machine` has them for that"
+    )
+    return (line,)
 
 
 def batch_lines(machine: Machine, found: LargestBatch) -> tuple[str, ...]:
