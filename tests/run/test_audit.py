@@ -62,6 +62,32 @@ def test_a_step_that_holds_too_much_is_an_error(tmp_path: Path) -> None:
         steps_that_hold(16 * SIZE, "70%", tmp_path)
 
 
+def test_what_is_said_to_be_enough_stays_the_same(tmp_path: Path) -> None:
+    """Each step of a loop that goes on after such an error says the same, and it is enough."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())))
+    data = torch.randn(SIZE // 64, 64)
+
+    def run(limit: int | str) -> list[int]:
+        asked: list[int] = []
+        with ebbtide.Budget(limit, spill=tmp_path, machine=FAST_DISK) as memory:
+            for index in range(8):
+                try:
+                    with memory.step():
+                        held: list[Tensor] = [torch.zeros(16 * SIZE)] if index >= OBSERVED else []
+                        model(data).sum().backward()
+                        del held
+                except BudgetError as error:
+                    asked.append(error.reachable_bytes)
+                model.zero_grad()
+        return asked
+
+    asked = run("70%")
+    assert len(asked) > 1
+    assert len(set(asked)) == 1
+    assert run(asked[0]) == []
+
+
 class NowAndThen:
     """A loop in which every ``EACH``-th step keeps ``more`` numbers of each of two activations to look at."""
 

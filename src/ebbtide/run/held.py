@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from ebbtide.observe.ledger import StorageRecord
 from ebbtide.run.native import arena_library
+from ebbtide.step import EXTERNAL, Step, Value
 
 RECOUNTS = 4
 """How many steps in a row are counted: of gradients that steps add to, there may be none yet in every second one."""
@@ -105,3 +106,10 @@ def end(turn: int | None) -> Held | None:
     if not arena.ebbtide_arena_most_counted(turn, ctypes.byref(most), ctypes.byref(taken)):
         return None  # of another Budget's step, in another thread, or within this one
     return Held(most.value, taken.value)
+
+
+def holding_more(step: Step, size_bytes: int) -> Step:
+    """The step, if so many bytes that it did not hold were there all the time."""
+    storage = 1 + max((value.storage for value in step.values), default=-1)
+    more = Value(size_bytes, storage, EXTERNAL, (), step.moments)
+    return dataclasses.replace(step, values=(*step.values, more))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
 from collections.abc import Sequence, Set
@@ -12,7 +13,7 @@ from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
 from ebbtide.plan import Caution, lower_bound, simulate
 from ebbtide.run.forks import Library
-from ebbtide.run.held import Audited, Held, Recounts
+from ebbtide.run.held import Audited, Held, Recounts, holding_more
 from ebbtide.run.pace import Pace, without_slowdown
 from ebbtide.run.rehearsed import Rehearsed
 from ebbtide.run.roomy import fits, varying_bytes
@@ -21,7 +22,7 @@ from ebbtide.run.script import Script, signature, write_script
 from ebbtide.run.solving import plan_for
 from ebbtide.run.tiers.layouts import planned_places
 from ebbtide.run.tiers.pinned import PlannedPlaces
-from ebbtide.step import EXTERNAL, Op, Step, Value
+from ebbtide.step import Op, Step
 from ebbtide.structure import structure
 from ebbtide.units import format_bytes
 
@@ -225,12 +226,21 @@ class Kind:
             self._arenas[tier] = planned_places(self.step, self.plan.decisions, tier)
         return self._arenas[tier]
 
-    def hold_more(self, size_bytes: int) -> None:
-        """Steps of this kind hold so many bytes that the observed one did not: they count as there all the time."""
-        storage = 1 + max((value.storage for value in self.step.values), default=-1)
-        more = Value(size_bytes, storage, EXTERNAL, (), self.step.moments)
-        self.step = dataclasses.replace(self.step, values=(*self.step.values, more))
+    def hold_more(self, size_bytes: int, machine: Machine, verify: bool) -> None:
+        """Steps of this kind hold so many bytes that the observed one did not: from now on plan as if these were there
+        all the time. Raises `BudgetError`, and changes nothing, if no such plan meets the limit."""
+        self._plan_instead(holding_more(self.step, size_bytes), machine, verify)
         self._structure = None
+
+    def _plan_instead(self, step: Step, machine: Machine, verify: bool) -> None:
+        assert self.plan is not None
+        former, self.step = self.step, step
+        try:
+            self.make_plan(machine, self.plan.limit_bytes, verify)
+        except BudgetError:
+            self.step = former
+            raise
+        self.places.forget()
 
     def has_held(self, held: Held, machine: Machine, verify: bool) -> None:
         """A step of this kind has held so much: if that passes the limit, plan with so much less from now on, unless
@@ -256,17 +266,13 @@ class Kind:
 
     def _leave_free(self, size_bytes: int, machine: Machine, verify: bool) -> str:
         """Plan with so much less from now on. Returns why that was not done, or an empty string."""
-        assert self.plan is not None
-        step, self._more_times = self.step, self._more_times + 1
+        self._more_times += 1
         if self._more_times >= GIVEN_UP:
             return "that was not the first time that they held more"
-        self.hold_more(size_bytes)
         try:
-            self.make_plan(machine, self.plan.limit_bytes, verify)
+            self.hold_more(size_bytes, machine, verify)
         except BudgetError as error:
-            self.step = step
             return str(error)
-        self.places.forget()
         return ""
 
     def _warn(self, more_bytes: int, reason: str) -> None:
@@ -317,13 +323,9 @@ class Kind:
             return
         step = self.step
         storages = {step.values[value].storage for value in values if value >= 0}
-        self.step = dataclasses.replace(step, ops=tuple(_spared(op, step, storages) for op in step.ops))
-        try:
-            self.make_plan(machine, self.plan.limit_bytes, verify)
-        except BudgetError:
-            self.step = step
-        else:
-            self.places.forget()
+        ops = tuple(_spared(op, step, storages) for op in step.ops)
+        with contextlib.suppress(BudgetError):
+            self._plan_instead(dataclasses.replace(step, ops=ops), machine, verify)
 
     def forget_plan(self) -> None:
         """Steps of this kind do not run as planned: the next one is observed, and planned for anew."""
@@ -392,8 +394,5 @@ def _spared(op: Op, step: Step, storages: Set[int]) -> Op:
 
 
 def _settled(a: Op, b: Op) -> Op:
-    return dataclasses.replace(
-        a,
-        duration_seconds=min(a.duration_seconds, b.duration_seconds),
-        workspace_bytes=max(a.workspace_bytes, b.workspace_bytes),
-    )
+    seconds, workspace = min(a.duration_seconds, b.duration_seconds), max(a.workspace_bytes, b.workspace_bytes)
+    return dataclasses.replace(a, duration_seconds=seconds, workspace_bytes=workspace)

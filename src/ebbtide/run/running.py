@@ -302,8 +302,7 @@ class Running:
             if kind.audited is not None:  # in the middle of somebody's training, which goes on
                 kind.has_passed(peak, loop.machine, loop.verify)
                 return
-            kind.hold_more(peak - kind.plan.peak_bytes)
-            kind.make_plan(loop.machine, kind.plan.limit_bytes, loop.verify)
+            kind.hold_more(peak - kind.plan.peak_bytes, loop.machine, loop.verify)
             return
         if conductor.finished and self._held is not None and isinstance(self._meter, PeakMeter):
             kind.audited = Audited(peak, self._held, Rest(self._meter.rest()))
