@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ebbtide.observe.schema import is_partly_written, operator_info
 
@@ -25,6 +26,15 @@ def test_what_is_partly_unwritten(operator: Any) -> None:
 @pytest.mark.parametrize("operator", [aten.tanh.default, aten.native_layer_norm.default, aten.mm.default, len])
 def test_what_is_not(operator: Any) -> None:
     assert not is_partly_written(operator)
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no processes that train together")
+def test_collectives_write_what_they_are_given_first() -> None:
+    """Which their schemas do not say."""
+    for name in ("allreduce_", "broadcast_", "allgather_", "_allgather_base_", "reduce_scatter_", "recv_"):
+        assert operator_info(getattr(torch.ops.c10d, name).default).written == (0,)
+    for name in ("send", "barrier"):
+        assert operator_info(getattr(torch.ops.c10d, name).default).written == ()
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told what to fill memory with")

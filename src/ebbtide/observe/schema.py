@@ -13,6 +13,9 @@ from ebbtide.step import Replay
 _BATCH_NORM = frozenset({"native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm"})
 _GATHERING = frozenset({"batch_norm_gather_stats", "batch_norm_gather_stats_with_counts", "batch_norm_update_stats"})
 """Parts of batch norm over several devices that write running statistics, too, of which their schemas say nothing."""
+_COLLECTIVES = "c10d::"
+"""Ops of `torch.distributed` on process groups, of which schemas do not say what is written: the first argument, if
+their names end as those of ops in place do."""
 _UNINITIALISED = ("empty", "new_empty", "resize", "_resize", "as_strided_scatter", "set_")
 _PARTLY_WRITTEN = frozenset({"aten::_ctc_loss", "aten::mkldnn_rnn_layer"})
 _DATA_DEPENDENT = frozenset(
@@ -48,6 +51,8 @@ def operator_info(func: Any) -> OperatorInfo:
     if schema is None:
         return OperatorInfo(str(func), (), (), "opaque")
     written = [i for i, a in enumerate(schema.arguments) if _is_written(a) and not a.kwarg_only]
+    if schema.name.startswith(_COLLECTIVES) and schema.name.endswith("_"):
+        written = [0]
     names = [a.name for a in schema.arguments if _is_written(a) and a.kwarg_only]
     return OperatorInfo(str(func), tuple(written), tuple(names), _replay(func, schema, bool(written), bool(names)))
 
