@@ -155,8 +155,9 @@ class Budget:
         Raises:
             StepError: on entry, if another step of this budget is under way, the budget was closed, or a step has
                 begun in this context before.
-            BudgetError: on exit of an observed step, if no plan can meet the limit.
-            PlanError: there, too, if the machine that was given has slow memories that this has not.
+            BudgetError: on exit of an observed step, if no plan can meet the limit; of one that verifies, if none does
+                without what was found to differ; of the one that is counted, if that held more than any plan allows.
+            PlanError: of an observed step, if the machine that was given has slow memories that this has not.
             SpillError: inside, if tensors cannot be moved.
             OutOfMemoryError: on exit, if memory ran out inside.
         """
