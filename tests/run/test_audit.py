@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import ebbtide
@@ -86,6 +87,34 @@ def test_what_is_said_to_be_enough_stays_the_same(tmp_path: Path) -> None:
     assert len(asked) > 1
     assert len(set(asked)) == 1
     assert run(asked[0]) == []
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no processes that train together")
+def test_processes_that_train_together_count_twice_before_a_step_is_an_error(tmp_path: Path) -> None:
+    """Others wait for the one that raises; and a buffer of a collective may be let go of late, in one of many steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())))
+    data = torch.randn(SIZE // 64, 64)
+
+    def run(late: set[int]) -> str:
+        with ebbtide.Budget("70%", spill=tmp_path, machine=FAST_DISK, verify=False) as memory:
+            for index in range(STEPS):
+                with memory.step():
+                    held = [torch.zeros(16 * SIZE)] if index in late else []
+                    model(data).sum().backward()
+                    del held
+                model.zero_grad()
+        return memory.state
+
+    with pytest.raises(BudgetError):
+        run({OBSERVED})
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    try:
+        assert run({OBSERVED}) == "planned"
+        with pytest.raises(BudgetError):
+            run({OBSERVED, OBSERVED + 1})
+    finally:
+        dist.destroy_process_group()
 
 
 class NowAndThen:

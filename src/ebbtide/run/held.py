@@ -9,6 +9,8 @@ import ctypes
 import dataclasses
 from collections.abc import Iterable
 
+import torch.distributed as dist
+
 from ebbtide.observe.ledger import StorageRecord
 from ebbtide.run.native import arena_library
 from ebbtide.step import EXTERNAL, Step, Value
@@ -68,6 +70,7 @@ class Recounts:
 
     def __init__(self) -> None:
         self._left = self._next = 0
+        self._doubted = False
 
     @property
     def are_due(self) -> bool:
@@ -85,6 +88,15 @@ class Recounts:
         due = self.are_due
         self._left -= due
         return due
+
+    def doubt(self) -> bool:
+        """A counted step held more than any plan allows: whether to count another one before such steps are refused.
+
+        That is so once, where processes train together. Their threads may let go of a buffer a little late, and where
+        one process refuses a step, the others wait for it.
+        """
+        doubted, self._doubted = self._doubted, True
+        return not doubted and dist.is_available() and dist.is_initialized()
 
 
 def begin() -> int | None:

@@ -62,6 +62,7 @@ class Kind:
         last_met: number of its last step.
         meetings: how many steps were of this kind.
         audits: how many steps were audited under the plan.
+        recounts: when to audit more of them.
         verifies: how many steps compared some of what the plan computes again, and left out the rest.
     """
 
@@ -83,7 +84,7 @@ class Kind:
         self.follower, self.last_met, self.meetings, self.audits, self.verifies = self, -1, 0, 0, 0
         self._unverified: set[int] = set()
         self._idle_steps = self._counts = 0
-        self._recounts = Recounts()
+        self.recounts = Recounts()
         self._was_followed_by_another = False
         self._others = self._gap = 0
         self._structure: int | None = None
@@ -205,7 +206,7 @@ class Kind:
     def to_be_counted(self) -> bool:
         """Whether to count a step that begins now: where nothing binds, to know what steps of this kind hold, unless
         such steps turn out again and again to be of other kinds; later, if one may have held more."""
-        if self._recounts.take():
+        if self.recounts.take():
             return True
         self._counts += 1
         return self.state == "idle" and self.audited is None and self._counts <= COUNTS
@@ -214,7 +215,7 @@ class Kind:
         """Whether a step in which nothing binds is watched from beginning to end: it may turn out to be another one."""
         assert self.script is not None
         self._idle_steps += 1
-        if self._idle_steps <= CLOSE_LOOKS or self._recounts.are_due:
+        if self._idle_steps <= CLOSE_LOOKS or self.recounts.are_due:
             return True
         return bool(self.samples) or library.has_like(self.script)
 
@@ -298,11 +299,11 @@ class Kind:
         if not self._passes(more):
             self.audited.rest.forget_gone()
             if self._passes(held.most_bytes - self.audited.held.most_bytes):
-                self._recounts.ask(self.meetings)
+                self.recounts.ask(self.meetings)
         elif more > self.audited.rest.gone_bytes:
             return more
         else:
-            self._recounts.ask(self.meetings)
+            self.recounts.ask(self.meetings)
         return 0
 
     def _passes(self, more_bytes: int) -> bool:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from ebbtide.decisions import Plan
-from ebbtide.errors import RecipeError, StepError
+from ebbtide.errors import BudgetError, RecipeError, StepError
 from ebbtide.measured import Measured
 from ebbtide.observe.inductor import compiled_as_ops
 from ebbtide.observe.recorder import Recorder
@@ -302,7 +302,11 @@ class Running:
             if kind.audited is not None:  # in the middle of somebody's training, which goes on
                 kind.has_passed(peak, loop.machine, loop.verify)
                 return
-            kind.hold_more(peak - kind.plan.peak_bytes, loop.machine, loop.verify)
+            try:
+                kind.hold_more(peak - kind.plan.peak_bytes, loop.machine, loop.verify)
+            except BudgetError:
+                if not kind.recounts.doubt():
+                    raise
             return
         if conductor.finished and self._held is not None and isinstance(self._meter, PeakMeter):
             kind.audited = Audited(peak, self._held, Rest(self._meter.rest()))
