@@ -17,8 +17,8 @@ _pass_number: Callable[[], int] = torch._C._current_graph_task_id
 """Of the backward pass under way in this thread; -1 if none is."""
 _class_code_runs: Callable[[], bool] = torch._C._is_torch_function_enabled
 _AsCalled: Any = vars(torch._C)["_RestorePythonTLSSnapshot"]
-OFF, _UNKNOWN = -1, -(1 << 60)
-"""No index of an op: while the mode is off, and while it does not know which op comes next."""
+OFF, _UNKNOWN, _EVER = -1, -(1 << 60), 1 << 60
+"""No index of an op: while the mode is off, while it does not know which op comes next, and after all of them."""
 _COPY = torch.ops.aten.clone.default
 COPY_NAME = str(_COPY)
 """The op that copies a tensor. See NOTE [Counting ops]."""
@@ -42,6 +42,9 @@ class CaptureMode(DispatchMode):
     of what `torch.compile` returned, see `compiled_calls.py`, or in a transform, see `transforms.py`: in steps with
     such calls, or with saves in transforms, it stays on from beginning to end.
 
+    Counts start anew at each save. So ops that come besides the recorded ones, before a save that the wanted call comes
+    after, do no harm: as where processes exchange buffers before some of their steps, or something is looked at.
+
     On the stack it lies below all modes that were put on since the step began: the end of a ``with`` block of the
     user's takes off whichever mode is on top.
 
@@ -52,6 +55,7 @@ class CaptureMode(DispatchMode):
 
     Attributes:
         tick: index of the next op; set when a stretch begins, `OFF` while the mode is off.
+        until: index of the first op that does not come before the next save.
         copied: whether the op seen last was a copy.
         hidden: while true, ops are not counted; the runtime sets it around its own.
         calls: captured calls by tick.
@@ -68,6 +72,7 @@ class CaptureMode(DispatchMode):
         super().__init__()
         stand_behind_inference_mode()
         self.tick = OFF
+        self.until = _EVER
         self.hidden = False
         self.entered = self.copied = False
         self.calls: dict[int, Call] = {}
@@ -135,7 +140,7 @@ class CaptureMode(DispatchMode):
             self.tick = self._told_by(operator_info(func).name)
         known = self._known.get(self.tick)
         self.tick += 1
-        if known is None:
+        if known is None or self.tick > self.until:
             return run_op(func, args, kwargs or {})
         return self._run_known(func, args, kwargs or {}, known)
 
@@ -179,7 +184,7 @@ class CaptureMode(DispatchMode):
             return run()
         known = self._known.get(self.tick)
         self.tick += 1
-        if known is not None:
+        if known is not None and self.tick <= self.until:
             self._on_mismatch(f"op {self.tick - 1} is a compiled graph, expected {known.name}")
         self.hidden = True
         try:

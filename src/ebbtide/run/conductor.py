@@ -81,7 +81,7 @@ class Conductor(Tracker):
         self._place = len(modes_on())
         tell_of_passes(self._pass_begins)
         if self._capture is not None:
-            self._capture.place = self._place
+            self._capture.place, self._capture.until = self._place, self.script.next_saves[-1]
             if self.script.stretches[-1] >= 0:
                 self._capture.begin(0, between_ops=True)
 
@@ -109,7 +109,7 @@ class Conductor(Tracker):
         """Choose the events at which the hooks may be short."""
         script = self.script
         self._kept, self._shown, self._numbers = script.kept, script.shown, script.numbers
-        self._stretches, self._holds = script.stretches, script.holds
+        self._stretches, self._next_saves, self._holds = script.stretches, script.next_saves, script.holds
         self._also_held = self._library.also_held(script)
         if not self._is_short:
             self._kept = self._holds = (None,) * len(self._kept)
@@ -171,7 +171,7 @@ class Conductor(Tracker):
             return False
         if type(tensor) not in PLAIN_TYPES or compiled_calls() != self._calls or in_trace():
             return False
-        capture.tick = capture.counted_from(stretch)
+        capture.tick, capture.until = capture.counted_from(stretch), self._next_saves[self._event]
         return True
 
     def _switches(self, capture: CaptureMode, stretch: int, tensor: torch.Tensor) -> bool:
@@ -181,6 +181,7 @@ class Conductor(Tracker):
         if in_pass() or in_trace() or in_transform():
             return False
         if stretch >= 0:
+            capture.until = self._next_saves[self._event]
             capture.begin(stretch, is_between_ops(tensor))
         elif not capture.is_on_top or not capture.may_end(tensor):
             return False
@@ -205,6 +206,8 @@ class Conductor(Tracker):
             number = self._numbers[self._event]  # another one, if some were left out
             handle = wrap_like(tensor, inner, self._hold_unseen(inner, number, self.script.savings[number]))
             stretch = self.script.stretches[self._event]
+            if self._capture is not None:
+                self._capture.until = self.script.next_saves[self._event]
             self._act()
             if self._capture is not None:
                 kind: Any = type(tensor)

@@ -18,7 +18,7 @@ from ebbtide.decisions import Decision, Offload, Plan, Recompute
 from ebbtide.errors import PlanError
 from ebbtide.plan.problem import replayable_from
 from ebbtide.run.calls import KnownOp
-from ebbtide.run.stretches import one_stretch, stretches
+from ebbtide.run.stretches import next_saves, one_stretch, stretches
 from ebbtide.step import EXTERNAL, Absence, Event, Saved, Step
 
 NOBODY = -2
@@ -99,6 +99,7 @@ class Script:
         actions: by event; None where there is nothing to do.
         stretches: by event: tick of the next op if the capture mode has to run from here on, -1 if it has to be off.
             The last entry is for the start of the step.
+        next_saves: by event: how many ops have run when a tensor is next saved; again with an entry for the start.
         stays_on: whether there is but one stretch, from the start of the step to its end.
         known: by tick, the ops that recipes replay.
         names: by tick, of all ops.
@@ -120,6 +121,7 @@ class Script:
     expected: tuple[int, ...]
     actions: tuple[Actions | None, ...]
     stretches: tuple[int, ...]
+    next_saves: tuple[int, ...]
     stays_on: bool
     known: dict[int, KnownOp]
     names: tuple[str, ...]
@@ -180,6 +182,7 @@ def write_script(step: Step, plan: Plan, memory: Sequence[int], *, captures_all:
         expected=tuple(e.saved if e.kind == "pack" else ~e.saved for e in step.events),
         actions=actions,
         stretches=runs,
+        next_saves=next_saves(step),
         stays_on=captures_all,
         known=known,
         names=tuple(op.name for op in step.ops),

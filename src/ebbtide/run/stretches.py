@@ -77,3 +77,12 @@ def _openings(step: Step, ticks: Sequence[int]) -> Callable[[int, int], int]:
 def one_stretch(step: Step) -> tuple[int, ...]:
     """The same with the capture mode on from the start of the step, counting anew from each event."""
     return (*(event.tick for event in step.events), 0)
+
+
+def next_saves(step: Step) -> tuple[int, ...]:
+    """By event, how many ops have run when a tensor is next saved; the last entry is for the start of the step."""
+    found, coming = [], len(step.ops)
+    for event in reversed(step.events):
+        found.append(coming)
+        coming = event.tick if event.kind == "pack" else coming
+    return (*reversed(found), coming)
