@@ -17,15 +17,19 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import gzip
+import io
 import json
 import math
+import os
+import stat
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from ebbtide.errors import RecordError
 from ebbtide.fields import check_fields, checks_of
+from ebbtide.units import format_bytes
 
 FORMAT = "ebbtide-step"
 _WRITERS = {
@@ -48,6 +52,8 @@ MOST_BYTES = 1 << 60
 """More than all values of a step take together, and than an op's workspace: sums of bytes stay numbers of 64 bits."""
 MOST_SECONDS = 1e12
 """More than an op or a transfer takes: sums of times stay finite numbers."""
+_MOST_TEXT_BYTES = 1 << 28
+"""More than a file of ours holds, unpacked; a step of 100,000 ops takes some 12 MB."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -313,8 +319,7 @@ def read_json(path: str | Path, format_name: str, version: int) -> dict[str, Any
 def read_document(path: str | Path) -> dict[str, Any]:
     """Read a JSON object, gzip-compressed or not. Raises `RecordError` if it is missing or malformed."""
     try:
-        data = Path(path).read_bytes()
-        document = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+        document = json.loads(_read(Path(path)))
     except (gzip.BadGzipFile, zlib.error) as fault:
         raise RecordError(f"{path}: damaged, or cut short: {fault}") from fault
     except OSError as fault:
@@ -324,6 +329,28 @@ def read_document(path: str | Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise RecordError(f"{path}: not a file of ebbtide's")
     return document
+
+
+def _read(path: Path) -> bytearray:
+    """What a file holds, unpacked. What has no end, or is far too large to be ours, is not read until memory ends."""
+    with path.open("rb") as file:
+        kind = os.fstat(file.fileno()).st_mode
+        if stat.S_ISCHR(kind) or stat.S_ISBLK(kind):
+            raise RecordError(f"{path}: not a file of ebbtide's, but a device")
+        data = _read_whole(file, path)
+    if data[:2] == b"\x1f\x8b":
+        with gzip.GzipFile(fileobj=io.BytesIO(data)) as unpacked:
+            data = _read_whole(unpacked, path)
+    return data
+
+
+def _read_whole(file: BinaryIO | gzip.GzipFile, path: Path) -> bytearray:
+    data = bytearray()
+    while piece := file.read(1 << 20):
+        data += piece
+        if len(data) > _MOST_TEXT_BYTES:
+            raise RecordError(f"{path}: not a file of ebbtide's: none holds {format_bytes(_MOST_TEXT_BYTES)}")
+    return data
 
 
 def check_document(document: Any, name: str, format_name: str, version: int) -> None:

@@ -18,7 +18,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from ebbtide.bundle import load_step
+from ebbtide.bundle import Bundle, load_step
 from ebbtide.decisions import Plan
 from ebbtide.errors import BudgetError, EbbtideError, PlanError, PolicyError, RecordError
 from ebbtide.machine import Machine
@@ -88,6 +88,23 @@ def test_damaged_files(tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(b"[" * 200_000))
     with pytest.raises(RecordError, match="not JSON"):
         Step.load(path)
+
+
+def test_files_without_end(tmp_path: Path) -> None:
+    """They are told from ours before they fill the memory."""
+    for load in (Step.load, load_step, Machine.load, Bundle.load):
+        with pytest.raises(RecordError, match=r"/dev/zero: not a file of ebbtide's, but a device"):
+            load("/dev/zero")
+    packed = tmp_path / "step.json.gz"
+    with gzip.open(packed, "wb", 1) as file:
+        for _ in range(5):
+            file.write(bytes(1 << 26))
+    sparse = tmp_path / "step.json"
+    with sparse.open("wb") as file:
+        file.truncate(1 << 34)
+    for path in (packed, sparse):
+        with pytest.raises(RecordError, match=r"step\.json.*: not a file of ebbtide's: none holds 256 MiB"):
+            Step.load(path)
 
 
 @pytest.mark.parametrize("text", ["[]", "3", "null", '"step"', '{"format": "other"}', '{"format": "ebbtide-step"}'])
