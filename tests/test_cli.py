@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import io
 import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -128,6 +130,22 @@ def test_observe_plan_report(script: Path, machine: Path, tmp_path: Path) -> Non
 
     run("report", plan, "-o", page)
     assert page.read_text().lstrip().lower().startswith("<!doctype html>")
+
+
+def test_file_names_that_are_no_text(script: Path, machine: Path, tmp_path: Path) -> None:
+    """They are written as they are, and shown with escapes."""
+    step, plan = tmp_path / "step.json", tmp_path / os.fsdecode(b"pl\xe4n.json")
+    run("observe", f"{script}:one_step", "-o", step)
+    command = ["plan", step, "--budget", "80%", "--machine", machine, "-o", plan]
+    done = subprocess.run(
+        [sys.executable, "-m", "ebbtide", *map(str, command)],
+        check=False,
+        env=os.environ | {"PYTHONIOENCODING": "utf-8:strict"},  # as in any locale but C
+        capture_output=True,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"/pl\\udce4n.json" in done.stdout
+    assert Bundle.load(plan).plan.binds
 
 
 def test_plan_takes_bytes(script: Path, machine: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ standard output, progress and errors to standard error.
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import sys
 from collections.abc import Callable
@@ -342,6 +343,8 @@ def _errors() -> Console:
 
 def main() -> None:
     """Run the command line. Ends with code 1 after an error of ours or the system's, 2 after a wrong command line."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error: a file's name need not be text
     try:
         app()
     except (EbbtideError, OSError) as error:

@@ -319,7 +319,10 @@ def read_json(path: str | Path, format_name: str, version: int) -> dict[str, Any
 def read_document(path: str | Path) -> dict[str, Any]:
     """Read a JSON object, gzip-compressed or not. Raises `RecordError` if it is missing or malformed."""
     try:
-        document = json.loads(_read(Path(path)))
+        data = _read(Path(path))
+        document = json.loads(data)
+        if b"\\u" in data or b"\xed" in data:  # of halves of characters, which JSON lets through, no text can be made
+            json.dumps(document, ensure_ascii=False).encode()
     except (gzip.BadGzipFile, zlib.error) as fault:
         raise RecordError(f"{path}: damaged, or cut short: {fault}") from fault
     except OSError as fault:

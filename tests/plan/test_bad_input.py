@@ -90,6 +90,19 @@ def test_damaged_files(tmp_path: Path) -> None:
         Step.load(path)
 
 
+@pytest.mark.parametrize("half", [b"\\ud800", b"\\uDCE4", b"\xed\xa0\x80"])
+def test_names_that_are_no_text(half: bytes, tmp_path: Path) -> None:
+    """JSON has room for halves of characters, escaped or not; no page or table can show them."""
+    path = tmp_path / "step.json"
+    network_step(4).save(path)
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"aten.", b"aten." + half, 1))
+    with pytest.raises(RecordError, match=r"step\.json: not JSON, or cut short: .*surrogates not allowed"):
+        Step.load(path)
+    path.write_bytes(data.replace(b"aten.", b"aten.\\ud83d\\ude00\xed\x95\x9c", 1))
+    assert Step.load(path).ops[0].name.startswith("aten.\U0001f600\ud55c")
+
+
 def test_files_without_end(tmp_path: Path) -> None:
     """They are told from ours before they fill the memory."""
     for load in (Step.load, load_step, Machine.load, Bundle.load):
