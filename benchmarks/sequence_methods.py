@@ -12,6 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -342,7 +343,7 @@ def chosen_interval(cell: Cell, n: int, count: int, spill: str) -> Answer | None
     """The interval that `ours` chooses; None if it takes another schedule."""
     layout = Layout(cell.start)
     trial = _trial(cell, count - 1)
-    with open_spill(spill, checksum=False, item_bytes=layout.item_bytes) as files:
+    with open_spill((Path(spill),), checksum=False, item_bytes=layout.item_bytes) as files:
         choice = quickest(n, files, trial, reverse_factor=2.0, reverse_seconds=reverse_seconds(cell, count)).choice
     assert choice is not None
     return {"interval": choice.schedule.interval} if isinstance(choice.schedule, Multistage) else None

@@ -3,6 +3,7 @@
 from ebbtide import sequence
 from ebbtide.decisions import Keep, Offload, Plan, Recompute
 from ebbtide.errors import (
+    ArgumentError,
     BudgetError,
     EbbtideError,
     OutOfMemoryError,
@@ -22,6 +23,7 @@ from ebbtide.sequence import scan
 from ebbtide.step import Step
 
 __all__ = [
+    "ArgumentError",
     "Budget",
     "BudgetError",
     "EbbtideError",

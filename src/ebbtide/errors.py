@@ -10,6 +10,10 @@ class EbbtideError(Exception):
     """Base class of all errors raised by ebbtide."""
 
 
+class ArgumentError(EbbtideError, ValueError):
+    """An argument cannot be what was given for it: a size that is none, something else than a path."""
+
+
 class RecordError(EbbtideError):
     """A step, machine or plan file cannot be read, or describes something impossible."""
 

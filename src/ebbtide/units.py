@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import operator
 import re
 
 _UNITS = {
@@ -27,16 +29,18 @@ def parse_bytes(size: int | str) -> int:
     Raises:
         ValueError: if ``size`` is not a positive size that can be read.
     """
-    if isinstance(size, bool) or not isinstance(size, (int, str)):
-        raise ValueError(f'a size is bytes as an int or a string such as "6GiB", not {size!r}')
-    if isinstance(size, int):
-        count = size
-    else:
+    count = None
+    if isinstance(size, str):
         match = _SIZE.fullmatch(size)
         if match is None or match[2].lower() not in _UNITS:
             raise ValueError(f'cannot read {size!r} as a size; write bytes, "512MiB", "6GiB" or "1.5GB"')
         number = float(match[1]) * _UNITS[match[2].lower()]
         count = int(number) if number < math.inf else 0
+    elif not isinstance(size, bool):
+        with contextlib.suppress(TypeError):
+            count = operator.index(size)  # those of NumPy, and tensors of one element, are whole numbers, too
+    if count is None:
+        raise ValueError(f'a size is bytes as an int or a string such as "6GiB", not {size!r}')
     if count <= 0:
         raise ValueError(f"a size must be a number of bytes, at least one, not {size!r}")
     return count

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ebbtide.arguments import as_budget, as_directory, as_size, check_instance
 from ebbtide.decisions import Plan
 from ebbtide.errors import StepError
 from ebbtide.machine import Machine, check_machine
@@ -15,7 +16,6 @@ from ebbtide.run.running import Running
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.tiers.choose import tiers_for
 from ebbtide.step import Step
-from ebbtide.units import parse_budget, parse_bytes
 
 if TYPE_CHECKING:
     from ebbtide.report.summary import Summary
@@ -44,7 +44,8 @@ class Budget:
             asks for it; not in the step that verifies. It counts whole segments: leave room for the holes in them.
 
     Raises:
-        ValueError: if ``limit`` is neither a size nor a percentage, or ``host`` is no size.
+        ArgumentError: if ``limit`` is neither a size nor a percentage, ``host`` is no size, or ``spill`` or ``machine``
+            is of another type. It is a `ValueError`.
         SpillError: if ``spill`` cannot be used.
         RecordError: if ``machine`` cannot exist.
     """
@@ -62,12 +63,13 @@ class Budget:
         hard: bool = False,
     ) -> None:
         if machine is not None:
+            check_instance("machine", machine, Machine)
             check_machine(machine)
-        amount = parse_budget(limit)
+        amount = as_budget("limit", limit)
         limit_bytes, fraction = (amount, None) if isinstance(amount, int) else (None, amount)
         # Absolute: it is looked at again when the disk is measured, and the process may be elsewhere by then.
-        directory = Path(spill if spill is not None else tempfile.gettempdir()).absolute()
-        host_bytes = parse_bytes(host) if host is not None else None
+        directory = as_directory("spill", spill if spill is not None else tempfile.gettempdir()).absolute()
+        host_bytes = as_size("host", host) if host is not None else None
         tiers = tiers_for(directory, checksum=checksum, host_bytes=host_bytes)
         self._loop = Loop(
             limit_bytes, fraction, tiers, directory, machine, verify=verify, tune_allocator=tune_allocator, hard=hard

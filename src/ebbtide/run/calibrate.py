@@ -27,6 +27,7 @@ from pathlib import Path
 
 import torch
 
+from ebbtide.arguments import as_directory
 from ebbtide.errors import RecordError, SpillError
 from ebbtide.machine import Link, Machine, Tier
 from ebbtide.run import allocator, beside
@@ -67,13 +68,14 @@ def machine_for(spill: str | Path) -> Machine:
     Raises:
         SpillError: if the directory cannot be used.
     """
-    path = _cache_path(Path(spill))
+    directory = as_directory("spill", spill)
+    path = _cache_path(directory)
     if path is not None and os.path.exists(path):
         try:
             return Machine.load(path)
         except RecordError as fault:
             _log.warning("%s; calibrating again", fault)
-    return calibrate(spill)
+    return calibrate(directory)
 
 
 def calibrate(spill: str | Path, *, progress: Progress | None = None) -> Machine:
@@ -82,8 +84,9 @@ def calibrate(spill: str | Path, *, progress: Progress | None = None) -> Machine
     Raises:
         SpillError: if the directory cannot be used, or has less than `FREE_BYTES` free.
     """
+    directory = as_directory("spill", spill)
     report = progress or _unreported
-    with contextlib.closing(DiskTier(spill)) as tier:
+    with contextlib.closing(DiskTier(directory)) as tier:
         free = free_bytes(tier.directory)
         if free < FREE_BYTES:
             raise SpillError(
@@ -102,7 +105,7 @@ def calibrate(spill: str | Path, *, progress: Progress | None = None) -> Machine
         links=links,
         replay_seconds=replay_seconds,
     )
-    _remember(machine, _cache_path(Path(spill)))
+    _remember(machine, _cache_path(directory))
     report(1.0, "done")
     return machine
 

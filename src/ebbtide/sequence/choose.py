@@ -6,8 +6,9 @@ import dataclasses
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import SupportsIndex
+from typing import SupportsFloat, SupportsIndex
 
+from ebbtide.arguments import as_size, as_whole, check_instance
 from ebbtide.errors import SequenceError
 from ebbtide.machine import Link, Machine
 from ebbtide.sequence.schedules import (
@@ -22,7 +23,7 @@ from ebbtide.sequence.schedules import (
     StoreAll,
 )
 from ebbtide.sequence.schedules.h_revolve import table_work
-from ebbtide.units import format_bytes, format_seconds, parse_bytes
+from ebbtide.units import format_bytes, format_seconds
 
 H_REVOLVE_WORK = 50_000_000
 """Tables of H-Revolve are made while choosing up to this many terms: about a tenth of a second."""
@@ -114,8 +115,8 @@ def choose(
         tiers: slow memories whose transfers run beside compute.
 
     Raises:
-        SequenceError: if ``n < 1``, memory takes less than two states, or a number is none that can be.
-        ValueError: if ``memory`` is no size.
+        SequenceError: if ``n < 1``, a time is none, or memory takes less than two states.
+        ArgumentError: if a size is none, or something else is among the tiers; it is a `ValueError`.
     """
     choices = candidates(n, state_bytes, step_seconds, reverse_seconds, memory, tiers)
     return min(choices, key=lambda choice: choice.seconds)  # the first of equals: the simplest
@@ -130,11 +131,11 @@ def candidates(
     tiers: Sequence[SlowMemory] = (),
 ) -> list[Choice]:
     """Every schedule that is possible, each predicted, simplest first. Arguments and errors are those of `choose`."""
-    n, state_bytes = _whole(n, "steps"), _whole(state_bytes, "bytes of a state")
-    if state_bytes < 0:
-        raise SequenceError(f"a state cannot have {state_bytes} bytes")
-    if not (0 <= step_seconds < math.inf and 0 <= reverse_seconds < math.inf):
-        raise SequenceError(f"steps cannot take {step_seconds} s and {reverse_seconds} s")
+    n, state_bytes = number_of_steps(n), as_whole("state_bytes", state_bytes, 0)
+    check_seconds(step_seconds=step_seconds, reverse_seconds=reverse_seconds)
+    tiers = tuple(tiers) if isinstance(tiers, Iterable) else (tiers,)
+    for tier in tiers:
+        check_instance("tiers", tier, SlowMemory)
     states = memory_slots(state_bytes, memory)
     compute = [StoreAll(n)] if states >= n - 1 else []
     choices = [
@@ -155,11 +156,19 @@ def candidates(
     return choices
 
 
-def _whole(number: SupportsIndex, what: str) -> int:
+def number_of_steps(n: SupportsIndex) -> int:
+    """``n`` as an ``int``: those of NumPy, for one, have no place in a journal."""
     try:
-        return operator.index(number)
+        return operator.index(n)
     except TypeError:
-        raise SequenceError(f"{number!r} is no number of {what}; give an int") from None
+        raise SequenceError(f"n={n!r} is no number of steps; give an int, or a condition") from None
+
+
+def check_seconds(**seconds: float) -> None:
+    """Raise `SequenceError` unless steps can take so long."""
+    for name, took in seconds.items():
+        if not isinstance(took, SupportsFloat) or not 0 <= float(took) < math.inf:
+            raise SequenceError(f"{name}={took!r}: a step cannot take so long; give a number of seconds")
 
 
 def memory_slots(state_bytes: int, memory: int | str) -> int:
@@ -167,9 +176,9 @@ def memory_slots(state_bytes: int, memory: int | str) -> int:
 
     Raises:
         SequenceError: if it takes less than two states.
-        ValueError: if it is no size.
+        ArgumentError: if it is no size.
     """
-    size = parse_bytes(memory)
+    size = as_size("memory", memory)
     states = size // max(state_bytes, 1)
     if states < 2:
         raise SequenceError(

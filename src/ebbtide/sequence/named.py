@@ -62,7 +62,7 @@ class NamedDisk(StateDisk):
     def __init__(
         self, directory: str | Path, run: str, identity: Identity, state_bytes: int, codec: Codec | None
     ) -> None:
-        if not re.fullmatch(r"[\w.-]+", run):
+        if not isinstance(run, str) or not re.fullmatch(r"[\w.-]+", run):
             raise SequenceError(f"name={run!r} cannot be that of a folder; take letters, digits, '-', '_' and '.'")
         super().__init__(directory, checksum=True, codec=codec)
         self.folder = Path(directory) / f"ebbtide-{run}"

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, SupportsIndex
+from pathlib import Path
+from typing import Any
 
+from ebbtide.arguments import as_directories
 from ebbtide.errors import SequenceError
 from ebbtide.sequence.arrays import ArrayChain, Forward, Lookahead, More, OwnCopies, Reverse
 from ebbtide.sequence.blocks import Blocks
-from ebbtide.sequence.choose import Choice, memory_slots, predicted
+from ebbtide.sequence.choose import Choice, check_seconds, memory_slots, number_of_steps, predicted
 from ebbtide.sequence.disk import StatePlace
 from ebbtide.sequence.executor import Executor
 from ebbtide.sequence.layout import Layout
@@ -102,14 +103,22 @@ def run(
         SequenceError: if there are no steps, memory takes less than two states, states differ in structure or shape,
             the schedule does not fit or breaks a rule, with ``check``, a step does not give the same state again, or,
             with ``name``, the run that was killed was another one.
-        ValueError: if ``memory`` is no size.
+        ArgumentError: if memory is no size, or spill no path; it is a `ValueError`.
         SpillError: if the spill directory is missing, full or faulty.
     """
-    n = n if callable(n) else _number(n)
+    for what, given in (("forward", forward), ("reverse", reverse), ("turn", turn)):
+        if not callable(given):  # or it would be found after the forward pass
+            raise SequenceError(f"{what}={given!r} cannot be called; give a function")
+    if schedule is not None and not isinstance(schedule, Schedule):
+        raise SequenceError(f"schedule={schedule!r} is none; `choose` makes one")
+    if reverse_seconds is not None:
+        check_seconds(reverse_seconds=reverse_seconds)
+    directories = as_directories("spill", spill)
+    n = n if callable(n) else number_of_steps(n)
     layout = Layout(state)
     slots = memory_slots(layout.size_bytes, memory)
     first = layout.view(state)
-    with _spill(spill, name, n, layout, first, check) as files:
+    with _spill(directories, name, n, layout, first, check) as files:
         blocks = Blocks(layout.size_bytes, slots, for_disk=bool(files.names))
         if schedule is not None:
             plan = _given(schedule, n, slots, layout.size_bytes, files)
@@ -157,16 +166,8 @@ def run(
         )
 
 
-def _number(n: SupportsIndex) -> int:
-    """``n`` as an ``int``: those of NumPy, for one, have no place in a journal."""
-    try:
-        return operator.index(n)
-    except TypeError:
-        raise SequenceError(f"n={n!r} is no number of steps; give an int, or a condition") from None
-
-
 def _spill(
-    spill: Spill, name: str | None, n: int | More, layout: Layout, first: Any, check: bool
+    spill: Sequence[Path], name: str | None, n: int | More, layout: Layout, first: Any, check: bool
 ) -> AbstractContextManager[SpillFiles]:
     if name is None:
         return open_spill(spill, checksum=check, item_bytes=layout.item_bytes)

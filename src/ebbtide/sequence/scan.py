@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, cast
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, SupportsIndex, cast
 
 import torch
 from torch import Tensor
 
+from ebbtide.arguments import as_directories
 from ebbtide.errors import SequenceError
 from ebbtide.observe.uncompiled import uncompiled
 from ebbtide.observe.wrapped import AsOrdinary
@@ -71,11 +74,12 @@ def scan(
     Raises:
         SequenceError: if memory takes less than two states, a state is not like state 0, or the cell misbehaves; also
             from the backward pass.
-        ValueError: if ``memory`` is no size.
+        ArgumentError: if memory is no size, or spill no path; it is a `ValueError`.
         SpillError: if the spill directory is missing, full or faulty; also from the backward pass.
     """
-    if truncate is not None and truncate < 1:
-        raise SequenceError(f"truncate={truncate}: the state cannot be detached so often; give at least 1")
+    if truncate is not None:
+        truncate = _interval(truncate)
+    directories = as_directories("spill", spill)
     steps = _indexed(inputs)
     if len(steps) == 0:
         return state, []
@@ -83,7 +87,7 @@ def scan(
         return _plain(cell, state, steps)
     layout = TensorLayout(state)
     start = detached(layout.flatten(state, 0))
-    sweep = _Sweep(cell, start, steps, layout, memory, spill, truncate, check, progress)
+    sweep = _Sweep(cell, start, steps, layout, memory, directories, truncate, check, progress)
     sweep.forward()
     if not sweep.chain.results:
         sweep.close()
@@ -91,6 +95,16 @@ def scan(
     user_start = layout.flatten(state, 0)
     results = _Reversal.apply(sweep, len(user_start), *sweep.chain.outside.tensors, *user_start)  # type: ignore[no-untyped-call]
     return sweep.chain.assemble(results)
+
+
+def _interval(truncate: SupportsIndex) -> int:
+    try:
+        interval = operator.index(truncate)
+    except TypeError:
+        interval = 0
+    if interval < 1:
+        raise SequenceError(f"truncate={truncate!r}: the state cannot be detached so often; give at least 1")
+    return interval
 
 
 def _indexed(inputs: Iterable[Any]) -> Inputs:
@@ -146,7 +160,7 @@ class _Sweep:
         inputs: Inputs,
         layout: TensorLayout,
         memory: int | str,
-        spill: Spill,
+        spill: Sequence[Path],
         truncate: int | None,
         check: bool,
         progress: bool | None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from ebbtide.sequence.disk import StateDisk, StatePlace
 from ebbtide.sequence.named import Identity, NamedDisk
 from ebbtide.sequence.schedules import DISK
 
-Spill = str | Path | Sequence[str | Path] | None
+Spill = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
+"""What users give as ``spill``: a directory, several or none."""
 
 
 class SpillFiles:
@@ -59,21 +61,20 @@ class SpillFiles:
 
 
 @contextlib.contextmanager
-def open_spill(directories: Spill, *, checksum: bool, item_bytes: int) -> Iterator[SpillFiles]:
+def open_spill(directories: Sequence[Path], *, checksum: bool, item_bytes: int) -> Iterator[SpillFiles]:
     """A spill file in each directory while the context lasts; called ``disk``, ``disk2``, ...
 
     Raises:
         SpillError: if a directory cannot be used.
     """
-    given = [directories] if isinstance(directories, (str, Path)) else list(directories or ())
-    for directory in given:
-        check_directory(Path(directory))
-    names = [DISK if number == 1 else f"{DISK}{number}" for number in range(1, len(given) + 1)]
+    for directory in directories:
+        check_directory(directory)
+    names = [DISK if number == 1 else f"{DISK}{number}" for number in range(1, len(directories) + 1)]
     with contextlib.ExitStack() as stack:
 
         def make() -> Iterator[StateDisk]:
             codec = codec_for(item_bytes)
-            for directory, name in zip(given, names, strict=True):
+            for directory, name in zip(directories, names, strict=True):
                 disk = StateDisk(directory, checksum=checksum, name=name, codec=codec)
                 yield stack.enter_context(contextlib.closing(disk))
 
@@ -82,7 +83,7 @@ def open_spill(directories: Spill, *, checksum: bool, item_bytes: int) -> Iterat
 
 @contextlib.contextmanager
 def open_named(
-    directories: Spill, run: str, identity: Identity, *, state_bytes: int, item_bytes: int
+    directories: Sequence[Path], run: str, identity: Identity, *, state_bytes: int, item_bytes: int
 ) -> Iterator[SpillFiles]:
     """The spill file of a named run. It is deleted at the end of the context, unless that is an error.
 
@@ -90,9 +91,9 @@ def open_named(
         SequenceError: if there is not one directory, or the run cannot go on.
         SpillError: if the directory cannot be used.
     """
-    if not isinstance(directories, (str, Path)):
+    if len(directories) != 1:
         raise SequenceError(f"name={run!r} keeps states in the spill directory; give one directory as spill=...")
-    disk = NamedDisk(directories, run, identity, state_bytes, codec_for(item_bytes))
+    disk = NamedDisk(directories[0], run, identity, state_bytes, codec_for(item_bytes))
     with contextlib.closing(disk):
         yield SpillFiles((disk.name,), lambda: (disk,), disk)
         disk.remove()

@@ -1,0 +1,66 @@
+"""Arguments of public calls: each is taken as what it can only mean, or refused by one error that names it."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ebbtide.errors import ArgumentError
+from ebbtide.units import parse_budget, parse_bytes
+
+
+def as_whole(name: str, value: Any, least: int | None = None) -> int:
+    """A whole number, which those of NumPy and tensors of one element are, too."""
+    at_least = "" if least is None else f", at least {least}"
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ArgumentError(f"{name}={value!r}: it must be a whole number{at_least}") from None
+    if least is not None and number < least:
+        raise ArgumentError(f"{name}={value!r}: it must be a whole number{at_least}")
+    return number
+
+
+def as_size(name: str, value: Any) -> int:
+    """Bytes, as `parse_bytes` reads them."""
+    try:
+        return parse_bytes(value)
+    except ValueError as fault:
+        raise ArgumentError(f"{name}: {fault}") from None
+
+
+def as_budget(name: str, value: Any) -> int | float:
+    """Bytes or a share, as `parse_budget` reads them."""
+    try:
+        return parse_budget(value)
+    except ValueError as fault:
+        raise ArgumentError(f"{name}: {fault}") from None
+
+
+def as_directory(name: str, value: Any) -> Path:
+    """A path, as text or as an object."""
+    if not _is_path(value):
+        raise ArgumentError(f"{name}={value!r}: it must be the path of a directory, a str or a Path")
+    return Path(value)
+
+
+def as_directories(name: str, value: Any) -> tuple[Path, ...]:
+    """A path, several or none."""
+    if value is None or _is_path(value):
+        return () if value is None else (Path(value),)
+    if not isinstance(value, Sequence) or isinstance(value, bytes) or not all(map(_is_path, value)):
+        raise ArgumentError(f"{name}={value!r}: it must be the path of a directory, a str or a Path, or a list of such")
+    return tuple(map(Path, value))
+
+
+def check_instance(name: str, value: Any, kind: type) -> None:
+    """Refuses what is not of a class of ebbtide's."""
+    if not isinstance(value, kind):
+        raise ArgumentError(f"{name}={value!r}: it must be a {kind.__name__}")
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str | os.PathLike) and isinstance(os.fspath(value), str)

@@ -1,0 +1,157 @@
+"""Arguments of public calls that cannot be: one error of ebbtide's each, which names the argument."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ebbtide
+from ebbtide import sequence
+from ebbtide.errors import ArgumentError, PlanError, SequenceError
+from ebbtide.plan import plain_peak_bytes, solve
+from ebbtide.run.calibrate import calibrate, machine_for
+from tests.plan.random_steps import disk_machine, network_step
+
+NO_SIZES: tuple[Any, ...] = (
+    None,
+    "lots",
+    "",
+    True,
+    -1,
+    0,
+    math.nan,
+    2.5,
+    b"1",
+    [],
+    np.int64(-1),
+    torch.tensor(2.5),
+    torch.ones(2),
+)
+NO_PATHS: tuple[Any, ...] = (3, True, 2.5, b"/tmp", {}, torch.tensor(1), [None], ["/tmp", 3], object)
+
+weight = torch.eye(4, requires_grad=True)
+
+
+def scan(**options: Any) -> Any:
+    state, ys = ebbtide.scan(
+        lambda u, x: (torch.tanh(u @ weight + x),) * 2, torch.zeros(1, 4), torch.zeros(9, 4), **options
+    )
+    state.sum().backward()
+    return ys
+
+
+def run(**options: Any) -> Any:
+    given = {"forward": lambda u, _: u + 1, "reverse": lambda u, adjoint, _: adjoint, "n": 9, "turn": lambda u: u}
+    return sequence.run(**{"state": np.zeros(8), "memory": 4096, **given, **options}).steps
+
+
+def choose(**options: Any) -> Any:
+    given = {"n": 9, "state_bytes": 100, "step_seconds": 1.0, "reverse_seconds": 2.0, "memory": 4096}
+    return sequence.choose(**{**given, **options}).schedule
+
+
+@pytest.mark.parametrize("size", NO_SIZES, ids=repr)
+def test_what_is_no_size(size: Any) -> None:
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("limit", lambda: ebbtide.Budget(size)),
+        ("memory", lambda: scan(memory=size)),
+        ("memory", lambda: run(memory=size)),
+        ("memory", lambda: choose(memory=size)),
+    ]
+    if size is not None:
+        calls.append(("host", lambda: ebbtide.Budget("50%", host=size)))
+    for name, call in calls:
+        with pytest.raises(ArgumentError, match=rf"^{name}: (a size|cannot read)"):
+            call()
+
+
+@pytest.mark.parametrize("path", NO_PATHS, ids=repr)
+def test_what_is_no_path(path: Any) -> None:
+    expected = r"^spill=.*: it must be the path of a directory, a str or a Path"
+    for call in (scan, run, lambda spill: ebbtide.Budget("50%", spill=spill), calibrate, machine_for):
+        with pytest.raises(ArgumentError, match=expected):
+            call(spill=path)
+
+
+def test_a_budget_has_one_directory(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"^spill=.*: it must be the path of a directory, a str or a Path$"):
+        ebbtide.Budget("50%", spill=[tmp_path])  # type: ignore[arg-type]
+
+
+def test_a_machine_is_no_name() -> None:
+    with pytest.raises(ArgumentError, match=r"^machine='h200': it must be a Machine$"):
+        ebbtide.Budget("50%", machine="h200")  # type: ignore[arg-type]
+
+
+def test_whole_numbers_of_other_libraries(tmp_path: Path) -> None:
+    for size in (np.int64(10**6), np.uint8(200), torch.tensor(10**6)):
+        with ebbtide.Budget(size, spill=tmp_path) as memory:  # type: ignore[arg-type]
+            assert type(memory.limit_bytes) is int
+    assert len(scan(memory=np.int64(10**6), truncate=torch.tensor(4), spill=[tmp_path])) == 9
+    assert run(memory=torch.tensor(4096), n=np.int32(9), spill=(tmp_path,)) == 9
+    assert type(choose(n=np.int64(9)).n) is int
+
+
+@pytest.mark.parametrize("name", ["forward", "reverse", "turn"])
+def test_what_cannot_be_called(name: str) -> None:
+    """It is said before the first step, not after the last one."""
+    with pytest.raises(SequenceError, match=rf"^{name}=None cannot be called"):
+        run(**{name: None})
+
+
+@pytest.mark.parametrize(
+    ("call", "argument", "expected"),
+    [
+        (run, {"schedule": "revolve"}, "schedule='revolve' is none"),
+        (run, {"name": 3, "spill": "/tmp"}, "name=3 cannot be that of a folder"),
+        (run, {"reverse_seconds": -1.0}, "reverse_seconds=-1.0: a step cannot take so long"),
+        (run, {"reverse_seconds": "long"}, "reverse_seconds='long'"),
+        (scan, {"truncate": "often"}, "truncate='often'"),
+        (scan, {"truncate": 2.5}, "truncate=2.5"),
+        (choose, {"n": math.inf}, "n=inf is no number of steps"),
+        (choose, {"n": None}, "n=None is no number of steps"),
+        (choose, {"step_seconds": None}, "step_seconds=None: a step cannot take so long"),
+        (choose, {"reverse_seconds": math.inf}, "reverse_seconds=inf"),
+    ],
+)
+def test_chains_that_cannot_be(call: Callable[..., Any], argument: dict[str, Any], expected: str) -> None:
+    with pytest.raises(SequenceError, match=expected):
+        call(**argument)
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ({"state_bytes": 2.5}, "state_bytes=2.5: it must be a whole number"),
+        ({"state_bytes": -1}, "state_bytes=-1: it must be a whole number, at least 0"),
+        ({"tiers": disk_machine()}, "tiers=.*: it must be a SlowMemory"),
+        ({"tiers": [None]}, "tiers=None: it must be a SlowMemory"),
+    ],
+)
+def test_choices_that_cannot_be(argument: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ArgumentError, match=expected):
+        choose(**argument)
+
+
+@pytest.mark.parametrize("limit", ["50%", None, math.nan, 1e6])
+def test_plans_are_made_for_bytes(limit: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"^limit_bytes=.*: it must be a whole number"):
+        solve(network_step(4), disk_machine(), limit)
+
+
+def test_a_search_has_a_time_and_a_seed() -> None:
+    step, machine = network_step(4), disk_machine()
+    limit_bytes: Any = np.int64(0.8 * plain_peak_bytes(step))
+    with pytest.raises(PlanError, match="a search takes some number of seconds, 0 or more, not 'long'"):
+        solve(step, machine, limit_bytes, seconds="long")  # type: ignore[arg-type]
+    for seed in (-1, 2.5, "x"):
+        with pytest.raises(ArgumentError, match=r"^seed=.*: it must be a whole number, at least 0"):
+            solve(step, machine, limit_bytes, seed=seed)  # type: ignore[arg-type]
+    made = solve(step, machine, limit_bytes, seconds=0)
+    assert type(made.limit_bytes) is int
