@@ -8,6 +8,7 @@ import errno
 import fcntl
 import gc
 import os
+import resource
 import threading
 import time
 import weakref
@@ -45,6 +46,37 @@ class TestFaults:
         slot = disk.write(storage)
         assert bytes_of(disk.read(slot).wait()) == bytes_of(storage)
         assert disk.places_in_use == 1
+
+    @pytest.mark.parametrize(
+        ("code", "expected"),
+        [
+            (
+                errno.EDQUOT,
+                r"your quota in spill directory .* is used up .* MiB failed; delete files of yours",
+            ),
+            (
+                errno.EFBIG,
+                r"the spill file in .* may not grow so far .File too large.*raise the limit .*`ulimit -f`",
+            ),
+            (errno.EROFS, r"writing a tensor of 3\.00 MiB in .* failed: Read-only file system; check that disk"),
+            (errno.EINVAL, r"writing a tensor of 3\.00 MiB in .* failed: Invalid argument; check that disk"),
+        ],
+    )
+    def test_what_the_system_refuses(
+        self, code: int, expected: str, disk: DiskTier, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(disk, "_pwrite", failing(code))
+        slot = disk.write(storage_of(3 * MIB))
+        with pytest.raises(SpillError, match=expected):
+            slot.wait()
+
+    def test_a_limit_within_a_block(self, disk: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Direct I/O takes no part of a block: the system says that it was asked for something else than it was."""
+        monkeypatch.setattr(disk, "_pwrite", failing(errno.EINVAL))
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (2 * MIB + 100, resource.RLIM_INFINITY))
+        slot = disk.write(storage_of(3 * MIB))
+        with pytest.raises(SpillError, match=r"may not grow so far \(File too large\)"):
+            slot.wait()
 
     def test_disk_full_and_the_directory_gone(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "spill").mkdir()
@@ -241,10 +273,28 @@ class TestDirectory:
         with pytest.raises(SpillError, match=r"is not writable \(Permission denied\); choose another"):
             use(tmp_path)
 
+    @pytest.mark.parametrize(
+        ("code", "expected"),
+        [
+            (errno.EMFILE, r"no file can be opened in .*: this process has too many open; .*`ulimit -n`\)$"),
+            (errno.ENFILE, r"no file can be opened in .*: the system has too many open"),
+            (errno.ENOSPC, r"is full \(No space left on device\); free some space there, or choose another"),
+            (errno.EDQUOT, r"your quota in .* is used up \(.*\); delete files of yours there, or choose another"),
+            (errno.EROFS, r"is not writable \(Read-only file system\); choose another"),
+        ],
+    )
+    def test_no_file(self, code: int, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*_: object) -> int:
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(os, "open", refuse)
+        with pytest.raises(SpillError, match=expected):
+            DiskTier(tmp_path)
+
     def test_full_at_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         before = open_files()
         monkeypatch.setattr(os, "pwrite", lambda *_: failing(errno.ENOSPC)(0, memoryview(b""), 0))
-        with pytest.raises(SpillError, match="cannot be used: No space left"):
+        with pytest.raises(SpillError, match=r"is full \(No space left on device\); free some space there, or"):
             DiskTier(tmp_path)
         assert open_files() == before
 

@@ -18,6 +18,7 @@ import functools
 import logging
 import mmap
 import os
+import resource
 import tempfile
 import warnings
 import zlib
@@ -36,6 +37,17 @@ PLACE_ALIGNMENT_BYTES = 4096
 """Places begin at multiples of this: the largest block that disks in use ask for."""
 READERS = 2
 """With one, the disk waits while new memory is faulted in: two read 10 to 40 % faster here, a third adds nothing."""
+REFUSALS = {
+    errno.ENOSPC: ("spill directory {} is full", "free some space there"),
+    errno.EDQUOT: ("your quota in spill directory {} is used up", "delete files of yours there"),
+    errno.EFBIG: ("the spill file in {} may not grow so far", "raise the limit on the size of a file (`ulimit -f`)"),
+}
+"""What errors of the system mean for a spill directory, and what to do about them besides choosing another."""
+TOO_MANY_FILES = {
+    errno.EMFILE: "this process has too many open; close some, or raise the limit (`ulimit -n`)",
+    errno.ENFILE: "the system has too many open; end what has many, or raise its limit (fs.file-max)",
+}
+NOT_WRITABLE = "is not writable ({}); choose another with spill=..."
 RAM_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}
 """``f_type`` of statfs(2) for file systems that live in RAM."""
 
@@ -89,7 +101,7 @@ class DiskTier(QueuedTier):
             os.close(self._fd)
             if not isinstance(fault, OSError):
                 raise
-            raise SpillError(f"spill directory {self.directory} cannot be used: {fault.strerror}") from fault
+            raise _refused(self.directory, fault, "cannot be used: {}; choose another with spill=...") from fault
         _log.info(
             "spill file in %s: blocks of %d bytes%s", self.directory, self.block_bytes, _caching(self.block_bytes)
         )
@@ -173,12 +185,16 @@ class DiskTier(QueuedTier):
     def explain(self, fault: BaseException, size_bytes: int, doing: str) -> str:
         """Say what happened while ``doing`` something with so many bytes, and what to do about it."""
         size = format_bytes(size_bytes)
-        if isinstance(fault, OSError) and fault.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        code = fault.errno if isinstance(fault, OSError) else None
+        if code == errno.EINVAL and self.file_bytes > resource.getrlimit(resource.RLIMIT_FSIZE)[0] >= 0:
+            code = errno.EFBIG  # up to a limit within a block there is less to write than direct I/O takes
+        if code in REFUSALS:
+            what, advice = REFUSALS[code]
             # Asked of the file: the directory may be gone by now, and an error here would leave the transfer endless.
+            free = f", {format_bytes(free_bytes(self._fd))} are free" if code == errno.ENOSPC else ""
             return (
-                f"spill directory {self.directory} is full ({fault.strerror}): {doing} a tensor of {size} failed, "
-                f"{format_bytes(free_bytes(self._fd))} are free; free some space there, choose another "
-                "directory with spill=..., or raise the budget"
+                f"{what.format(self.directory)} ({os.strerror(code)}): {doing} a tensor of {size} failed{free}; "
+                f"{advice}, choose another directory with spill=..., or raise the budget"
             )
         text = fault.strerror if isinstance(fault, OSError) and fault.strerror else repr(fault)
         return (
@@ -205,7 +221,7 @@ def open_unlinked(directory: Path) -> int:
             os.unlink(path)
             return fd
     except OSError as fault:
-        raise _not_writable(directory, fault.strerror) from fault
+        raise _refused(directory, fault, NOT_WRITABLE) from fault
 
 
 def check_directory(directory: Path) -> None:
@@ -213,17 +229,23 @@ def check_directory(directory: Path) -> None:
     try:
         found = directory.exists()
     except OSError as fault:  # a directory above it may not be looked into
-        raise _not_writable(directory, fault.strerror) from fault
+        raise _refused(directory, fault, NOT_WRITABLE) from fault
     if not found:
         raise SpillError(f"spill directory {directory} does not exist; make it, or choose another with spill=...")
     if not directory.is_dir():
         raise SpillError(f"spill directory {directory} is not a directory; choose one with spill=...")
     if not os.access(directory, os.W_OK | os.X_OK):
-        raise _not_writable(directory, os.strerror(errno.EACCES))
+        raise SpillError(f"spill directory {directory} {NOT_WRITABLE.format(os.strerror(errno.EACCES))}")
 
 
-def _not_writable(directory: Path, reason: str | None) -> SpillError:
-    return SpillError(f"spill directory {directory} is not writable ({reason}); choose another with spill=...")
+def _refused(directory: Path, fault: OSError, otherwise: str) -> SpillError:
+    """What to say where no file can be made in ``directory``; ``otherwise`` for faults that are not known."""
+    if fault.errno in TOO_MANY_FILES:
+        return SpillError(f"no file can be opened in spill directory {directory}: {TOO_MANY_FILES[fault.errno]}")
+    if fault.errno not in REFUSALS:
+        return SpillError(f"spill directory {directory} {otherwise.format(fault.strerror)}")
+    what, advice = REFUSALS[fault.errno]
+    return SpillError(f"{what.format(directory)} ({fault.strerror}); {advice}, or choose another with spill=...")
 
 
 def switch_to_direct(fd: int) -> int:
