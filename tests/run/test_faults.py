@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import os
 import signal
 import sys
 import threading
@@ -15,12 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 import ebbtide
 from ebbtide.errors import (
     BudgetError,
-    EbbtideError,
     OutOfMemoryError,
     PlanError,
     RecordError,
@@ -35,8 +32,7 @@ from ebbtide.run.tiers import DiskTier
 from ebbtide.units import format_bytes
 from tests.conftest import open_files, runtime_threads
 from tests.run.faults import OBSERVED, PLANNED, VERIFIED, Steps, assert_clean, survive
-from tests.run.harness import FAST_DISK, STEPS, Guard, Record, compare
-from tests.run.programs import Chain
+from tests.run.harness import FAST_DISK, STEPS, Record, compare
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
 
@@ -323,63 +319,3 @@ def test_a_budget_too_small_says_what_is_reachable(limit: int | str, tmp_path: P
         with contextlib.suppress(BudgetError):  # it may refuse again, but must not compute something else
             compare(plain, program.look(5, memory.step), "the step after")
         assert_clean(memory)
-
-
-# --- processes -----------------------------------------------------------------------------------------------------
-
-
-class _Rows(Dataset[Tensor]):
-    """Rows that a worker process makes."""
-
-    def __len__(self) -> int:
-        return 6 * 256
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.full((64,), 0.001 * index).sin()
-
-
-class _Loaded(Chain):
-    """Trains on batches that worker processes make."""
-
-    def data(self, index: int, *shape: int) -> Tensor:
-        return self.batch
-
-    def train(self, guard: Guard) -> list[Record]:
-        """Two epochs; workers start anew in each."""
-        loader = DataLoader(_Rows(), 256, shuffle=True, num_workers=2, multiprocessing_context="fork")
-        records: list[Record] = []
-        for _ in range(2):
-            for self.batch in loader:
-                records.append(self.run(len(records), guard))
-        return records
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 and later, of any fork next to threads
-def test_data_loader_workers_fork_with_a_live_budget(memory: ebbtide.Budget) -> None:
-    expected, program = _Loaded().train(contextlib.nullcontext), _Loaded()
-    for index, (plain, found) in enumerate(zip(expected, program.train(memory.step), strict=True)):
-        compare(plain, found, f"step {index}")
-    assert_clean(memory)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_child_process_neither_hangs_nor_harms(offloading: ebbtide.Budget) -> None:
-    plain, program = Steps(at=-1), Steps(at=-1)
-    for index in range(STEPS):
-        compare(plain.look(index, contextlib.nullcontext), program.look(index, offloading.step), f"step {index}")
-    child = os.fork()
-    if child == 0:
-        signal.alarm(20)
-        torch.set_num_threads(1)  # as workers of a DataLoader do: threads of OpenMP do not survive a fork
-        try:
-            program.look(0, offloading.step)
-            os._exit(2)  # it cannot have moved anything
-        except EbbtideError:
-            offloading.close()
-            os._exit(0)
-        finally:
-            os._exit(3)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    for index in range(2):
-        compare(plain.look(index, contextlib.nullcontext), program.look(index, offloading.step), f"after, {index}")
-    assert_clean(offloading)

@@ -5,11 +5,17 @@ The transforms of `torch.func` refuse to run where saved-tensor hooks are on: wh
 through any. They say so by disabling hooks, which fails if some are on the stack, and enable them in the end. Ours step
 aside for as long as that lasts, so that such code runs in a step as it does without one; what it saves stays where it
 is. Where hooks of the user's are on, they refuse, as ever.
+
+NOTE [Children]
+A process that is forked within a step, as a worker of a data loader that is started there, has the hooks of its parent,
+but neither the threads nor the file that move tensors. Its own passes run as in any other child: ours go off the stack,
+unless the user's lie above them. What the parent has saved shows itself if it is here, and raises `SpillError` if not.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -80,6 +86,16 @@ def _come_back() -> None:
     _enable()
     while _ours.aside:
         push_hooks(*_ours.aside.pop())
+
+
+def drop_hooks() -> None:
+    """Take ours off the stack in a child of a step, as far as they are on it. See NOTE [Children]."""
+    while _autograd._top_saved_tensors_default_hooks(True) in _ours.on:
+        _autograd._pop_saved_tensors_default_hooks()  # still in `on`: behind a backward pass there is another stack
+    _ours.aside.clear()
+
+
+os.register_at_fork(after_in_child=drop_hooks)
 
 
 class LightWatch:

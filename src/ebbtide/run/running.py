@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
@@ -20,7 +21,7 @@ from ebbtide.run.conductor import Conductor
 from ebbtide.run.device import TrainingDevice
 from ebbtide.run.forks import Library
 from ebbtide.run.held import Audited, Held, Rest
-from ebbtide.run.hooks import LightWatch, disabled, forget_failed_backward, pop_hooks, push_hooks
+from ebbtide.run.hooks import LightWatch, disabled, drop_hooks, forget_failed_backward, pop_hooks, push_hooks
 from ebbtide.run.kinds import Kind
 from ebbtide.run.loop import FINAL_STATES, Loop
 from ebbtide.run.meter import AllocatedMeter, PeakMeter
@@ -44,6 +45,7 @@ class Running:
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
+        self._process = os.getpid()
         self._recorder: Recorder | None = None
         self._policy: SafePolicy | None = None
         self._conductor: Conductor | None = None
@@ -168,7 +170,7 @@ class Running:
             finally:  # a device that has failed may not even take the time
                 self._take_down()
             late = self._recorder.interrupts.take() if self._recorder is not None else None
-            if fault is not None or late is not None:
+            if fault is not None or late is not None or self._is_child():
                 if fault is not None and is_out_of_memory(fault):
                     short = loop.run_short(fault, self._kind)
                 forget_failed_backward()
@@ -200,8 +202,14 @@ class Running:
         self._held = held.end(self._turn)
         if self._places is not None:
             self._places.end(exact=self._went_through() and self._meter is None)
-        if self._light is None or self._light.watching:
+        if self._is_child():
+            drop_hooks()
+        elif self._light is None or self._light.watching:
             pop_hooks()
+
+    def _is_child(self) -> bool:
+        """Whether this is a child that was forked within the step: what it does is no part of the step."""
+        return self._process != os.getpid()
 
     def _went_through(self) -> bool:
         """Whether the step has taken the blocks that steps of its kind take."""
