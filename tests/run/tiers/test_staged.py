@@ -78,6 +78,14 @@ def test_a_part_is_copied_back_while_the_next_is_read(tier: StagedTier, monkeypa
     assert bytes_of(tier.read(slot).wait()) == bytes_of(storage)
 
 
+def test_a_closed_tier_keeps_no_stages(tier: StagedTier) -> None:
+    slot = tier.write(storage_of(3 * PART))
+    slot.wait()
+    tier.close()
+    assert tier._stages.empty()
+    tier.close()
+
+
 def test_a_full_disk(tier: StagedTier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier, "_pwrite", failing(errno.ENOSPC))
     slot = tier.write(storage := storage_of(2 * PART))

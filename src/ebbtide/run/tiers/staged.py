@@ -78,6 +78,13 @@ class StagedTier(DiskTier):
         self._backend.streams.note()
         return self._backend.streams
 
+    def close(self) -> None:
+        """See `SlowTier.close`."""
+        super().close()
+        with contextlib.suppress(queue.Empty):  # no worker has one any more
+            while True:
+                self._stages.get_nowait()
+
     def _announce(self, transfer: Slot | QueuedLoad) -> None:
         home = self._backend.streams.note()
         if isinstance(transfer, StagedLoad):
