@@ -78,7 +78,7 @@ def test_source_text() -> None:
 def test_missing_scikit_learn_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     data._photos.cache_clear()
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(EbbtideError, match=r"pip install 'ebbtide\[demo\]'"):
+    with pytest.raises(EbbtideError, match=r"`pip install '\.\[demo\]'` in a clone of ebbtide"):
         data.photo_crops(1, 32, seed=0)
 
 

@@ -86,7 +86,7 @@ def test_png(found: Frontier, tmp_path: Path) -> None:
 
 def test_png_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(EbbtideError, match="pip install ebbtide"):
+    with pytest.raises(EbbtideError, match=r"`pip install '\.\[plot\]'` in a clone of ebbtide, or write \.html"):
         WRITERS[".png"](FOUND, tmp_path / "picture.png")
 
 

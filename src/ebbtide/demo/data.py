@@ -74,7 +74,7 @@ def _photos() -> list[np.ndarray[tuple[int, ...], np.dtype[np.uint8]]]:
     except ImportError as fault:
         raise EbbtideError(
             "the demo's photographs come with scikit-learn and are read with Pillow, one of which is missing: "
-            "pip install 'ebbtide[demo]'"
+            "`pip install '.[demo]'` in a clone of ebbtide"
         ) from fault
     return [np.asarray(photo, dtype=np.uint8) for photo in photos]
 

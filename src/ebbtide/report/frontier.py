@@ -111,7 +111,8 @@ def write_png(found: Frontier, path: str | Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as fault:
         raise EbbtideError(
-            "a PNG is drawn by matplotlib, which is not installed: `pip install ebbtide[plot]`, or write .html instead"
+            "a PNG is drawn by matplotlib, which is not installed: `pip install '.[plot]'` in a clone of ebbtide, "
+            "or write .html instead"
         ) from fault
     figure = Figure(figsize=(9.6, 5.4), layout="constrained")
     FigureCanvasAgg(figure)
