@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 import weakref
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
 import ebbtide
 from tests.sequence.loops import LSTM, WIDTH, Loop, compare, in_thread, states
@@ -199,6 +201,39 @@ class TestOutside:
             return (final, ys), [start, *scales]
 
         compare(program, memory=states(3, torch.zeros(3, WIDTH)))
+
+    @pytest.mark.parametrize("cached", ["scan", "scan and backward", "backward", "cell"])
+    @pytest.mark.parametrize("n", [1, 2, 9])
+    def test_parametrized_weights(self, n: int, cached: str) -> None:
+        """`cached` may have ended before the backward pass: there steps use what it had then, not new ones."""
+
+        class Symmetric(nn.Module):
+            def forward(self, weight: Tensor) -> Tensor:
+                return weight.triu() + weight.triu(1).T
+
+        def program(loop: Loop) -> tuple[Any, list[Tensor]]:
+            torch.manual_seed(1)
+            layer = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), nn.Dropout(0.1), nn.Linear(4, 4))
+            parametrize.register_parametrization(layer[2], "weight", Symmetric())
+            start, xs = torch.randn(3, 4, requires_grad=True), torch.randn(n, 3, 4)
+
+            def cell(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+                with parametrize.cached() if cached == "cell" else contextlib.nullcontext():
+                    h = torch.tanh(layer(h) + layer(x))
+                return h, h.square().mean()
+
+            with parametrize.cached() if cached.startswith("scan") else contextlib.nullcontext():
+                h, ys = loop(cell, start, xs, memory=states(3, start))
+                loss = h.sum() + sum(ys)
+                if cached == "scan and backward":
+                    loss.backward()
+            with parametrize.cached() if cached == "backward" else contextlib.nullcontext():
+                if cached != "scan and backward":
+                    loss.backward()
+            assert not parametrize._cache
+            return [h, *ys], [start, *layer.parameters()]
+
+        compare(program)
 
     def test_two_scans_and_layers_around_them(self) -> None:
         def program(loop: Loop) -> tuple[Any, list[Tensor]]:

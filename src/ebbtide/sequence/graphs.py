@@ -117,7 +117,8 @@ class Outside:
             if any(self._began <= node._sequence_nr() < until for node, _ in unknown):
                 raise SequenceError(
                     f"step {step} uses a tensor that an earlier step made and that is not in its state, or that "
-                    "another thread did; return it as a part of the state, or make it in the thread that calls scan"
+                    "another thread did; return it as a part of the state, or make it before, in the thread that calls "
+                    "scan"
                 )
             with _disable_current_modes(), _Finder(unknown) as finder:
                 finder.look(outputs)  # one may have been passed on as it was

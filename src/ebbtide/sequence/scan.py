@@ -12,6 +12,7 @@ from typing import Any, SupportsIndex, cast
 
 import torch
 from torch import Tensor
+from torch.nn.utils import parametrize
 
 from ebbtide.arguments import as_directories
 from ebbtide.errors import SequenceError
@@ -87,6 +88,9 @@ def scan(
         return _plain(cell, state, steps)
     layout = TensorLayout(state)
     start = detached(layout.flatten(state, 0))
+    if parametrize._cache_enabled:
+        with layout.generators.preserved():  # whatever it caches is to be made outside the steps, which share it
+            cell(layout.unflatten(start), steps[0])
     sweep = _Sweep(cell, start, steps, layout, memory, directories, truncate, check, progress)
     sweep.forward()
     if not sweep.chain.results:
@@ -270,12 +274,25 @@ class _Scene:
             if torch.amp.is_autocast_available(kind)
         ]
         self._device = torch.get_default_device()
+        self._parametrized = parametrize._cache_enabled, dict(parametrize._cache)
         # That of subclasses: PyTorch runs the whole backward pass of a loss with a class of its own without.
         self._functions = torch._C._EnableTorchFunction if torch._C._is_torch_function_enabled() else AsOrdinary
 
     @contextlib.contextmanager
+    def _cached(self) -> Iterator[None]:
+        """Parametrized weights as `torch.nn.utils.parametrize.cached` had them, which may have ended since or begun."""
+        before = parametrize._cache_enabled, parametrize._cache
+        enabled, cache = self._parametrized
+        parametrize._cache_enabled, parametrize._cache = enabled, dict(cache)  # a step may fill it
+        try:
+            yield
+        finally:
+            parametrize._cache_enabled, parametrize._cache = before
+
+    @contextlib.contextmanager
     def set(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self._cached())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(uncompiled())
             stack.enter_context(without_saved_tensor_hooks())
