@@ -8,7 +8,7 @@ import gc
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,7 @@ from ebbtide.machines import load_machine
 from ebbtide.observe.drafts import SeenStorage
 from ebbtide.observe.storages import Storages
 from ebbtide.run.holdings import Holding, View
+from ebbtide.run.hooks import pop_hooks
 from ebbtide.run.tiers import DiskTier
 from ebbtide.units import format_bytes
 from tests.conftest import open_files, runtime_threads
@@ -48,6 +49,56 @@ def test_exception_in_user_code(memory: ebbtide.Budget, where: str, at: int, err
 
     program = Steps(at, forward=fail) if where == "forward" else Steps(at, backward=fail)
     survive(memory, program, error, "by the user")
+
+
+@pytest.mark.parametrize("at", [OBSERVED, VERIFIED, PLANNED])
+def test_a_generator_is_closed_within_a_step(tmp_path: Path, at: int) -> None:
+    """As by ``break`` in the loop over it: nothing is learnt, and nobody is told."""
+
+    def steps() -> Iterator[Record]:
+        while True:
+            with memory.step():
+                yield program.compute(0, contextlib.nullcontext)
+            program.optimizer.zero_grad()
+
+    plain, program = Steps(at=-1), Steps(at=-1)
+    expected = plain.compute(0, contextlib.nullcontext)
+    with ebbtide.Budget("80%", spill=tmp_path, machine=FAST_DISK) as memory:
+        for last in (at, STEPS):
+            for index, found in enumerate(steps()):
+                compare(expected, found, f"step {index}")
+                if index == last:
+                    break
+            program.optimizer.zero_grad()
+            assert_clean(memory)
+        assert len(memory.measured) == at + STEPS
+        assert memory.state == "planned"
+
+
+def test_a_step_is_left_in_another_thread(memory: ebbtide.Budget) -> None:
+    def steps() -> Generator[None, None, None]:
+        for index in range(STEPS):
+            with memory.step():
+                program.compute(index, contextlib.nullcontext)
+                yield
+            program.optimizer.zero_grad()
+
+    program, generator, faults = Steps(at=-1), steps(), list[BaseException]()
+    for _ in range(STEPS):
+        next(generator)
+
+    def close() -> None:
+        try:
+            generator.close()
+        except StepError as fault:
+            faults.append(fault)
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    thread.join()
+    assert "left in another thread than it began in" in str(faults.pop())
+    pop_hooks()
+    assert_clean(memory)
 
 
 def _too_much() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import threading
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
@@ -45,7 +46,7 @@ class Running:
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
-        self._process = os.getpid()
+        self._process, self._thread = os.getpid(), 0
         self._recorder: Recorder | None = None
         self._policy: SafePolicy | None = None
         self._conductor: Conductor | None = None
@@ -76,7 +77,7 @@ class Running:
             if self._has_begun:
                 raise StepError("a context is for one step only: write `with budget.step():` anew for each")
             loop.running = self
-            self._has_begun = True
+            self._has_begun, self._thread = True, threading.get_ident()
         try:
             self._ground = loop.ground = loop.ground or TrainingDevice()
             self._state = loop.state
@@ -204,6 +205,11 @@ class Running:
             self._places.end(exact=self._went_through() and self._meter is None)
         if self._is_child():
             drop_hooks()
+        elif self._thread != threading.get_ident():
+            raise StepError(
+                "a step was left in another thread than it began in, which keeps its hooks; leave it where it began, "
+                "as by closing a generator that yields within it there"
+            )
         elif self._light is None or self._light.watching:
             pop_hooks()
 
