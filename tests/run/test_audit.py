@@ -350,7 +350,7 @@ def test_a_step_beside_another_budgets_is_not_counted(tmp_path: Path, monkeypatc
 
 
 def test_plans_that_are_left_now_and_then_are_seldom_looked_at_again(tmp_path: Path) -> None:
-    """Steps that log something are no reason to observe the others, not even where calls are captured right after it."""
+    """Steps that log something are no reason to observe the others, even right before calls that are captured."""
     steps = 100
     loop = NowAndThen("60%", SLOW_DISK, tmp_path)
     loop.LOOKED_AT = (2, 8)

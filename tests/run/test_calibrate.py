@@ -14,6 +14,7 @@ import torch
 
 from ebbtide.errors import SpillError
 from ebbtide.machine import Link, Machine, Tier, check_machine
+from ebbtide.run import beside
 from ebbtide.run import calibrate as module
 from ebbtide.run.calibrate import FREE_BYTES, calibrate, machine_for
 from ebbtide.run.native import arena_library
@@ -180,3 +181,8 @@ def test_a_fault_of_the_disk_is_reported(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(DiskTier, "_preadv", fail)
     with pytest.raises(SpillError, match="Input/output error"):
         calibrate(tmp_path)
+
+
+def test_half_of_the_turns_have_to_do_where_each_takes_long() -> None:
+    assert list(beside._turns(8, 60.0)) == list(range(8))
+    assert list(beside._turns(8, 0.0)) == list(range(4))

@@ -30,8 +30,10 @@ from ebbtide.run.tiers.transfers import Slot, Transfer
 
 Direction = Literal["out", "back"]
 
-STREAM_TURNS = 8
-SMALL_TURNS = 12
+STREAM_TURNS, STREAM_SECONDS = 8, 1.0
+SMALL_TURNS, SMALL_SECONDS = 12, 0.5
+"""Turns, and seconds after which half of them have to do: on a busy machine each takes up to three times as long, and
+whoever makes a first `Budget` there waits."""
 TRIPS = 8
 """There and back, in a turn with small transfers."""
 STREAM_RATE_SECONDS, SMALL_RATE_SECONDS = 0.03, 0.01
@@ -44,12 +46,13 @@ def lost_per_byte(tier: DiskTier, source: torch.UntypedStorage) -> float:
     ways: tuple[Direction, ...] = ("out", "back")
     lost = []
     before = compute.rate()
-    for way in ways * STREAM_TURNS:
-        with Stream(tier, source, way) as stream:
-            rate = compute.rate()
-        after = compute.rate()
-        lost.append((1 - 2 * rate / (before + after)) / stream.bytes_per_second)
-        before = after
+    for _ in _turns(STREAM_TURNS, STREAM_SECONDS):
+        for way in ways:
+            with Stream(tier, source, way) as stream:
+                rate = compute.rate()
+            after = compute.rate()
+            lost.append((1 - 2 * rate / (before + after)) / stream.bytes_per_second)
+            before = after
     return max(statistics.median(lost), 0.0)
 
 
@@ -58,7 +61,7 @@ def lost_per_transfer(tier: DiskTier, source: torch.UntypedStorage) -> float:
     compute = _Compute(256, 128 << 10, SMALL_RATE_SECONDS)
     lost = []
     before = compute.rate()
-    for _ in range(SMALL_TURNS):
+    for _ in _turns(SMALL_TURNS, SMALL_SECONDS):
         start = time.perf_counter()
         loops = sum(_beside_trip(tier, source, compute) for _ in range(TRIPS))
         seconds = time.perf_counter() - start
@@ -66,6 +69,15 @@ def lost_per_transfer(tier: DiskTier, source: torch.UntypedStorage) -> float:
         lost.append((seconds - loops * 2 / (before + after)) / (2 * TRIPS))
         before = after
     return max(statistics.median(lost), 0.0)
+
+
+def _turns(most: int, seconds: float) -> Iterator[int]:
+    """The numbers of so many turns, or of at least half of them once the time is up."""
+    end = time.perf_counter() + seconds
+    for turn in range(most):
+        if 2 * turn >= most and time.perf_counter() > end:
+            return
+        yield turn
 
 
 def _beside_trip(tier: DiskTier, source: torch.UntypedStorage, compute: _Compute) -> int:

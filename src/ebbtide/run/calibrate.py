@@ -63,7 +63,7 @@ _log = logging.getLogger(__name__)
 
 
 def machine_for(spill: str | Path) -> Machine:
-    """This machine with ``spill`` as its disk: from the cache, or calibrated now, which takes 2 to 4 s.
+    """This machine with ``spill`` as its disk: from the cache, or calibrated now, which takes 2 to 3 s.
 
     Raises:
         SpillError: if the directory cannot be used.
