@@ -194,7 +194,7 @@ class DiskTier(QueuedTier):
             free = f", {format_bytes(free_bytes(self._fd))} are free" if code == errno.ENOSPC else ""
             return (
                 f"{what.format(self.directory)} ({os.strerror(code)}): {doing} a tensor of {size} failed{free}; "
-                f"{advice}, choose another directory with spill=..., or raise the budget"
+                f"{advice}, choose another directory with spill=..., or allow more memory"
             )
         text = fault.strerror if isinstance(fault, OSError) and fault.strerror else repr(fault)
         return (
