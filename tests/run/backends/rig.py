@@ -117,6 +117,10 @@ def host_tier(device: Device, places: int = 64) -> StreamTier:
 def close(device: Device, tier: SlowTier) -> list[str]:
     """Finish everything; what was found wrong."""
     device.ignored = ""
+    for stream in tuple(
+        device._streams
+    ):  # what nobody has waited for still copies, from and to what the tier lets go of
+        stream.record_event().synchronize()
     tier.close()
     device.close()
     return device.faults
