@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import io
 import json
 import os
-import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,86 +16,15 @@ from typer.testing import CliRunner
 
 from ebbtide import Budget
 from ebbtide.bundle import Bundle
-from ebbtide.cli import app, main
+from ebbtide.cli import app
 from ebbtide.errors import RecordError
 from ebbtide.machine import Link, Machine, Tier
 from ebbtide.machines import load_machine
 from ebbtide.options import share_of
-from ebbtide.plan import solve
 from ebbtide.report.sentences import links_table
 from ebbtide.step import Step, read_json, write_json
+from tests.cli.commands import SCRIPT, Failure, run
 from tests.plan.random_steps import network_step
-
-SCRIPT = """
-import torch
-
-model = torch.nn.Sequential(*[layer for _ in range(6) for layer in (torch.nn.Linear(128, 128), torch.nn.Tanh())])
-
-def one_step():
-    model.zero_grad()
-    model(torch.ones(512, 128)).square().mean().backward()
-
-def broken():
-    raise RuntimeError("out of luck")
-
-def batched(size):
-    model.zero_grad()
-    model(torch.ones(size, 128)).square().mean().backward()
-
-def forward_only():
-    model(torch.ones(512, 128))
-
-def idle():
-    pass
-
-def peeking():
-    if model(torch.ones(1, 128)).sum() > 0:
-        one_step()
-
-number = 3
-"""
-
-
-def run(*arguments: str | Path) -> str:
-    """Output of a subcommand that must succeed."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
-Failure = Callable[..., str]
-
-
-@pytest.fixture
-def failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Failure:
-    """What is said on standard error by a command that must end with code 1."""
-
-    def said(*arguments: str | Path) -> str:
-        monkeypatch.setattr(sys, "argv", ["ebbtide", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ending:
-            main()
-        assert ending.value.code == 1
-        return capsys.readouterr().err.strip()
-
-    return said
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> Path:
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT)
-    return path
-
-
-@pytest.fixture
-def machine(tmp_path: Path) -> Path:
-    links = (
-        Link("ram", "disk", 1e-4, 4e9, 3e9, 0.02),
-        Link("disk", "ram", 1e-4, 2e9, 1e9, 0.1),
-    )
-    path = tmp_path / "machine.json"
-    Machine("a described machine", "ram", (Tier("ram", "device"), Tier("disk", "disk")), links).save(path)
-    return path
 
 
 def test_subcommands_are_these() -> None:
@@ -232,52 +158,6 @@ def test_a_budget_that_is_no_size_is_a_usage_error(budget: str, script: Path, ma
         Budget(budget)
 
 
-def test_plan_without_the_hardware(script: Path, tmp_path: Path) -> None:
-    plan = tmp_path / "plan.json"
-    output = run("plan", "--machine", "rtx-4090", "--model", script, "--budget", "80%", "-o", plan)
-    assert "RTX 4090" in output
-    assert "plain: does not fit" in output
-    assert "planned: fits" in output
-    bundle = Bundle.load(plan)
-    assert bundle.step.device == "cuda"
-    assert bundle.machine.compute is not None
-    assert bundle.plan.peak_bytes <= bundle.plan.limit_bytes
-
-
-def test_plan_for_the_memory_of_a_machine(script: Path) -> None:
-    output = run("plan", "--machine", "h200", "--model", f"{script}:one_step")
-    assert "plain: fits 125 GiB" in output
-    assert "planned" not in output
-    assert "written" not in output
-
-
-def test_observe_without_the_hardware(script: Path, tmp_path: Path) -> None:
-    real, fake = tmp_path / "real.json", tmp_path / "fake.json"
-    run("observe", script, "-o", real)
-    run("observe", f"{script}:one_step", "--fake", "--machine", "k40c", "-o", fake)
-    steps = [Step.load(path) for path in (real, fake)]
-    assert [op.name for op in steps[0].ops] == [op.name for op in steps[1].ops]
-    assert steps[0].saved == steps[1].saved
-
-
-def test_times_of_another_sort_of_device_are_said_to_be(script: Path, tmp_path: Path) -> None:
-    """A CPU's 2.66 s were given as those of an A100."""
-    step, said = tmp_path / "step.json", "observed on cpu, and its ops count with the times they took there, not on"
-    page = ("--policies", "none", "--points", "2", "--seconds", "0", "-o", tmp_path / "page.html")
-    run("observe", script, "-o", step)
-    assert said in run("plan", step, "--machine", "a100-80gb")
-    assert said in run("frontier", step, "--machine", "a100-80gb", *page)
-    run("observe", script, "--fake", "--machine", "a100-80gb", "-o", step)
-    assert said not in run("plan", step, "--machine", "a100-80gb")
-    assert said not in run("frontier", step, "--machine", "a100-80gb", *page)
-
-
-def test_a_demo_model_without_the_hardware(tmp_path: Path) -> None:
-    output = run("observe", "gpt2", "--batch", "1000", "--fake", "--machine", "h100", "-o", tmp_path / "step.json")
-    assert "absences of" in output
-    assert Step.load(tmp_path / "step.json").saved[0].shape[0] == 1000
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -348,106 +228,6 @@ def test_a_budget_is_needed_where_the_memory_is_not_known(script: Path, machine:
     result = CliRunner().invoke(app, ["plan", str(tmp_path / "step.json"), "--machine", str(machine)])
     assert result.exit_code == 2
     assert "--budget" in result.output
-
-
-@pytest.mark.parametrize(
-    ("machine", "function", "expected"),
-    [("tpu", "one_step", "neither a machine file"), ("h200", "peeking", "fake tensors have no values")],
-)
-def test_what_cannot_be_planned_without_the_hardware(
-    machine: str,
-    function: str,
-    expected: str,
-    script: Path,
-    failure: Failure,
-) -> None:
-    said = failure("plan", "--machine", machine, "--model", f"{script}:{function}")
-    assert expected in said
-    assert len(said.splitlines()) == 1
-
-
-def test_frontier(script: Path, machine: Path, tmp_path: Path) -> None:
-    step, plan = tmp_path / "step.json.gz", tmp_path / "plan.json"
-    run("observe", script, "-o", step)
-    quick = ("--points", "3", "--seconds", "0.02")
-    page, picture, data = (tmp_path / f"frontier.{suffix}" for suffix in ("html", "png", "json"))
-    output = run(
-        "frontier",
-        step,
-        "--machine",
-        machine,
-        *quick,
-        "--policies",
-        "offload-all",
-        "-o",
-        page,
-        "-o",
-        picture,
-        "-o",
-        data,
-    )
-    assert "offload-all" in output
-    assert "solver" in output
-    assert page.read_text().lstrip().lower().startswith("<!doctype html>")
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert read_json_points(data) == 3
-
-    run("plan", step, "--budget", "80%", "--machine", machine, "-o", plan)
-    output = run("frontier", plan, *quick, "--policies", "rotor,vdnn-conv", "-o", data)
-    assert "offload-all" not in output
-    assert "vdnn-conv: " in output
-    assert read_json_points(data) == 3
-
-
-def read_json_points(path: Path) -> int:
-    """Number of the solver's points in a frontier's JSON."""
-    return len(json.loads(path.read_text())["solver"]["points"])
-
-
-def test_what_has_no_frontier(machine: Path, tmp_path: Path, failure: Failure) -> None:
-    page = tmp_path / "page.html"
-    assert "cannot be read" in failure("frontier", tmp_path / "none.json", "-o", page)
-    assert "not a file of kind ebbtide-step" in failure("frontier", machine, "-o", page)
-    said = failure("frontier", machine, "--policies", "magic", "-o", page)
-    assert "no policy 'magic'; there are offload-all" in said
-    result = CliRunner().invoke(app, ["frontier", str(machine), "-o", str(tmp_path / "page.pdf")])
-    assert result.exit_code == 2
-    assert ".html, .png, .json" in result.output
-
-
-def test_the_largest_batch(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quick = functools.partial(solve, seconds=0.02)
-    monkeypatch.setattr("ebbtide.plan.batch.solve", lambda step, machine, limit, seconds: quick(step, machine, limit))
-    plan = tmp_path / "plan.json"
-    arguments = ("--machine", "k40c", "--budget", "64MiB", "--overhead", "10%", "--between", "256,512")
-    output = run("batch", f"{script}:batched", *arguments, "-o", plan)
-    bundle = Bundle.load(plan)
-    batch = bundle.step.saved[0].shape[0]
-    assert batch > 512
-    assert f"planned: batch {batch}, " in output
-    assert re.search(rf"observed with 256, 512, .*\b{batch} samples", output)
-    assert bundle.plan.peak_bytes <= bundle.plan.limit_bytes == 64 * 2**20
-    assert bundle.plan.seconds <= 1.1 * bundle.plan.plain_seconds
-
-
-@pytest.mark.parametrize(
-    ("option", "item"),
-    [
-        *[("--overhead", text) for text in ("five", "5", "-5%", "nan%", "5%%")],
-        *[("--between", text) for text in ("8", "16,8", "8,16,32")],
-        ("--budget", "50%"),
-    ],
-)
-def test_options_of_batch(option: str, item: str, script: Path) -> None:
-    result = CliRunner().invoke(app, ["batch", str(script), "--machine", "k40c", option, item])
-    assert result.exit_code == 2
-    assert option in result.output
-
-
-def test_a_function_that_takes_no_batch(script: Path, failure: Failure) -> None:
-    said = failure("batch", script, "--machine", "k40c")
-    assert "takes 0 positional arguments but 1 was given" in said
-    assert len(said.splitlines()) == 1
 
 
 @pytest.mark.parametrize(("function", "expected"), [("forward_only", "has no backward pass"), ("idle", "has no ops")])
