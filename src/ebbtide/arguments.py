@@ -1,4 +1,7 @@
-"""Arguments of public calls: each is taken as what it can only mean, or refused by one error that names it."""
+"""Arguments of public calls: each is taken as what it can only mean, or refused by one error that names it.
+
+All functions here raise `ArgumentError` for what cannot be; ``name`` is the argument's, for the message.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from ebbtide.units import parse_budget, parse_bytes
 
 
 def as_whole(name: str, value: Any, least: int | None = None) -> int:
-    """A whole number, which those of NumPy and tensors of one element are, too."""
+    """A whole number of at least ``least``, which those of NumPy and tensors of one element are, too."""
     at_least = "" if least is None else f", at least {least}"
     try:
         number = operator.index(value)

@@ -67,6 +67,7 @@ def machine_for(spill: str | Path) -> Machine:
 
     Raises:
         SpillError: if the directory cannot be used.
+        ArgumentError: if ``spill`` is no path; it is a `ValueError`.
     """
     directory = as_directory("spill", spill)
     path = _cache_path(directory)
@@ -83,6 +84,7 @@ def calibrate(spill: str | Path, *, progress: Progress | None = None) -> Machine
 
     Raises:
         SpillError: if the directory cannot be used, or has less than `FREE_BYTES` free.
+        ArgumentError: if ``spill`` is no path; it is a `ValueError`.
     """
     directory = as_directory("spill", spill)
     report = progress or _unreported

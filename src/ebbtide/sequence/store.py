@@ -103,14 +103,14 @@ class StateStore:
         if tier == MEMORY:
             self._free_one()
             return self._all.take()
-        self._known(tier)
+        self._check_tier(tier)
         self._send()
         self._free_one()
         self._filled = (tier, {})
         self._reserved += self._all.take_run(self._run_length(tier))
         return self._reserved.popleft()
 
-    def _known(self, tier: str) -> None:
+    def _check_tier(self, tier: str) -> None:
         if tier not in self._tiers:
             raise SequenceError(f"the schedule names a tier {tier!r}, which its slots do not")
 
@@ -215,7 +215,7 @@ class StateStore:
 
     def _settle(self, step: int, tier: str) -> None:
         """Wait until a state is on its tier, if it is on its way there."""
-        self._known(tier)
+        self._check_tier(tier)
         if self._filled[0] == tier and step in self._filled[1]:
             self._send()
         while any(out.tier == tier and step in out.states for out in self._writing):
