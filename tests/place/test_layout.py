@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbtide.place import Block, Layout, max_live_bytes, place
+from ebbtide.errors import ArgumentError
+from ebbtide.place import Block, Layout, keep_local, max_live_bytes, place
 from ebbtide.place.layout import FOREVER
 
 
@@ -94,3 +98,37 @@ def test_an_impossible_alignment_is_refused() -> None:
 
 def test_nothing_needs_nothing() -> None:
     assert place([]) == Layout((), 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        (Block(8, 0, 2.5), "its size and its times must be whole numbers"),  # type: ignore[arg-type]
+        (Block(2.5, 0, 2), "its size and its times must be whole numbers"),  # type: ignore[arg-type]
+        (Block(8, None), "its size and its times must be whole numbers"),  # type: ignore[arg-type]
+        (Block(-1, 0, 2), "must not be smaller than nothing"),
+        (Block(8, 2, 2), "must die after it is born"),
+        (Block(8, 0, FOREVER + 1), "within 64 bits"),
+        (Block(1 << 62, 0, 2), "blocks of more than 1152921504606846976 bytes"),
+        ((8, 0, 2), r"blocks=\(8, 0, 2\): it must be a Block"),
+    ],
+)
+def test_blocks_that_cannot_be(block: Any, expected: str) -> None:
+    """Cut to whole numbers, or summed up in 64 bits, they would come to lie on others."""
+    blocks = [Block(8, 2, 4), block, block]
+    whole = Layout((0, 0, 0), 8, 8)
+    calls: tuple[Callable[[], Any], ...] = (
+        lambda: place(blocks),
+        lambda: max_live_bytes(blocks),
+        lambda: keep_local(blocks, whole, 2),
+    )
+    for call in calls:
+        with pytest.raises(ArgumentError, match=expected):
+            call()
+
+
+@pytest.mark.parametrize("name", ["alignment_bytes", "seed", "tries"])
+@pytest.mark.parametrize("value", [2.5, math.nan, None, "x"])
+def test_numbers_that_cannot_be(name: str, value: Any) -> None:
+    with pytest.raises(ArgumentError, match=rf"^{name}=.*: it must be a whole number"):
+        place([Block(8, 0, 2)], **{name: value})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ebbtide.errors import ArgumentError
 from ebbtide.place import Block, Layout, keep_local, place
 from ebbtide.place.local import CACHE_BYTES
 from tests.place.test_layout import check, lifetimes
@@ -53,6 +55,16 @@ def test_fewer_lines_of_a_training_step_come_from_other_cores() -> None:
     after = keep_local(blocks, before, threads=2)
     check(blocks, after, 512)
     assert _from_other_cores(blocks, after) < 0.75 * _from_other_cores(blocks, before)
+
+
+@pytest.mark.parametrize(("given", "placed"), [(4, 2), (2, 4)])
+def test_a_layout_of_other_blocks(given: int, placed: int) -> None:
+    """What is compiled would read and write behind its end."""
+    blocks = [Block(1000, i, i + 3) for i in range(4)]
+    with pytest.raises(ArgumentError, match=f"layout: it is one of {placed} blocks, and there are {given}"):
+        keep_local(blocks[:given], place(blocks[:placed]), threads=2)
+    with pytest.raises(ArgumentError, match="threads=0: it must be a whole number, at least 1"):
+        keep_local(blocks, place(blocks), threads=0)
 
 
 def _from_other_cores(blocks: list[Block], layout: Layout) -> int:

@@ -11,13 +11,17 @@ random from the order of birth, of life, of size and of their product.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ebbtide.arguments import as_whole, check_instance
 from ebbtide.compiled import compiled
+from ebbtide.errors import ArgumentError
+from ebbtide.step import MOST_BYTES
 
 Ints = npt.NDArray[np.int64]
 
@@ -66,12 +70,10 @@ def place(
         seed: seed of the orders that are tried.
 
     Raises:
-        ValueError: if a block dies before it is born or has a negative size, or the alignment is less than a byte.
+        ArgumentError: if a block dies before it is born, has a negative size or is none, all together are larger than
+            any memory, or another argument is no whole number; it is a `ValueError`.
     """
-    if alignment_bytes < 1:
-        raise ValueError(f"blocks are aligned to 1 byte at least, not {alignment_bytes}")
-    if any(block.dies <= block.born or block.size_bytes < 0 for block in blocks):
-        raise ValueError("a block must not be smaller than nothing, and must die after it is born")
+    seed, tries = as_whole("seed", seed, 0), as_whole("tries", tries, 0)
     born, dies, sizes = columns(blocks, alignment_bytes)
     least = _max_live(born, dies, sizes)
     best, best_bytes = np.zeros(len(blocks), dtype=np.int64), FOREVER
@@ -105,15 +107,34 @@ def _ranks(keys: npt.NDArray[Any]) -> Ints:
 
 
 def max_live_bytes(blocks: Sequence[Block]) -> int:
-    """The most bytes alive at once: what every layout needs at least."""
+    """The most bytes alive at once: what every layout needs at least. Raises `ArgumentError` as `place` does."""
     return _max_live(*columns(blocks, 1))
 
 
 def columns(blocks: Sequence[Block], alignment_bytes: int) -> tuple[Ints, Ints, Ints]:
-    """When blocks are born, when they die, and their sizes, rounded up to the alignment."""
-    rows = [(block.born, block.dies, block.size_bytes) for block in blocks]
+    """When blocks are born, when they die, and their sizes, rounded up to the alignment. Raises `ArgumentError` if one
+    of them cannot be: a time that is cut to a whole number would let blocks overlap, as would a sum that overflows."""
+    alignment_bytes = as_whole("alignment_bytes", alignment_bytes)
+    if alignment_bytes < 1:
+        raise ArgumentError(f"blocks are aligned to 1 byte at least, not {alignment_bytes}")
+    rows = [_row(block) for block in blocks]
+    if sum(-(-size // alignment_bytes) for _, _, size in rows) * alignment_bytes > MOST_BYTES:
+        raise ArgumentError(f"blocks of more than {MOST_BYTES} bytes, rounded up to {alignment_bytes}, have no place")
     born, dies, sizes = np.array(rows, dtype=np.int64).reshape(-1, 3).T.copy()
     return born, dies, -(-sizes // alignment_bytes) * alignment_bytes
+
+
+def _row(block: Block) -> tuple[int, int, int]:
+    check_instance("blocks", block, Block)
+    try:
+        born, dies, size = operator.index(block.born), operator.index(block.dies), operator.index(block.size_bytes)
+    except TypeError:
+        raise ArgumentError(f"{block}: its size and its times must be whole numbers") from None
+    if not (-FOREVER <= born < dies <= FOREVER and size >= 0):
+        raise ArgumentError(
+            f"{block}: a block must not be smaller than nothing, and must die after it is born, within 64 bits"
+        )
+    return born, dies, size
 
 
 def _max_live(born: Ints, dies: Ints, sizes: Ints) -> int:

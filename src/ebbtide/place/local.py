@@ -18,7 +18,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from ebbtide.arguments import as_whole, check_instance
 from ebbtide.compiled import compiled
+from ebbtide.errors import ArgumentError
 from ebbtide.place.layout import ALIGNMENT_BYTES, WORK, Block, Ints, Layout, columns
 
 Floats = npt.NDArray[np.float64]
@@ -49,7 +51,14 @@ def keep_local(blocks: Sequence[Block], layout: Layout, threads: int, alignment_
 
     Returns:
         ``layout`` with other offsets, in bytes, in the order of the blocks. The same arguments give the same ones.
+
+    Raises:
+        ArgumentError: if ``layout`` is not of so many blocks, or something cannot be, as for `place`.
     """
+    check_instance("layout", layout, Layout)
+    threads, alignment_bytes = as_whole("threads", threads, 1), as_whole("alignment_bytes", alignment_bytes)
+    if len(layout.offsets) != len(blocks):  # what is compiled would read and write behind the end
+        raise ArgumentError(f"layout: it is one of {len(layout.offsets)} blocks, and there are {len(blocks)}")
     born, dies, sizes = columns(blocks, alignment_bytes)
     order = np.argsort(born, kind="stable")
     written = np.concatenate([[0], np.cumsum(sizes[order])]).astype(np.float64)
