@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +100,17 @@ def test_whole_numbers_of_other_libraries(tmp_path: Path) -> None:
     assert type(choose(n=np.int64(9)).n) is int
 
 
+@pytest.mark.parametrize("second", [np.float32(1.0), np.array(1.0), torch.tensor(1.0), Fraction(1), Decimal(1)])
+def test_numbers_of_seconds_of_other_libraries(second: Any) -> None:
+    """What comes back is a float: a tensor of seconds would not."""
+    given = {"n": 9, "state_bytes": 100, "memory": 400, "step_seconds": second, "reverse_seconds": 2 * second}
+    found = sequence.choose(**given)
+    assert type(found.seconds) is float
+    assert found == sequence.choose(**{**given, "step_seconds": 1.0, "reverse_seconds": 2.0})
+    made = solve(network_step(4), disk_machine(), plain_peak_bytes(network_step(4)) * 4 // 5, seconds=0 * second)
+    assert type(made.seconds) is float
+
+
 @pytest.mark.parametrize("name", ["forward", "reverse", "turn"])
 def test_what_cannot_be_called(name: str) -> None:
     """It is said before the first step, not after the last one."""
@@ -118,6 +131,9 @@ def test_what_cannot_be_called(name: str) -> None:
         (choose, {"n": None}, "n=None is no number of steps"),
         (choose, {"step_seconds": None}, "step_seconds=None: a step cannot take so long"),
         (choose, {"reverse_seconds": math.inf}, "reverse_seconds=inf"),
+        (choose, {"step_seconds": np.ones(2)}, "step_seconds=array.*: a step cannot take so long"),
+        (choose, {"step_seconds": 10**400}, "step_seconds=1000.*: a step cannot take so long"),
+        (run, {"reverse_seconds": torch.ones(2)}, "reverse_seconds=tensor.*: a step cannot take so long"),
     ],
 )
 def test_chains_that_cannot_be(call: Callable[..., Any], argument: dict[str, Any], expected: str) -> None:
@@ -150,6 +166,8 @@ def test_a_search_has_a_time_and_a_seed() -> None:
     limit_bytes: Any = np.int64(0.8 * plain_peak_bytes(step))
     with pytest.raises(PlanError, match="a search takes some number of seconds, 0 or more, not 'long'"):
         solve(step, machine, limit_bytes, seconds="long")  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="a search takes some number of seconds, 0 or more, not array"):
+        solve(step, machine, limit_bytes, seconds=np.ones(2))  # type: ignore[arg-type]
     for seed in (-1, 2.5, "x"):
         with pytest.raises(ArgumentError, match=r"^seed=.*: it must be a whole number, at least 0"):
             solve(step, machine, limit_bytes, seed=seed)  # type: ignore[arg-type]

@@ -5,11 +5,13 @@ All functions here raise `ArgumentError` for what cannot be; ``name`` is the arg
 
 from __future__ import annotations
 
+import contextlib
+import math
 import operator
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 from ebbtide.errors import ArgumentError
 from ebbtide.units import parse_budget, parse_bytes
@@ -25,6 +27,16 @@ def as_whole(name: str, value: Any, least: int | None = None) -> int:
     if least is not None and number < least:
         raise ArgumentError(f"{name}={value!r}: it must be a whole number{at_least}")
     return number
+
+
+def as_seconds(value: Any) -> float:
+    """A time; NaN if it is none, for which callers have errors of their own."""
+    if isinstance(value, SupportsFloat):
+        # Of arrays and tensors of several elements, and of whole numbers beyond all floats, none can be made.
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            seconds = float(value)
+            return seconds if 0 <= seconds < math.inf else math.nan
+    return math.nan
 
 
 def as_size(name: str, value: Any) -> int:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Set
-from typing import SupportsFloat
 
 import numpy as np
 
-from ebbtide.arguments import as_whole
+from ebbtide.arguments import as_seconds, as_whole
 from ebbtide.decisions import Keep, Plan
 from ebbtide.errors import BudgetError, PlanError, PolicyError
 from ebbtide.machine import Machine
@@ -100,8 +99,9 @@ def solve(
     limit_bytes, seed = as_whole("limit_bytes", limit_bytes), as_whole("seed", seed, 0)
     if seconds is None:
         seconds = min(max(SECONDS, SECONDS_PER_OP * len(step.ops)), MOST_SECONDS)
-    if not isinstance(seconds, SupportsFloat) or not 0 <= float(seconds) < math.inf:
+    elif math.isnan(as_seconds(seconds)):
         raise PlanError(f"a search takes some number of seconds, 0 or more, not {seconds!r}")
+    seconds = as_seconds(seconds)
     problem = Problem.of(step, machine)
     plain_peak = int(problem.plain.max(initial=problem.resting_bytes))
     if plain_peak <= limit_bytes:

@@ -6,9 +6,9 @@ import dataclasses
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import SupportsFloat, SupportsIndex
+from typing import SupportsIndex
 
-from ebbtide.arguments import as_size, as_whole, check_instance
+from ebbtide.arguments import as_seconds, as_size, as_whole, check_instance
 from ebbtide.errors import SequenceError
 from ebbtide.machine import Link, Machine
 from ebbtide.sequence.schedules import (
@@ -132,7 +132,8 @@ def candidates(
 ) -> list[Choice]:
     """Every schedule that is possible, each predicted, simplest first. Arguments and errors are those of `choose`."""
     n, state_bytes = number_of_steps(n), as_whole("state_bytes", state_bytes, 0)
-    check_seconds(step_seconds=step_seconds, reverse_seconds=reverse_seconds)
+    step_seconds = seconds_of_steps("step_seconds", step_seconds)
+    reverse_seconds = seconds_of_steps("reverse_seconds", reverse_seconds)
     tiers = tuple(tiers) if isinstance(tiers, Iterable) else (tiers,)
     for tier in tiers:
         check_instance("tiers", tier, SlowMemory)
@@ -164,11 +165,12 @@ def number_of_steps(n: SupportsIndex) -> int:
         raise SequenceError(f"n={n!r} is no number of steps; give an int, or a condition") from None
 
 
-def check_seconds(**seconds: float) -> None:
-    """Raise `SequenceError` unless steps can take so long."""
-    for name, took in seconds.items():
-        if not isinstance(took, SupportsFloat) or not 0 <= float(took) < math.inf:
-            raise SequenceError(f"{name}={took!r}: a step cannot take so long; give a number of seconds")
+def seconds_of_steps(name: str, took: float) -> float:
+    """``took`` as a ``float``. Raises `SequenceError` unless steps can take so long."""
+    seconds = as_seconds(took)
+    if math.isnan(seconds):
+        raise SequenceError(f"{name}={took!r}: a step cannot take so long; give a number of seconds")
+    return seconds
 
 
 def memory_slots(state_bytes: int, memory: int | str) -> int:

@@ -13,7 +13,7 @@ from ebbtide.arguments import as_directories
 from ebbtide.errors import SequenceError
 from ebbtide.sequence.arrays import ArrayChain, Forward, Lookahead, More, OwnCopies, Reverse
 from ebbtide.sequence.blocks import Blocks
-from ebbtide.sequence.choose import Choice, check_seconds, memory_slots, number_of_steps, predicted
+from ebbtide.sequence.choose import Choice, memory_slots, number_of_steps, predicted, seconds_of_steps
 from ebbtide.sequence.disk import StatePlace
 from ebbtide.sequence.executor import Executor
 from ebbtide.sequence.layout import Layout
@@ -112,7 +112,7 @@ def run(
     if schedule is not None and not isinstance(schedule, Schedule):
         raise SequenceError(f"schedule={schedule!r} is none; `choose` makes one")
     if reverse_seconds is not None:
-        check_seconds(reverse_seconds=reverse_seconds)
+        reverse_seconds = seconds_of_steps("reverse_seconds", reverse_seconds)
     directories = as_directories("spill", spill)
     n = n if callable(n) else number_of_steps(n)
     layout = Layout(state)
