@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import ebbtide
 from ebbtide.errors import EbbtideError
+from ebbtide.run.native import arena_library
 from tests.conftest import hooks_left, modes_left
 from tests.run.faults import Steps, assert_clean
 from tests.run.harness import STEPS, Guard, Record, compare
@@ -121,3 +122,29 @@ def test_a_child_of_a_step_is_no_part_of_it(offloading: ebbtide.Budget, where: s
         compare(plain.look(program.at, contextlib.nullcontext), found, f"step {program.at}")
     assert offloading.state == "planned"
     assert_clean(offloading)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_what_a_child_of_a_step_does_is_not_written_down(offloading: ebbtide.Budget) -> None:
+    """A worker that is started within a step lives on, and would keep a record of all its ops and tensors."""
+    program, arena = Steps(at=-1), arena_library()
+
+    def recorded() -> int:
+        return arena.ebbtide_arena_recorded(None, None, None, None, 0) if arena is not None else 0
+
+    def fork() -> None:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            before = recorded()
+            for _ in range(9):
+                torch.empty(1 << 16)
+            os._exit(hooks_left() + modes_left() + recorded() - before)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, offloading.state
+
+    program.in_forward = fork
+    states = []
+    for program.at in range(STEPS):
+        states.append(offloading.state)
+        program.look(program.at, offloading.step)
+    assert {"observe", "verify", "audit", *(["rehearse"] if arena is not None else []), "planned"} <= set(states)

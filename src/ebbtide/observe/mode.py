@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Self
 
@@ -246,6 +247,20 @@ class DispatchMode(_Unnoticed):
             mode_is_off(self)
         else:
             self._put_back()
+
+
+def drop_modes() -> None:
+    """Take ours off the stack in a child of a step: what it does is no part of that, and would be written down for as
+    long as it lives."""
+    ours = [mode for mode in modes_on() if isinstance(mode, _Unnoticed)]
+    if ours:
+        _arrange([mode for mode in modes_on() if mode not in ours])
+        correct_notes()
+    for mode in ours:
+        mode_is_off(mode)
+
+
+os.register_at_fork(after_in_child=drop_modes)
 
 
 class _Within(_Unnoticed):

@@ -9,7 +9,8 @@ is. Where hooks of the user's are on, they refuse, as ever.
 NOTE [Children]
 A process that is forked within a step, as a worker of a data loader that is started there, has the hooks of its parent,
 but neither the threads nor the file that move tensors. Its own passes run as in any other child: ours go off the stack,
-unless the user's lie above them. What the parent has saved shows itself if it is here, and raises `SpillError` if not.
+unless the user's lie above them, as do our dispatch modes (`drop_modes`), which would write down what it does for as
+long as it lives. What the parent has saved shows itself if it is here, and raises `SpillError` if not.
 """
 
 from __future__ import annotations

@@ -70,8 +70,13 @@ extern "C" {
 // Be there for those who ask for memory themselves. Returns whether it could be done.
 int ebbtide_arena_reserve() {
   static bool ready = [] {
-    // Another thread may hold the lock while one forks (for a data loader's workers): the child would wait for ever.
-    pthread_atfork([] { arena().lock.lock(); }, [] { arena().lock.unlock(); }, [] { arena().lock.unlock(); });
+    // Another thread may hold the lock while one forks (for a data loader's workers): the child would wait for ever. And
+    // what a child takes is no part of the step that its parent is in: it would be written down for as long as it lives.
+    pthread_atfork([] { arena().lock.lock(); }, [] { arena().lock.unlock(); },
+                   [] {
+                     arena().recording = false;
+                     arena().lock.unlock();
+                   });
     return arena().reserve();
   }();
   return ready;
