@@ -334,7 +334,8 @@ def _say(*lines: str) -> None:
 
 
 def _output() -> Console:
-    return Console() if sys.stdout.isatty() else Console(width=_WIDTH)
+    shown = sys.stdout is not None and sys.stdout.isatty()  # there is none where it was closed: nobody wants to know
+    return Console() if shown else Console(width=_WIDTH)
 
 
 def _errors() -> Console:

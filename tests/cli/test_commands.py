@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,17 @@ def test_file_names_that_are_no_text(script: Path, machine: Path, tmp_path: Path
     )
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"/pl\\udce4n.json" in done.stdout
+    assert Bundle.load(plan).plan.binds
+
+
+def test_nobody_listens(script: Path, machine: Path, tmp_path: Path) -> None:
+    """Standard output was closed, as for programs that run in the background: the file is what counts."""
+    step, plan = tmp_path / "step.json", tmp_path / "plan.json"
+    run("observe", f"{script}:one_step", "-o", step)
+    command = [sys.executable, "-m", "ebbtide", "plan", step, "--budget", "80%", "--machine", machine, "-o", plan]
+    closed = shlex.join(map(str, command)) + " >&-"
+    done = subprocess.run(["sh", "-c", closed], check=False, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
     assert Bundle.load(plan).plan.binds
 
 
