@@ -176,6 +176,25 @@ def test_impossible_chains(arguments: tuple[Any, Any, Any, Any, Any], complaint:
             choose(*arguments, tiers=tiers)
 
 
+@pytest.mark.parametrize(
+    "costs",
+    [(0.0, 0.0), (0.0, -1.0), (0.0, math.nan), (0.0, 5e-324), (-1.0, 1e9), (math.inf, 1e9), (0.0, 1e9, -1.0)],
+)
+def test_links_that_no_state_can_take(costs: tuple[float, ...]) -> None:
+    """The predicted time was less than nothing, or the error one from inside."""
+    latency, rate, *slowdown = costs
+    out = Link("memory", "disk", latency, rate, rate, *slowdown)
+    back = Link("disk", "memory", 0.0, 1e9, 1e9)
+    for ways in ((out, back), (back, out)):
+        with pytest.raises(SequenceError, match="no state can take a link such as Link"):
+            choose(200, SIZE, 1.0, 2.0, 11 * SIZE, [SlowMemory("disk", *ways)])
+
+
+def test_a_link_that_takes_no_time() -> None:
+    link = Link("memory", "disk", 0.0, math.inf, math.inf)
+    assert choose(200, SIZE, 1.0, 2.0, 11 * SIZE, [SlowMemory("disk", link, link)]).seconds == 599.0
+
+
 def test_numbers_of_numpy() -> None:
     n: Any = np.int64(50)
     size: Any = np.int32(SIZE)

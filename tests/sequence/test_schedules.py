@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.errors import SequenceError
+from ebbtide.errors import ArgumentError, SequenceError
 from ebbtide.sequence import schedules
 from ebbtide.sequence.schedules import (
     DISK,
@@ -322,6 +323,42 @@ def test_no_chain(n: int) -> None:
     for make in (StoreAll, lambda n: Revolve(n, 1), lambda n: Mixed(n, 1), lambda n: Multistage(n, 2, 1)):
         with pytest.raises(SequenceError, match="at least 1"):
             make(n)
+
+
+@pytest.mark.parametrize("number", [2.5, 20.0, math.nan, None, "3"])
+def test_numbers_that_are_not_whole(number: Any) -> None:
+    """They ended with an error from inside, some only once the chain was run; an interval of NaN never ended."""
+    made: list[tuple[str, Callable[[], Schedule | Level | OnlineInMemory | Online]]] = [
+        ("n", lambda: StoreAll(number)),
+        ("n", lambda: Revolve(number, 4)),
+        ("states", lambda: Revolve(20, number)),
+        ("states", lambda: Mixed(20, number)),
+        ("states", lambda: Multistage(20, number, 3)),
+        ("interval", lambda: Multistage(20, 4, number)),
+        ("states", lambda: DiskRevolve(20, number, DiskCosts())),
+        ("period", lambda: PeriodicDiskRevolve(20, 4, DiskCosts(), number)),
+        ("n", lambda: HRevolve(number, (Level(MEMORY, 4),))),
+        ("states", lambda: OnlineInMemory(number)),
+        ("states", lambda: Online(number, lambda _: 3)),
+    ]
+    if number is not None:
+        made.append(("slots", lambda: Level(MEMORY, number)))
+    for name, make in made:
+        with pytest.raises(ArgumentError, match=rf"^{name}={number!r}: it must be a whole number"):
+            make()
+
+
+@pytest.mark.parametrize("time", [-1.0, math.nan, math.inf, None, "long"])
+def test_times_that_are_none(time: Any) -> None:
+    made: list[tuple[str, Callable[[], DiskCosts | Level | HRevolve]]] = [
+        ("forward", lambda: DiskCosts(forward=time)),
+        ("read", lambda: DiskCosts(read=time)),
+        ("write", lambda: Level(DISK, None, time)),
+        ("reverse", lambda: HRevolve(20, (Level(MEMORY, 4),), 1.0, time)),
+    ]
+    for name, make in made:
+        with pytest.raises(ArgumentError, match=f"^{name}={time!r}: it must be a time, 0 or more"):
+            make()
 
 
 def test_too_few_slots() -> None:

@@ -115,7 +115,7 @@ def choose(
         tiers: slow memories whose transfers run beside compute.
 
     Raises:
-        SequenceError: if ``n < 1``, a time is none, or memory takes less than two states.
+        SequenceError: if ``n < 1``, a time is none, no state can take a link, or memory takes less than two states.
         ArgumentError: if a size is none, or something else is among the tiers; it is a `ValueError`.
     """
     choices = candidates(n, state_bytes, step_seconds, reverse_seconds, memory, tiers)
@@ -137,6 +137,8 @@ def candidates(
     tiers = tuple(tiers) if isinstance(tiers, Iterable) else (tiers,)
     for tier in tiers:
         check_instance("tiers", tier, SlowMemory)
+        for link in (tier.out, tier.back):
+            _check_link(link, state_bytes)
     states = memory_slots(state_bytes, memory)
     compute = [StoreAll(n)] if states >= n - 1 else []
     choices = [
@@ -155,6 +157,18 @@ def candidates(
         for tier in tiers:
             choices += _periodic(n, states, state_bytes, step_seconds, reverse_seconds, tier)
     return choices
+
+
+def _check_link(link: Link, state_bytes: int) -> None:
+    rate = link.bandwidth_bytes_per_second
+    costs = (
+        link.latency_seconds,
+        link.compute_slowdown,
+        link.compute_seconds,
+        link.seconds(state_bytes) if rate else 0,
+    )
+    if not rate > 0 or any(math.isnan(as_seconds(cost)) for cost in costs):
+        raise SequenceError(f"no state can take a link such as {link}")
 
 
 def number_of_steps(n: SupportsIndex) -> int:

@@ -1,4 +1,7 @@
-"""Schedules for reversing chains of steps: plain records, made lazily. No torch."""
+"""Schedules for reversing chains of steps: plain records, made lazily. No torch.
+
+All raise `ArgumentError` for numbers of steps and slots that are not whole, and times that are none.
+"""
 
 from ebbtide.sequence.schedules.disk_revolve import DiskCosts, DiskRevolve, PeriodicDiskRevolve
 from ebbtide.sequence.schedules.h_revolve import HRevolve, Level

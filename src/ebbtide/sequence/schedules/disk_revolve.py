@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import numpy.typing as npt
 
+from ebbtide.arguments import as_whole
 from ebbtide.errors import SequenceError
 from ebbtide.sequence.schedules.binomial import forward_steps, forward_steps_table, reach
 from ebbtide.sequence.schedules.records import (
@@ -28,6 +29,7 @@ from ebbtide.sequence.schedules.records import (
     Schedule,
     Store,
     check_slots,
+    check_times,
 )
 from ebbtide.sequence.schedules.revolve import revolve
 
@@ -51,6 +53,9 @@ class DiskCosts:
     reverse: float = 1.0
     write: float = 0.0
     read: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_times(forward=self.forward, reverse=self.reverse, write=self.write, read=self.read)
 
 
 def memory_times(length: int, states: int, costs: DiskCosts) -> Times:
@@ -195,7 +200,7 @@ class PeriodicDiskRevolve(Schedule):
 
     def __post_init__(self) -> None:
         check_slots(self.n, self.states)
-        period = min(self.period or best_period(self.states, self.costs), self.n)
+        period = min(as_whole("period", self.period) or best_period(self.states, self.costs), self.n)
         if not 1 <= period <= TABLE_STEPS:
             raise SequenceError(f"a period of {period} steps cannot be planned for: it may be 1 to {TABLE_STEPS}")
         object.__setattr__(self, "period", period)

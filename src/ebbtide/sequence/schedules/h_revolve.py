@@ -23,8 +23,19 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import numpy.typing as npt
 
+from ebbtide.arguments import as_whole
 from ebbtide.errors import SequenceError
-from ebbtide.sequence.schedules.records import Advance, Drop, Load, Record, Reverse, Schedule, Store, check_length
+from ebbtide.sequence.schedules.records import (
+    Advance,
+    Drop,
+    Load,
+    Record,
+    Reverse,
+    Schedule,
+    Store,
+    check_length,
+    check_times,
+)
 
 TABLE_WORK = 2_000_000_000
 """Most terms of all minima, ``slots x n^2 / 2``: a few seconds."""
@@ -47,6 +58,11 @@ class Level:
     slots: int | None
     write: float = 0.0
     read: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.slots is not None:
+            as_whole("slots", self.slots, 0)
+        check_times(write=self.write, read=self.read)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +94,7 @@ class HRevolve(Schedule):
 
     def __post_init__(self) -> None:
         check_length(self.n)
+        check_times(forward=self.forward, reverse=self.reverse)
         if self.n > 1 and all(level.slots == 0 for level in self.levels):
             raise SequenceError(f"a chain of {self.n} steps needs at least 1 slot besides the working state")
         if (work := table_work(self.n, self.levels)) > TABLE_WORK:

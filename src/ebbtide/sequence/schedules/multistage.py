@@ -23,6 +23,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 
+from ebbtide.arguments import as_whole
 from ebbtide.errors import SequenceError
 from ebbtide.sequence.schedules.binomial import forward_steps
 from ebbtide.sequence.schedules.records import (
@@ -138,12 +139,13 @@ class Multistage(Schedule):
 
 
 def check_multistage(states: int, interval: int) -> None:
-    """Raise `SequenceError` unless parts of ``interval`` steps can be reversed beside a state that comes back."""
-    if states < 2:
+    """Raise `SequenceError` unless parts of ``interval`` steps can be reversed beside a state that comes back, or
+    `ArgumentError`."""
+    if as_whole("states", states) < 2:
         raise SequenceError(
             f"a multistage schedule needs 2 slots in memory, one for a state that comes back, not {states}"
         )
-    if interval < 1:
+    if as_whole("interval", interval) < 1:
         raise SequenceError(f"the interval between states on the slow tier must be at least 1, not {interval}")
 
 

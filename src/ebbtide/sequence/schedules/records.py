@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 
-from ebbtide.errors import SequenceError
+from ebbtide.arguments import as_seconds, as_whole
+from ebbtide.errors import ArgumentError, SequenceError
 
 MEMORY = "memory"
 DISK = "disk"
@@ -105,13 +107,20 @@ class Schedule(abc.ABC):
 
 
 def check_length(n: int) -> None:
-    """Raise `SequenceError` unless a chain can have ``n`` steps."""
-    if n < 1:
+    """Raise `SequenceError` unless a chain can have ``n`` steps, or `ArgumentError` if that is no whole number."""
+    if as_whole("n", n) < 1:
         raise SequenceError(f"a chain of {n} steps cannot be reversed; it needs at least 1")
 
 
 def check_slots(n: int, slots: int) -> None:
-    """Raise `SequenceError` unless a chain of ``n`` steps can be reversed with ``slots`` slots."""
+    """Raise `SequenceError` unless a chain of ``n`` steps can be reversed with ``slots`` slots, or `ArgumentError`."""
     check_length(n)
-    if slots < (n > 1):
+    if as_whole("states", slots) < (n > 1):
         raise SequenceError(f"a chain of {n} steps needs at least 1 slot besides the working state, not {slots}")
+
+
+def check_times(**times: float) -> None:
+    """Raise `ArgumentError` unless all are times, in whichever unit."""
+    for name, time in times.items():
+        if math.isnan(as_seconds(time)):
+            raise ArgumentError(f"{name}={time!r}: it must be a time, 0 or more")
