@@ -205,3 +205,32 @@ def test_accelerate(tmp_path: Path) -> None:
     plain = train(types.SimpleNamespace(step=contextlib.nullcontext))
     with Budget("70%", spill=tmp_path) as memory:
         assert_same(plain, train(memory), memory)
+
+
+def test_ultralytics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Boxes on noise; gradients add up over several batches, as the trainer has it."""
+    monkeypatch.setenv("YOLO_OFFLINE", "1")
+    monkeypatch.setenv("YOLO_CONFIG_DIR", str(tmp_path))
+    ultralytics = pytest.importorskip("ultralytics")
+    from PIL import Image
+    from ultralytics.models.yolo.detect import DetectionTrainer  # type: ignore[import-not-found, unused-ignore]
+
+    for part in ("images", "labels"):
+        (tmp_path / part).mkdir()
+    for number in range(16):
+        pixels = torch.randint(256, (96, 96, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(number))
+        Image.fromarray(pixels.numpy()).save(tmp_path / "images" / f"{number}.png")
+        (tmp_path / "labels" / f"{number}.txt").write_text(f"{number % 2} 0.5 0.5 0.{1 + number % 4} 0.3\n")
+    data = tmp_path / "data.yaml"
+    data.write_text(f"path: {tmp_path}\ntrain: images\nval: images\nnames: [one, two]\n")
+    off = dict.fromkeys(("plots", "val", "save", "verbose", "amp"), False)
+
+    def train(**trainer: Any) -> nn.Module:
+        model = ultralytics.YOLO("yolov8n.yaml")
+        model.train(data=data, epochs=8, imgsz=96, batch=8, workers=0, device="cpu", project=tmp_path, **off, **trainer)
+        module: nn.Module = model.trainer.model
+        return module
+
+    plain = train()
+    with Budget("90%", spill=tmp_path) as memory:
+        assert_same(plain, train(trainer=piece("Ultralytics")["within"](memory, DetectionTrainer)), memory)
