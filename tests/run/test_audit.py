@@ -59,8 +59,9 @@ def test_a_step_that_holds_more_is_planned_again(tmp_path: Path, monkeypatch: py
 
 
 def test_a_step_that_holds_too_much_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(BudgetError, match="cannot be met"):
+    with pytest.raises(BudgetError, match="cannot be met") as caught:
         steps_that_hold(16 * SIZE, "70%", tmp_path)
+    assert any("held 4.00 MiB that the observed one did not" in note for note in caught.value.__notes__)
 
 
 def test_what_is_said_to_be_enough_stays_the_same(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from ebbtide.run.script import Script
 from ebbtide.run.shortage import is_out_of_memory
 from ebbtide.run.tiers.choose import settle
 from ebbtide.run.verify import Truth
+from ebbtide.units import format_bytes
 
 _AUDITS_OF_SMALLER = 3
 """Steps that are audited where tensors are smaller than planned for, or left out: one of the planned sizes, with all of
@@ -316,10 +317,15 @@ class Running:
             if kind.audited is not None:  # in the middle of somebody's training, which goes on
                 kind.has_passed(peak, loop.machine, loop.verify)
                 return
+            more = peak - kind.plan.peak_bytes
             try:
-                kind.hold_more(peak - kind.plan.peak_bytes, loop.machine, loop.verify)
-            except BudgetError:
+                kind.hold_more(more, loop.machine, loop.verify)
+            except BudgetError as error:
                 if not kind.recounts.doubt():
+                    error.add_note(
+                        f"This step held {format_bytes(more)} that the observed one did not: gradients that it adds to,"
+                        " perhaps, or an optimizer's state, if that steps within it."
+                    )
                     raise
             return
         if conductor.finished and self._held is not None and isinstance(self._meter, PeakMeter):
