@@ -118,7 +118,7 @@ class Outside:
                 raise SequenceError(
                     f"step {step} uses a tensor that an earlier step made and that is not in its state, or that "
                     "another thread did; return it as a part of the state, or make it before, in the thread that calls "
-                    "scan"
+                    "scan (a weight that `parametrize.cached()` keeps is made where it is first asked for)"
                 )
             with _disable_current_modes(), _Finder(unknown) as finder:
                 finder.look(outputs)  # one may have been passed on as it was
