@@ -173,6 +173,24 @@ def test_compiling_between_two_planned_steps(tmp_path: Path) -> None:
     assert backend.runs == 3 * STEPS
 
 
+def test_steps_that_turn_out_to_be_of_another_kind_within_a_compiled_call(tmp_path: Path) -> None:
+    """No mode could be put on there: the one that is on goes on, and captures what the other kind's plan needs."""
+    net, choose = model(), random.Random(0)
+    compiled = torch.compile(net, backend=Compiled(), dynamic=True)
+    batches = [torch.randn(size, 96) for size in (256, 320, 400)]
+    expected = [gradients(net, net, batch) for batch in batches]
+    with ebbtide.Budget(1_400_000, spill=tmp_path, machine=SLOW_DISK) as budget:
+        for step in range(48):
+            which = step % 3 if step < 12 else choose.randrange(3)
+            assert equal(expected[which], under(budget, net, compiled, batches[which]))
+        assert len(budget._loop.kinds) == 3
+        for kind in budget._loop.kinds.values():
+            assert kind.script is not None
+            assert kind.script.remakes
+        assert [measured.left for measured in budget.measured[12:]] == [""] * 36
+        assert budget.state == "planned"
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -104,6 +104,11 @@ class CaptureMode(DispatchMode):
         """Take the calls of another mode's, which looked for the ops in ``known``, that are the same here."""
         self.calls |= {tick: call for tick, call in other.calls.items() if self._known.get(tick) == known[tick]}
 
+    def turn_to(self, known: dict[int, KnownOp], names: Sequence[str], former: dict[int, KnownOp]) -> None:
+        """Look for other ops from now on than those in ``former``, and keep the calls that are the same."""
+        self.calls = {tick: call for tick, call in self.calls.items() if known.get(tick) == former[tick]}
+        self._known, self._names = known, names
+
     def lose_count(self) -> None:
         """Capture nothing more until an event says which op comes next."""
         if self.entered:

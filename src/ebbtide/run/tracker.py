@@ -231,17 +231,26 @@ class Tracker(Keeper):
         self.truth = None if other.verified else self._new_truth()
         self.differs = ""
         self._take_up(script)
-        outdated, self._capture = self._capture, self._new_capture(script, self._place)
-        if outdated is not None:
-            outdated.forget()
-            self._outdated.append(outdated)
-            if self._capture is not None:
-                self._capture.take_over(outdated, former.known)
+        self._capture_for(script, former)
         held = {value: holding for value in self._held if (holding := self._holding(value)) is not None}
         catch_up(script, self._event, held, remade_alike(former, script, count), self._send)
         for holding in held.values():  # some before they have to go, which does no harm
             self._note_put_off(holding, goes=True)
         return True
+
+    def _capture_for(self, script: Script, former: Script) -> None:
+        """Capture the calls that ``script`` needs from here on, instead of those of the former one."""
+        outdated = self._capture
+        if outdated is not None and outdated.entered and former.stays_on and script.stays_on and script.remakes:
+            # Another mode could not be put on here if this is within a call of something compiled.
+            outdated.turn_to(script.known, script.names, former.known)
+            return
+        self._capture = self._new_capture(script, self._place)
+        if outdated is not None:
+            outdated.forget()
+            self._outdated.append(outdated)
+            if self._capture is not None:
+                self._capture.take_over(outdated, former.known)
 
     def _new_capture(self, script: Script, place: int | None = None) -> CaptureMode | None:
         """What captures the calls that the recipes of ``script`` need, if there are any."""
