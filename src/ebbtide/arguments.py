@@ -1,6 +1,6 @@
 """Arguments of public calls: each is taken as what it can only mean, or refused by one error that names it.
 
-All functions here raise `ArgumentError` for what cannot be; ``name`` is the argument's, for the message.
+All functions here that are given a ``name``, the argument's, for the message, raise `ArgumentError` for what cannot be.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def as_whole(name: str, value: Any, least: int | None = None) -> int:
     return number
 
 
-def as_seconds(value: Any) -> float:
-    """A time; NaN if it is none, for which callers have errors of their own."""
+def as_seconds(value: Any) -> float | None:
+    """A time, finite and not negative, as a ``float``; None if it is none, for which callers have their own errors."""
     if isinstance(value, SupportsFloat):
         # Of arrays and tensors of several elements, and of whole numbers beyond all floats, none can be made.
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             seconds = float(value)
-            return seconds if 0 <= seconds < math.inf else math.nan
-    return math.nan
+            return seconds if 0 <= seconds < math.inf else None
+    return None
 
 
 def as_size(name: str, value: Any) -> int:

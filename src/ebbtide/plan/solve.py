@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Set
 
 import numpy as np
@@ -99,9 +98,9 @@ def solve(
     limit_bytes, seed = as_whole("limit_bytes", limit_bytes), as_whole("seed", seed, 0)
     if seconds is None:
         seconds = min(max(SECONDS, SECONDS_PER_OP * len(step.ops)), MOST_SECONDS)
-    elif math.isnan(as_seconds(seconds)):
+    search_seconds = as_seconds(seconds)
+    if search_seconds is None:
         raise PlanError(f"a search takes some number of seconds, 0 or more, not {seconds!r}")
-    seconds = as_seconds(seconds)
     problem = Problem.of(step, machine)
     plain_peak = int(problem.plain.max(initial=problem.resting_bytes))
     if plain_peak <= limit_bytes:
@@ -136,8 +135,8 @@ def solve(
     if search.best.course.seconds > enough_seconds:
         if search.selector.cuts and search.best.course.seconds > DEEPEN_FAR * bound.seconds:
             search = _deepened(search, bound, limit_bytes, seed, banned)
-        _try_published(search, machine, bound, seconds * 1e6)
-        search.improve(seconds * 1e6, enough_seconds)
+        _try_published(search, machine, bound, search_seconds * 1e6)
+        search.improve(search_seconds * 1e6, enough_seconds)
     assert search.best is not None
     moves = _relaxed(search)
     chosen = [search.candidates.ops[recipe] if recipe >= 0 else None for recipe in moves.replay.tolist()]

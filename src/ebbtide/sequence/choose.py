@@ -160,14 +160,12 @@ def candidates(
 
 
 def _check_link(link: Link, state_bytes: int) -> None:
-    rate = link.bandwidth_bytes_per_second
-    costs = (
-        link.latency_seconds,
-        link.compute_slowdown,
-        link.compute_seconds,
-        link.seconds(state_bytes) if rate else 0,
+    """Raise `SequenceError` unless a state can be moved over ``link`` in a finite time that is not negative."""
+    costs = (link.latency_seconds, link.compute_slowdown, link.compute_seconds)
+    moves = link.bandwidth_bytes_per_second > 0 and all(
+        as_seconds(cost) is not None for cost in (*costs, link.seconds(state_bytes))
     )
-    if not rate > 0 or any(math.isnan(as_seconds(cost)) for cost in costs):
+    if not moves:
         raise SequenceError(f"no state can take a link such as {link}")
 
 
@@ -182,7 +180,7 @@ def number_of_steps(n: SupportsIndex) -> int:
 def seconds_of_steps(name: str, took: float) -> float:
     """``took`` as a ``float``. Raises `SequenceError` unless steps can take so long."""
     seconds = as_seconds(took)
-    if math.isnan(seconds):
+    if seconds is None:
         raise SequenceError(f"{name}={took!r}: a step cannot take so long; give a number of seconds")
     return seconds
 

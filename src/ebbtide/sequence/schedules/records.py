@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 
 from ebbtide.arguments import as_seconds, as_whole
@@ -122,5 +121,5 @@ def check_slots(n: int, slots: int) -> None:
 def check_times(**times: float) -> None:
     """Raise `ArgumentError` unless all are times, in whichever unit."""
     for name, time in times.items():
-        if math.isnan(as_seconds(time)):
+        if as_seconds(time) is None:
             raise ArgumentError(f"{name}={time!r}: it must be a time, 0 or more")
