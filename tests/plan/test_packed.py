@@ -24,13 +24,13 @@ class Watched:
     """Plans, and keeps the moves of the search, those that come out, and what both take packed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._relaxed = solving._relaxed
-        monkeypatch.setattr(solving, "_relaxed", self._watch)
+        self._finished = solving.finished
+        monkeypatch.setattr(solving, "finished", self._watch)
 
     def _watch(self, search: Search) -> Moves:
         assert search.best is not None
         self.resting_bytes = search.problem.resting_bytes
-        self.before, self.after = search.best.moves, self._relaxed(search)
+        self.before, self.after = search.best.moves, self._finished(search)
         self.courses = search.best.course, search.follower.follow(self.after)
         moves = self.before, self.after
         self.packed = [self._packed(search, *pair) for pair in zip(moves, self.courses, strict=True)]
@@ -61,6 +61,18 @@ def test_hardly_more_for_being_relaxed(path: Path, fraction: float, monkeypatch:
     solve(step, MACHINE, limit_at(step, fraction), caution=Caution())  # plans for disks leave little to relax
     assert (watched.after.rows() != watched.before.rows()).any()
     assert watched.packed[1] <= 1.02 * watched.packed[0]
+
+
+@pytest.mark.parametrize("fraction", [0.45, 0.5, 0.6])
+def test_where_blocks_do_not_pack_less_time_is_left_free(fraction: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step.load(next(path for path in FIXTURES if path.name.startswith("resnet50")))
+    machine = disk_machine(0.7e9, 0.7e9, slowdown=0.1)
+    watched = Watched(monkeypatch)
+    solve(step, machine, limit_at(step, fraction), caution=Caution.of(machine, timed=True))
+    before, after = watched.courses
+    assert after.seconds <= before.seconds + 1e-9
+    assert watched.packed[1] < watched.packed[0]
+    assert watched.packed[1] <= 1.06 * (int(after.physical.max()) - watched.resting_bytes)
 
 
 def test_on_paper_nothing_is_relaxed(monkeypatch: pytest.MonkeyPatch) -> None:

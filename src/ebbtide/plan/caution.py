@@ -61,6 +61,16 @@ class Caution:
             return cls(share, DISK_OUT_SECONDS, share, DISK_IN_SECONDS)
         return cls()
 
+    def eased(self, share: float) -> Caution:
+        """The same, but that only this ``share`` of the time around transfers is left free."""
+        return dataclasses.replace(
+            self,
+            out_share=share * self.out_share,
+            out_seconds=share * self.out_seconds,
+            in_share=share * self.in_share,
+            in_seconds=share * self.in_seconds,
+        )
+
     @property
     def late(self) -> Floats:
         """Share and seconds for copies out, then for copies back."""

@@ -118,6 +118,14 @@ class Search:
         course = None if moves is None else self.judge(moves)
         return None if moves is None or course is None else Found(modes.copy(), rows.copy(), moves, course)
 
+    def eased(self, found: Found, share: float) -> Found | None:
+        """``found`` with this share of the time free around transfers that others have. None if that does not fit."""
+        caution = self.caution.eased(share)
+        scheduler = Scheduler(self.problem, self.candidates, self.trips, self.room.cap, caution)
+        moves = scheduler.moves(found.modes, found.rows, self.selector.profile(found.modes), found.course.starts)
+        course = None if moves is None else self.judge(moves)
+        return None if moves is None or course is None else dataclasses.replace(found, moves=moves, course=course)
+
     def judge(self, moves: Moves) -> Course | None:
         """What ``moves`` take, or None if they do not fit."""
         self.follows += 1

@@ -12,14 +12,13 @@ from ebbtide.errors import BudgetError, PlanError, PolicyError
 from ebbtide.machine import Machine
 from ebbtide.plan.bound import Bound, bound_of
 from ebbtide.plan.caution import Caution
+from ebbtide.plan.finish import finished
 from ebbtide.plan.floor import least_peak, lowest_peak
-from ebbtide.plan.follow import Follower, Moves, follow
+from ebbtide.plan.follow import follow
 from ebbtide.plan.judged import budget_error, judged
-from ebbtide.plan.packed import packed_bytes
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.profile import Candidates
 from ebbtide.plan.recipes import deeper_recipes, find_recipes
-from ebbtide.plan.relax import ROUNDS, relaxed
 from ebbtide.plan.search import Search
 from ebbtide.plan.select import Room
 from ebbtide.plan.simulate import decisions_of, moves_of
@@ -53,13 +52,6 @@ share of the bytes that have to be absent a value has for which they are looked 
 SECONDS, SECONDS_PER_OP, MOST_SECONDS = 0.5, 3e-4, 5.0
 """How long to search unless told otherwise: half a second, for steps of more than 1,700 ops in proportion, at most five
 seconds: of longer ones the bound takes most of the time anyway."""
-
-SAME_SECONDS = 1e-9
-"""Times that differ by less are the same."""
-SURE_ROUNDS, MORE_PACKED = 4, 0.02
-"""Rounds of `relaxed` that hardly ever make blocks pack worse; and how much worse they may pack after any, since what
-does not pack is resident all the same: after all rounds ResNet-50 at a quarter took 1.13 times its live bytes, not
-1.01."""
 
 METHOD = "learnt prices, ruin and recreate"
 
@@ -138,7 +130,7 @@ def solve(
         _try_published(search, machine, bound, search_seconds * 1e6)
         search.improve(search_seconds * 1e6, enough_seconds)
     assert search.best is not None
-    moves = _relaxed(search)
+    moves = finished(search)
     chosen = [search.candidates.ops[recipe] if recipe >= 0 else None for recipe in moves.replay.tolist()]
     decisions = decisions_of(problem, search.follower.listed(moves), chosen)
     return judged(problem, limit_bytes, decisions, METHOD, is_policy=False, bound_seconds=bound.seconds)
@@ -168,29 +160,6 @@ def _deeper(
             absence = step.absences[candidates.absence[place]]
             deeper[place] = deeper_recipes(problem.facts, absence, shortest, never)
     return deeper
-
-
-def _relaxed(search: Search) -> Moves:
-    """The best moves, with the memory spent that they leave unused, unless plans are compared on paper."""
-    best, room, problem = search.best, search.room, search.problem
-    assert best is not None
-    if not search.caution.late.any():
-        return best.moves
-    scene, slots = search.follower.scene, np.array(problem.facts.slots, dtype=np.int64)
-    unused = np.minimum(room.limit_bytes - best.course.memory, room.ceiling - best.course.physical)
-    packed = packed_bytes(problem, scene, best.moves, best.course)
-    on_time = Follower(problem, search.candidates.replays)
-    longest = best.course.seconds + SAME_SECONDS, on_time.follow(best.moves).seconds + SAME_SECONDS
-    for rounds in (SURE_ROUNDS,) if packed is None else (len(ROUNDS), SURE_ROUNDS):
-        moves = relaxed(scene, slots, best.moves, best.course, unused, ROUNDS[:rounds])
-        course = search.judge(moves)
-        # What an earlier load costs compute may come at a bad time: it may not, be transfers late or not.
-        if course is None or course.seconds > longest[0] or on_time.follow(moves).seconds > longest[1]:
-            continue
-        after = packed_bytes(problem, scene, moves, course)
-        if packed is None or after is None or after <= (1 + MORE_PACKED) * packed:
-            return moves
-    return best.moves
 
 
 def _try_published(search: Search, machine: Machine, bound: Bound, work: float) -> None:
