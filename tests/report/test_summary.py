@@ -146,3 +146,20 @@ def test_a_step_without_ops_is_summed_up(on: Machine) -> None:
 )
 def test_short_names(name: str, short: str) -> None:
     assert short_name(Op(name, (), ()).name) == short
+
+
+@pytest.mark.parametrize(
+    ("device", "times", "left", "is_said"),
+    [("cuda", 1.5, "", True), ("cuda", 1.05, "", False), ("cpu", 1.5, "", False), ("cuda", 1.5, "another op", False)],
+)
+def test_a_late_host_is_named(
+    step: Step, on: Machine, plan: Plan, device: str, times: float, left: str, is_said: bool
+) -> None:
+    measured = Measured("planned", times * plan.seconds, left=left)
+    summary = summarise(dataclasses.replace(step, device=device), on, plan, measured)
+    said = " ".join(str(summary).split())
+    assert (f"{times:.2f} times as long as the device needs" in said) == is_said
+
+
+def test_nothing_is_said_of_the_host_before_a_step_was_measured(step: Step, on: Machine, plan: Plan) -> None:
+    assert "the host" not in str(summarise(dataclasses.replace(step, device="cuda"), on, plan))

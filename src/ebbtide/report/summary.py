@@ -22,6 +22,8 @@ Fate = Literal["kept", "moved", "recomputed"]
 
 OTHERS = "others"
 """Name of the row that gathers the op types with few bytes."""
+LATE = 1.1
+"""A step that takes so many times what is predicted of the device has waited for the host."""
 _MOST_ROWS = 8
 _WIDTH = 100
 
@@ -100,6 +102,7 @@ class Summary:
         bound_seconds: a time that no plan can beat, or None if not computed.
         rows: saved values by op type, most bytes first, small ones together as `OTHERS`.
         tiers: what is moved, by slow tier.
+        device: what the step runs on, as in `Step.device`.
     """
 
     limit_bytes: int
@@ -112,6 +115,7 @@ class Summary:
     bound_seconds: float | None
     rows: tuple[Row, ...]
     tiers: tuple[TierUse, ...]
+    device: str
 
     @property
     def total(self) -> Row:
@@ -119,7 +123,7 @@ class Summary:
         return sum(self.rows, Row("total"))
 
     def __rich__(self) -> Group:
-        lines = [Text(line, style="dim") for line in tier_lines(self)]
+        lines = [Text(line, style="dim") for line in (*tier_lines(self), *host_lines(self))]
         return Group(_headline(self), "", _peaks(self), "", _fates(self), *lines)
 
     def __str__(self) -> str:
@@ -151,6 +155,7 @@ def summarise(step: Step, machine: Machine, plan: Plan, measured: Measured | Non
         bound_seconds=plan.bound_seconds,
         rows=_rows(saved_values(step, plan.decisions)),
         tiers=tuple(_tier_uses(step, machine, plan.decisions)),
+        device=step.device,
     )
 
 
@@ -240,6 +245,22 @@ def tier_lines(summary: Summary) -> list[str]:
         f"link busy {format_seconds(use.out_seconds)} out, {format_seconds(use.in_seconds)} in"
         for use in summary.tiers
     ]
+
+
+def host_lines(summary: Summary) -> list[str]:
+    """One sentence where a device had to wait for its host: what is predicted is the device's time."""
+    measured, predicted = summary.measured, summary.predicted_seconds
+    is_planned = measured.state == "planned" and not measured.left
+    if summary.device == "cpu" or not is_planned or measured.seconds is None or predicted <= 0:
+        return []
+    times = measured.seconds / predicted
+    if times < LATE:
+        return []
+    line = (
+        f"the step took {times:.2f} times as long as the device needs: the host, which runs your code and the plan, is "
+        "late. Larger batches mend that."
+    )
+    return [line]
 
 
 def _headline(summary: Summary) -> Text:
