@@ -23,12 +23,12 @@ import math
 import os
 import stat
 import zlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from ebbtide.errors import RecordError
-from ebbtide.fields import check_fields, checks_of
+from ebbtide.fields import check_fields, checks_of, wrong_field
 from ebbtide.units import format_bytes
 
 FORMAT = "ebbtide-step"
@@ -235,6 +235,15 @@ def check_step(step: Step, name: str = "step") -> None:
     Raises:
         RecordError: naming the first record that cannot be.
     """
+    try:
+        _check_step(step, name)
+    except (TypeError, AttributeError) as fault:  # made by hand: others have the right types
+        parts = [part for part in (getattr(step, column) for column in _RECORDS) if isinstance(part, Collection)]
+        records = (record for part in parts for record in part if isinstance(record, tuple(_RECORDS.values())))
+        raise RecordError(f"{name}: {wrong_field([*records, step]) or fault}") from fault
+
+
+def _check_step(step: Step, name: str) -> None:
     count, moments = len(step.ops), step.moments
     for tick, op in enumerate(step.ops):
         if not 0 <= op.duration_seconds < MOST_SECONDS:

@@ -307,6 +307,34 @@ def test_a_step_without_a_backward_pass() -> None:
         POLICIES["rotor"](step, MACHINE, plain)
 
 
+@pytest.mark.parametrize("wrong", ["5", None, [1]])
+def test_records_made_by_hand_with_fields_of_other_types(wrong: Any) -> None:
+    no_size: Any = wrong or "x"
+    made = forward_only()
+    link, tier, op, value = MACHINE.links[0], MACHINE.tiers[0], made.ops[0], made.values[0]
+    machines = [
+        (dataclasses.replace(link, bandwidth_bytes_per_second=wrong), "links", "Link: its bandwidth_bytes_per_second"),
+        (dataclasses.replace(link, latency_seconds=wrong), "links", "Link: its latency_seconds"),
+        (dataclasses.replace(tier, capacity_bytes=no_size), "tiers", "Tier: its capacity_bytes"),
+    ]
+    for part, parts, expected in machines:
+        changed: dict[str, Any] = {parts: (part, *getattr(MACHINE, parts)[1:])}
+        machine = dataclasses.replace(MACHINE, **changed)
+        with pytest.raises(RecordError, match=f"^machine: {expected} is "):
+            solve(made, machine, 1 << 30)
+    with pytest.raises(RecordError, match=r"^machine: Machine: its replay_seconds is "):
+        solve(made, dataclasses.replace(MACHINE, replay_seconds=wrong), 1 << 30)
+    steps = [
+        (dataclasses.replace(op, duration_seconds=wrong), "ops", "Op: its duration_seconds"),
+        (dataclasses.replace(value, size_bytes=wrong), "values", "Value: its size_bytes"),
+    ]
+    for part, parts, expected in steps:
+        changed = {parts: (part, *getattr(made, parts)[1:])}
+        step = dataclasses.replace(made, **changed)
+        with pytest.raises(RecordError, match=f"^step: {expected} is "):
+            solve(step, MACHINE, 1 << 30)
+
+
 @pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf])
 def test_a_search_that_would_never_begin_or_end(seconds: float) -> None:
     step = network_step(4)
