@@ -8,6 +8,7 @@ import dataclasses
 import gzip
 import json
 import math
+import os
 import random
 import re
 from collections.abc import Iterator
@@ -101,6 +102,20 @@ def test_names_that_are_no_text(half: bytes, tmp_path: Path) -> None:
         Step.load(path)
     path.write_bytes(data.replace(b"aten.", b"aten.\\ud83d\\ude00\xed\x95\x9c", 1))
     assert Step.load(path).ops[0].name.startswith("aten.\U0001f600\ud55c")
+
+
+def test_steps_and_plans_that_come_by_a_pipe(tmp_path: Path) -> None:
+    """They can be read but once."""
+    made = network_step(3)
+    plan = solve(made, MACHINE, plain_peak_bytes(made))
+    made.save(tmp_path / "step.json")
+    Bundle(made, MACHINE, plan).save(tmp_path / "plan.json")
+    for name, machine in (("step.json", None), ("plan.json", MACHINE)):
+        reading, writing = os.pipe()
+        with os.fdopen(writing, "wb") as file:  # it is small enough for a pipe to hold it
+            file.write((tmp_path / name).read_bytes())
+        assert load_step(f"/dev/fd/{reading}") == (made, machine)
+        os.close(reading)
 
 
 def test_files_without_end(tmp_path: Path) -> None:
