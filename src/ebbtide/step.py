@@ -269,8 +269,10 @@ def _check_step(step: Step, name: str) -> None:
         if not last <= event.tick <= count or not 0 <= event.saved < len(step.saved):
             raise RecordError(f"{name}: event {number} is impossible: {event}")
         last = event.tick
+    asked = {index + event.tick for index, event in enumerate(step.events) if event.kind == "unpack"}
     for number, absence in enumerate(step.absences):
-        if not 0 <= absence.value < len(step.values) or not 0 <= absence.opens < absence.closes < moments:
+        exists = 0 <= absence.value < len(step.values) and 0 <= absence.opens < absence.closes
+        if not exists or absence.closes not in asked:
             raise RecordError(f"{name}: absence {number} is impossible: {absence}")
 
 

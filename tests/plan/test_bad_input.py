@@ -167,6 +167,7 @@ def test_files_of_another_kind(text: str, tmp_path: Path) -> None:
         (("ops", "rows", 0, 5), 10**30, "has a workspace of 10"),
         (("events", "rows", 2, 1), 10**6, "event 2 is impossible"),
         (("absences", "rows", 0, 2), 10**6, "absence 0 is impossible"),
+        (("absences", "rows", 0, 2), 42, "absence 0 is impossible"),  # an op, where nobody asks for anything
         (("absences", "rows"), {}, "not a whole step"),
         (("ops",), None, "not a whole step"),
     ],
