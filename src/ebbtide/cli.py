@@ -20,6 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ebbtide.bundle import Bundle, load_step
 from ebbtide.errors import EbbtideError
+from ebbtide.files import write_whole
 from ebbtide.machines import load_machine, machine_names
 from ebbtide.named_steps import observe_fake, observe_fake_batch, runner
 from ebbtide.options import (
@@ -78,7 +79,7 @@ def demo(
     for note in demo_notes(rows):
         output.print(note, highlight=False, markup=False, style="dim")
     if json_path is not None:
-        json_path.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
+        write_whole(json_path, (json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n").encode())
     if found := faults(rows):
         raise EbbtideError("; ".join(found))
 

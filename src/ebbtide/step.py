@@ -29,6 +29,7 @@ from typing import Any, BinaryIO, Literal
 
 from ebbtide.errors import RecordError
 from ebbtide.fields import check_fields, checks_of, wrong_field
+from ebbtide.files import write_whole
 from ebbtide.units import format_bytes
 
 FORMAT = "ebbtide-step"
@@ -313,7 +314,7 @@ def _frozen(item: Any) -> Any:
 def write_json(path: str | Path, document: dict[str, Any]) -> None:
     """Write ``document`` as compact JSON; gzip-compressed if the name ends in ``.gz``."""
     data = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
-    Path(path).write_bytes(gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data)
+    write_whole(path, gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data)
 
 
 def read_json(path: str | Path, format_name: str, version: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import os
+import resource
 import shlex
 import subprocess
 import sys
@@ -209,6 +210,29 @@ def test_outputs_are_looked_at_before_the_work(
         result = CliRunner().invoke(app, [*arguments, output])
         assert result.exit_code == 2
         assert reason in " ".join(result.output.replace("│", " ").split())
+
+
+def test_no_part_of_a_file_stays_where_it_cannot_be_written(machine: Path, tmp_path: Path, failure: Failure) -> None:
+    step, plan = tmp_path / "step.json", tmp_path / "plan.json"
+    network_step(6).save(step)
+    run("plan", step, "--budget", "80%", "--machine", machine, "-o", plan)
+    few = ("--points", "2", "--seconds", "0", "--policies", "none")
+    commands: list[tuple[str | Path, ...]] = [
+        ("plan", step, "--budget", "80%", "--machine", machine, "-o", tmp_path / "out.json"),
+        ("report", plan, "-o", tmp_path / "out.html"),
+        ("frontier", plan, *few, "-o", tmp_path / "out.html"),
+        ("frontier", plan, *few, "-o", tmp_path / "out.png"),
+        ("frontier", plan, *few, "-o", tmp_path / "out.json"),
+    ]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for command in commands:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (400, limits[1]))
+        try:
+            said = failure(*command)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert said.strip() == f"ebbtide: [Errno 27] File too large: '{command[-1]}'"
+        assert not Path(command[-1]).exists()
 
 
 def test_a_function_chooses_its_own_batch(script: Path, tmp_path: Path, failure: Failure) -> None:
