@@ -212,6 +212,29 @@ def test_outputs_are_looked_at_before_the_work(
         assert reason in " ".join(result.output.replace("│", " ").split())
 
 
+def test_what_is_read_is_not_written_over(script: Path, machine: Path, tmp_path: Path) -> None:
+    step, plan, link = tmp_path / "step.json", tmp_path / "plan.json", tmp_path / "link.json"
+    network_step(6).save(step)
+    run("plan", step, "--budget", "80%", "--machine", machine, "-o", plan)
+    link.symlink_to(plan)
+    commands: list[tuple[Path, list[str | Path]]] = [
+        (script, ["observe", script, "-o", script]),
+        (script, ["observe", f"{script}:one_step", "-o", script]),
+        (script, ["batch", f"{script}:batched", "--machine", "h200", "-o", script]),
+        (step, ["plan", step, "--budget", "80%", "--machine", machine, "-o", step]),
+        (machine, ["plan", step, "--budget", "80%", "--machine", machine, "-o", machine]),
+        (plan, ["report", plan, "-o", plan]),
+        (plan, ["report", plan, "-o", link]),
+        (plan, ["frontier", plan, "-o", tmp_path / "page.html", "-o", plan]),
+    ]
+    for read, command in commands:
+        before = read.read_bytes()
+        result = CliRunner().invoke(app, [str(argument) for argument in command])
+        assert result.exit_code == 2
+        assert "is what is read; name another file" in " ".join(result.output.replace("│", " ").split())
+        assert read.read_bytes() == before
+
+
 def test_no_part_of_a_file_stays_where_it_cannot_be_written(machine: Path, tmp_path: Path, failure: Failure) -> None:
     step, plan = tmp_path / "step.json", tmp_path / "plan.json"
     network_step(6).save(step)
