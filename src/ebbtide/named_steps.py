@@ -77,7 +77,7 @@ def _function(what: str, *arguments: int) -> Callable[[], Any]:
         specification.loader.exec_module(module)
     except EbbtideError:
         raise
-    except Exception as fault:
+    except (Exception, SystemExit) as fault:  # a script may call sys.exit() wherever it is run
         raise EbbtideError(f"{path}: cannot be imported: {type(fault).__name__}: {fault}") from fault
     function = getattr(module, name, None)
     if not callable(function):
@@ -88,7 +88,7 @@ def _function(what: str, *arguments: int) -> Callable[[], Any]:
             function(*arguments)
         except EbbtideError:
             raise
-        except Exception as fault:
+        except (Exception, SystemExit) as fault:
             raise EbbtideError(f"{what}: {type(fault).__name__}: {fault}") from fault
 
     return run

@@ -109,6 +109,7 @@ def test_a_budget_that_cannot_be_met_is_one_line(script: Path, machine: Path, tm
     ("what", "expected"),
     [
         ("{script}:broken", "out of luck"),
+        ("{script}:leaving", "train.py:leaving: SystemExit: 0"),
         ("{script}:missing", "has no function 'missing'"),
         ("{script}:number", "has no function 'number'"),
         ("{script}x:one_step", "no such Python file"),
