@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
 from ebbtide.bundle import Bundle, load_step
 from ebbtide.errors import EbbtideError
@@ -99,8 +99,7 @@ def calibrate(
     from ebbtide.report.sentences import links_table
     from ebbtide.run.calibrate import calibrate as measure
 
-    columns = (TextColumn("{task.description:24}"), BarColumn())
-    with Progress(*columns, console=_errors(), transient=True) as progress:
+    with _progress() as progress:
         task = progress.add_task("calibrating", total=1.0)
         machine = measure(
             spill_or_default(spill),
@@ -299,8 +298,7 @@ def frontier(
     step, machine = load_step(step_path)
     if machine is None or machine_name is not None or spill is not None:
         machine = machine_of(machine_name, spill)
-    columns = (TextColumn("{task.description:24}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=_errors(), transient=True) as bar:
+    with _progress(TimeElapsedColumn()) as bar:
         task = bar.add_task("planning", total=1.0)
         found = compute(
             step,
@@ -343,6 +341,13 @@ def _say(*lines: str) -> None:
 def _output() -> Console:
     shown = sys.stdout is not None and sys.stdout.isatty()  # there is none where it was closed: nobody wants to know
     return Console() if shown else Console(width=_WIDTH)
+
+
+def _progress(*more: ProgressColumn) -> Progress:
+    """A bar, where there is a terminal: elsewhere Rich would leave an empty line of it."""
+    console = _errors()
+    columns = (TextColumn("{task.description:24}"), BarColumn(), *more)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_interactive)
 
 
 def _errors() -> Console:

@@ -236,6 +236,19 @@ def test_what_is_read_is_not_written_over(script: Path, machine: Path, tmp_path:
         assert read.read_bytes() == before
 
 
+def test_nothing_is_said_on_standard_error_where_all_is_well(
+    machine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is no terminal, so that there is no bar, nor a line of it."""
+    network_step(3).save(tmp_path / "step.json")
+    few = ("--points", "2", "--seconds", "0", "--policies", "none")
+    app(
+        ["frontier", *map(str, (tmp_path / "step.json", "--machine", machine, *few, "-o", tmp_path / "page.html"))],
+        standalone_mode=False,
+    )
+    assert capsys.readouterr().err == ""
+
+
 def test_no_part_of_a_file_stays_where_it_cannot_be_written(machine: Path, tmp_path: Path, failure: Failure) -> None:
     step, plan = tmp_path / "step.json", tmp_path / "plan.json"
     network_step(6).save(step)
