@@ -22,7 +22,7 @@ from ebbtide.bundle import Bundle, load_step
 from ebbtide.errors import EbbtideError
 from ebbtide.files import write_whole
 from ebbtide.machines import load_machine, machine_names
-from ebbtide.named_steps import observe_fake, observe_fake_batch, runner
+from ebbtide.named_steps import here, observe_fake, observe_fake_batch, runner
 from ebbtide.options import (
     DEVICE_SHARE,
     WHAT_FORM,
@@ -138,7 +138,8 @@ def observe(
         if machine_name is not None:
             step = observe_fake(what, batch, load_machine(machine_name))
         else:
-            step = _observe_twice(*runner(what, batch))
+            with here():
+                step = _observe_twice(*runner(what, batch))
     step.save(output)
     moved = sum(step.values[absence.value].size_bytes for absence in step.absences)
     _say(

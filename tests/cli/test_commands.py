@@ -272,6 +272,19 @@ def test_no_part_of_a_file_stays_where_it_cannot_be_written(machine: Path, tmp_p
         assert not Path(command[-1]).exists()
 
 
+def test_paths_are_relative_to_where_the_command_is_called(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the script goes."""
+    monkeypatch.chdir(tmp_path)
+    run("observe", "train.py:elsewhere", "-o", "real.json")
+    run("observe", "train.py:elsewhere", "--fake", "--machine", "h200", "-o", "fake.json")
+    run("plan", "--model", "train.py:elsewhere", "--machine", "h200", "-o", "plan.json")
+    run("batch", "train.py:elsewhere", "--machine", "h200", "--budget", "8MiB", "-o", "batch.json")
+    assert {path.name for path in tmp_path.glob("*.json")} == {"real.json", "fake.json", "plan.json", "batch.json"}
+    assert script.parent == Path.cwd()
+
+
 def test_a_function_chooses_its_own_batch(script: Path, tmp_path: Path, failure: Failure) -> None:
     said = failure("observe", script, "--batch", "8", "-o", tmp_path / "step.json")
     assert "a function chooses its own" in said
