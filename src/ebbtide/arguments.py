@@ -18,9 +18,11 @@ from ebbtide.units import parse_budget, parse_bytes
 
 
 def as_whole(name: str, value: Any, least: int | None = None) -> int:
-    """A whole number of at least ``least``, which those of NumPy and tensors of one element are, too."""
+    """A whole number of at least ``least``, which those of NumPy and tensors of one element are, too; True is none."""
     at_least = "" if least is None else f", at least {least}"
     try:
+        if isinstance(value, bool):
+            raise TypeError
         number = operator.index(value)
     except TypeError:
         raise ArgumentError(f"{name}={value!r}: it must be a whole number{at_least}") from None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from ebbtide.decisions import Plan
 from ebbtide.errors import RecordError
 from ebbtide.machine import Machine
-from ebbtide.step import Step, read_document, read_json, write_json
+from ebbtide.step import Step, check_document, read_document, write_json
 
 FORMAT = "ebbtide-bundle"
 VERSION = 1
@@ -34,16 +35,21 @@ class Bundle:
         Raises:
             RecordError: if the file, or a part of it, is missing, malformed or of another version.
         """
-        document = read_json(path, FORMAT, VERSION)
+        return cls.from_document(read_document(path), str(path))
+
+    @classmethod
+    def from_document(cls, document: dict[str, Any], name: str) -> Bundle:
+        """The bundle that `document` described; ``name`` is what errors call it. Raises `RecordError` as `load`."""
+        check_document(document, name, FORMAT, VERSION)
         for part in ("step", "machine", "plan"):
             if part not in document:
-                raise RecordError(f"{path}: has no {part}; make it again with `ebbtide plan`")
-        step = Step.from_document(document["step"], f"{path}, step")
-        machine = Machine.from_document(document["machine"], f"{path}, machine")
-        plan = Plan.from_document(document["plan"], f"{path}, plan")
+                raise RecordError(f"{name}: has no {part}; make it again with `ebbtide plan`")
+        step = Step.from_document(document["step"], f"{name}, step")
+        machine = Machine.from_document(document["machine"], f"{name}, machine")
+        plan = Plan.from_document(document["plan"], f"{name}, plan")
         if len(plan.decisions) != len(step.absences):
             found = f"{len(plan.decisions)} decisions for {len(step.absences)} absences"
-            raise RecordError(f"{path}: its plan is for another step: {found}")
+            raise RecordError(f"{name}: its plan is for another step: {found}")
         return cls(step, machine, plan)
 
 
@@ -53,8 +59,8 @@ def load_step(path: str | Path) -> tuple[Step, Machine | None]:
     Raises:
         RecordError: if the file is neither, or malformed.
     """
-    kind = read_document(path).get("format")
-    if kind == FORMAT:
-        bundle = Bundle.load(path)
+    document = read_document(path)
+    if document.get("format") == FORMAT:
+        bundle = Bundle.from_document(document, str(path))
         return bundle.step, bundle.machine
-    return Step.load(path), None
+    return Step.from_document(document, str(path)), None

@@ -16,12 +16,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
 from ebbtide.bundle import Bundle, load_step
 from ebbtide.errors import EbbtideError
+from ebbtide.files import write_whole
 from ebbtide.machines import load_machine, machine_names
-from ebbtide.named_steps import observe_fake, observe_fake_batch, runner
+from ebbtide.named_steps import here, observe_fake, observe_fake_batch, runner
 from ebbtide.options import (
     DEVICE_SHARE,
     WHAT_FORM,
@@ -30,6 +31,7 @@ from ebbtide.options import (
     MachineName,
     PlanFile,
     Spill,
+    check_apart,
     limit_bytes_of,
     machine_of,
     pair_of,
@@ -78,7 +80,7 @@ def demo(
     for note in demo_notes(rows):
         output.print(note, highlight=False, markup=False, style="dim")
     if json_path is not None:
-        json_path.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
+        write_whole(json_path, (json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n").encode())
     if found := faults(rows):
         raise EbbtideError("; ".join(found))
 
@@ -97,8 +99,7 @@ def calibrate(
     from ebbtide.report.sentences import links_table
     from ebbtide.run.calibrate import calibrate as measure
 
-    columns = (TextColumn("{task.description:24}"), BarColumn())
-    with Progress(*columns, console=_errors(), transient=True) as progress:
+    with _progress() as progress:
         task = progress.add_task("calibrating", total=1.0)
         machine = measure(
             spill_or_default(spill),
@@ -130,13 +131,15 @@ def observe(
     With --fake the model may be larger than any memory at hand, and durations are estimates:
     `ebbtide observe gpt.py --fake --machine h200 -o step.json.gz`. The file is then imported under fake tensors too.
     """
+    check_apart([output], what, machine_name)
     if fake != (machine_name is not None):
         raise typer.BadParameter("--fake and --machine go together: the machine says how long ops take")
     with _errors().status("observing"):
         if machine_name is not None:
             step = observe_fake(what, batch, load_machine(machine_name))
         else:
-            step = _observe_twice(*runner(what, batch))
+            with here():
+                step = _observe_twice(*runner(what, batch))
     step.save(output)
     moved = sum(step.values[absence.value].size_bytes for absence in step.absences)
     _say(
@@ -177,6 +180,7 @@ def plan(
     from ebbtide.report.sentences import foreign_times, verdict
     from ebbtide.report.summary import summarise
 
+    check_apart([output], step_path, model, machine_name)
     if (step_path is None) == (model is None):
         raise typer.BadParameter("name a step file or a --model, one of the two")
     if model is not None and machine_name is None:
@@ -222,6 +226,7 @@ def batch(
     from ebbtide.plan.batch import largest_batch
     from ebbtide.report.sentences import batch_lines
 
+    check_apart([output], what, machine_name)
     machine = load_machine(machine_name)
     limit_bytes = limit_bytes_of(budget, None, machine)
     with _errors().status("observing") as status:
@@ -248,6 +253,7 @@ def report(
     """Draw memory over the step with and without the plan, and the transfers under it, as one HTML page."""
     from ebbtide.report.timeline import write_timeline
 
+    check_apart([output], plan_path)
     bundle = Bundle.load(plan_path)
     with _errors().status("drawing"):
         write_timeline(bundle.step, bundle.machine, bundle.plan, output)
@@ -284,6 +290,7 @@ def frontier(
     from ebbtide.report.frontier import WRITERS, frontier_tables
     from ebbtide.report.sentences import foreign_times
 
+    check_apart(output, step_path, machine_name)
     for path in output:
         if path.suffix not in WRITERS:
             raise typer.BadParameter(f"{path}: its name must end in {', '.join(WRITERS)}", param_hint="-o")
@@ -292,8 +299,7 @@ def frontier(
     step, machine = load_step(step_path)
     if machine is None or machine_name is not None or spill is not None:
         machine = machine_of(machine_name, spill)
-    columns = (TextColumn("{task.description:24}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=_errors(), transient=True) as bar:
+    with _progress(TimeElapsedColumn()) as bar:
         task = bar.add_task("planning", total=1.0)
         found = compute(
             step,
@@ -336,6 +342,13 @@ def _say(*lines: str) -> None:
 def _output() -> Console:
     shown = sys.stdout is not None and sys.stdout.isatty()  # there is none where it was closed: nobody wants to know
     return Console() if shown else Console(width=_WIDTH)
+
+
+def _progress(*more: ProgressColumn) -> Progress:
+    """A bar, where there is a terminal: elsewhere Rich would leave an empty line of it."""
+    console = _errors()
+    columns = (TextColumn("{task.description:24}"), BarColumn(), *more)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_interactive)
 
 
 def _errors() -> Console:

@@ -18,7 +18,28 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, on numbers and arrays alone, compiled by numba and kept on disk beside it or in the user's cache.
+    """``function``, on numbers and arrays alone, as machine code, whose signals are raised as what they are.
+
+    What a signal's handler raises while such code runs, `KeyboardInterrupt` as a rule, comes up as it returns: Python
+    makes a `SystemError` of a result and an exception at once.
+    """
+    dispatcher = dispatcher_of(function)
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        try:
+            return dispatcher(*arguments)
+        except SystemError as fault:
+            if fault.__cause__ is not None:
+                raise fault.__cause__ from None
+            raise
+
+    return call
+
+
+@functools.cache
+def dispatcher_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` as compiled by numba, and kept on disk beside it or in the user's cache.
 
     Functions of ours that it calls are compiled with it. numba is imported here and not sooner: it takes half a second,
     which only those who plan should pay.
@@ -87,7 +108,7 @@ def _with_its_calls(function: Any) -> Any:
     calls = {name: known[name] for name in function.__code__.co_names if _is_ours(known.get(name))}
     if not calls:
         return function
-    twins: dict[str, Any] = {name: compiled(called) for name, called in calls.items()}
+    twins: dict[str, Any] = {name: dispatcher_of(called) for name, called in calls.items()}
     codes = [twin.py_func.__qualname__.encode() + marshal.dumps(twin.py_func.__code__) for twin in twins.values()]
     whole = types.FunctionType(function.__code__, {**known, **twins}, function.__name__, function.__defaults__)
     whole.__qualname__ = f"{function.__qualname__}_{zlib.crc32(b''.join(codes)):08x}"

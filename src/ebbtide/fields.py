@@ -6,7 +6,7 @@ import dataclasses
 import sys
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 Check = tuple[str, Callable[[Any], bool], str]
@@ -32,6 +32,16 @@ def typed(record: _Record) -> _Record:
     """``record`` itself. Raises `TypeError` as `check_fields`."""
     check_fields(record, checks_of(type(record)), type(record).__name__)
     return record
+
+
+def wrong_field(records: Iterable[Any]) -> str | None:
+    """What is wrong in the first of ``records`` that has a field of another type than it says; None if none has."""
+    for record in records:
+        try:
+            typed(record)
+        except TypeError as fault:
+            return str(fault)
+    return None
 
 
 def _choices(hint: Any) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from ebbtide.errors import RecordError
-from ebbtide.fields import typed
+from ebbtide.fields import typed, wrong_field
 from ebbtide.step import MOST_SECONDS, check_document, read_json, write_json
 
 FORMAT = "ebbtide-machine"
@@ -191,6 +191,21 @@ def check_machine(machine: Machine, name: str = "machine") -> None:
     Raises:
         RecordError: naming what cannot be.
     """
+    try:
+        _check_machine(machine, name)
+    except (TypeError, ValueError, AttributeError) as fault:  # made by hand: others have the right types
+        raise RecordError(f"{name}: {wrong_field(_records(machine)) or fault}") from fault
+
+
+def _records(machine: Machine) -> Iterator[Any]:
+    """What a machine is made of, it last, as far as it is what it should be."""
+    for parts, kind in ((machine.links, Link), (machine.tiers, Tier), ((machine.compute,), Compute)):
+        if isinstance(parts, Collection):
+            yield from (part for part in parts if isinstance(part, kind))
+    yield machine
+
+
+def _check_machine(machine: Machine, name: str) -> None:
     names = [tier.name for tier in machine.tiers]
     if machine.fast not in names or len(set(names)) != len(names):
         raise RecordError(f"{name}: the fast tier {machine.fast!r} must be one of its tiers, each with its own name")

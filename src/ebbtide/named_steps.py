@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +61,14 @@ def _observed_fake(load: Callable[[], tuple[Callable[[], Any], Callable[[], Any]
         run, prepare = load()
         return lambda: (prepare(), run())
 
-    return fake.observe_fake(build, machine)
+    with here():
+        return fake.observe_fake(build, machine)
+
+
+def here() -> AbstractContextManager[None]:
+    """A context that ends in the directory that it began in: the user's code may go elsewhere, and paths on the command
+    line are relative to where that was called."""
+    return contextlib.chdir(os.curdir)
 
 
 def _nothing() -> None:
@@ -77,7 +87,7 @@ def _function(what: str, *arguments: int) -> Callable[[], Any]:
         specification.loader.exec_module(module)
     except EbbtideError:
         raise
-    except Exception as fault:
+    except (Exception, SystemExit) as fault:  # a script may call sys.exit() wherever it is run
         raise EbbtideError(f"{path}: cannot be imported: {type(fault).__name__}: {fault}") from fault
     function = getattr(module, name, None)
     if not callable(function):
@@ -88,7 +98,7 @@ def _function(what: str, *arguments: int) -> Callable[[], Any]:
             function(*arguments)
         except EbbtideError:
             raise
-        except Exception as fault:
+        except (Exception, SystemExit) as fault:
             raise EbbtideError(f"{what}: {type(fault).__name__}: {fault}") from fault
 
     return run

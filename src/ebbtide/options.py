@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,6 +48,20 @@ def writable(value: Any) -> Any:
         if not os.access(path if path.exists() else folder, os.W_OK):
             raise typer.BadParameter(f"{path} cannot be written: permission denied")
     return value
+
+
+def check_apart(outputs: Iterable[Path | None], *inputs: str | Path | None) -> None:
+    """Refuses to write over a file that is read: a step, a plan, a machine, or a script, maybe with a function."""
+    for given in filter(None, map(str, inputs)):
+        for output in outputs:
+            if output is not None and any(_are_one_file(output, name) for name in (given, given.rpartition(":")[0])):
+                raise typer.BadParameter(f"{output} is what is read; name another file", param_hint="-o")
+
+
+def _are_one_file(output: Path, name: str) -> bool:
+    with contextlib.suppress(OSError, ValueError):  # there may be none of that name
+        return output.is_file() and output.samefile(name)
+    return False
 
 
 PlanFile = Annotated[

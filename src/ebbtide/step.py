@@ -23,12 +23,13 @@ import math
 import os
 import stat
 import zlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from ebbtide.errors import RecordError
-from ebbtide.fields import check_fields, checks_of
+from ebbtide.fields import check_fields, checks_of, wrong_field
+from ebbtide.files import write_whole
 from ebbtide.units import format_bytes
 
 FORMAT = "ebbtide-step"
@@ -235,6 +236,15 @@ def check_step(step: Step, name: str = "step") -> None:
     Raises:
         RecordError: naming the first record that cannot be.
     """
+    try:
+        _check_step(step, name)
+    except (TypeError, AttributeError) as fault:  # made by hand: others have the right types
+        parts = [part for part in (getattr(step, column) for column in _RECORDS) if isinstance(part, Collection)]
+        records = (record for part in parts for record in part if isinstance(record, tuple(_RECORDS.values())))
+        raise RecordError(f"{name}: {wrong_field([*records, step]) or fault}") from fault
+
+
+def _check_step(step: Step, name: str) -> None:
     count, moments = len(step.ops), step.moments
     for tick, op in enumerate(step.ops):
         if not 0 <= op.duration_seconds < MOST_SECONDS:
@@ -260,8 +270,10 @@ def check_step(step: Step, name: str = "step") -> None:
         if not last <= event.tick <= count or not 0 <= event.saved < len(step.saved):
             raise RecordError(f"{name}: event {number} is impossible: {event}")
         last = event.tick
+    asked = {index + event.tick for index, event in enumerate(step.events) if event.kind == "unpack"}
     for number, absence in enumerate(step.absences):
-        if not 0 <= absence.value < len(step.values) or not 0 <= absence.opens < absence.closes < moments:
+        exists = 0 <= absence.value < len(step.values) and 0 <= absence.opens < absence.closes
+        if not exists or absence.closes not in asked:
             raise RecordError(f"{name}: absence {number} is impossible: {absence}")
 
 
@@ -302,7 +314,7 @@ def _frozen(item: Any) -> Any:
 def write_json(path: str | Path, document: dict[str, Any]) -> None:
     """Write ``document`` as compact JSON; gzip-compressed if the name ends in ``.gz``."""
     data = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
-    Path(path).write_bytes(gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data)
+    write_whole(path, gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data)
 
 
 def read_json(path: str | Path, format_name: str, version: int) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 from ebbtide.cli import app
 
 SCRIPT = """
+import os
+
 import torch
 
 model = torch.nn.Sequential(*[layer for _ in range(6) for layer in (torch.nn.Linear(128, 128), torch.nn.Tanh())])
@@ -20,6 +22,13 @@ def one_step():
 
 def broken():
     raise RuntimeError("out of luck")
+
+def leaving():
+    raise SystemExit(0)
+
+def elsewhere(size=512):
+    os.chdir("/")
+    batched(size)
 
 def batched(size):
     model.zero_grad()

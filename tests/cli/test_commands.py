@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import os
+import resource
 import shlex
 import subprocess
 import sys
@@ -108,6 +109,7 @@ def test_a_budget_that_cannot_be_met_is_one_line(script: Path, machine: Path, tm
     ("what", "expected"),
     [
         ("{script}:broken", "out of luck"),
+        ("{script}:leaving", "train.py:leaving: SystemExit: 0"),
         ("{script}:missing", "has no function 'missing'"),
         ("{script}:number", "has no function 'number'"),
         ("{script}x:one_step", "no such Python file"),
@@ -209,6 +211,78 @@ def test_outputs_are_looked_at_before_the_work(
         result = CliRunner().invoke(app, [*arguments, output])
         assert result.exit_code == 2
         assert reason in " ".join(result.output.replace("│", " ").split())
+
+
+def test_what_is_read_is_not_written_over(script: Path, machine: Path, tmp_path: Path) -> None:
+    step, plan, link = tmp_path / "step.json", tmp_path / "plan.json", tmp_path / "link.json"
+    network_step(6).save(step)
+    run("plan", step, "--budget", "80%", "--machine", machine, "-o", plan)
+    link.symlink_to(plan)
+    commands: list[tuple[Path, list[str | Path]]] = [
+        (script, ["observe", script, "-o", script]),
+        (script, ["observe", f"{script}:one_step", "-o", script]),
+        (script, ["batch", f"{script}:batched", "--machine", "h200", "-o", script]),
+        (step, ["plan", step, "--budget", "80%", "--machine", machine, "-o", step]),
+        (machine, ["plan", step, "--budget", "80%", "--machine", machine, "-o", machine]),
+        (plan, ["report", plan, "-o", plan]),
+        (plan, ["report", plan, "-o", link]),
+        (plan, ["frontier", plan, "-o", tmp_path / "page.html", "-o", plan]),
+    ]
+    for read, command in commands:
+        before = read.read_bytes()
+        result = CliRunner().invoke(app, [str(argument) for argument in command])
+        assert result.exit_code == 2
+        assert "is what is read; name another file" in " ".join(result.output.replace("│", " ").split())
+        assert read.read_bytes() == before
+
+
+def test_nothing_is_said_on_standard_error_where_all_is_well(
+    machine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is no terminal, so that there is no bar, nor a line of it."""
+    network_step(3).save(tmp_path / "step.json")
+    few = ("--points", "2", "--seconds", "0", "--policies", "none")
+    app(
+        ["frontier", *map(str, (tmp_path / "step.json", "--machine", machine, *few, "-o", tmp_path / "page.html"))],
+        standalone_mode=False,
+    )
+    assert capsys.readouterr().err == ""
+
+
+def test_no_part_of_a_file_stays_where_it_cannot_be_written(machine: Path, tmp_path: Path, failure: Failure) -> None:
+    step, plan = tmp_path / "step.json", tmp_path / "plan.json"
+    network_step(6).save(step)
+    run("plan", step, "--budget", "80%", "--machine", machine, "-o", plan)
+    few = ("--points", "2", "--seconds", "0", "--policies", "none")
+    commands: list[tuple[str | Path, ...]] = [
+        ("plan", step, "--budget", "80%", "--machine", machine, "-o", tmp_path / "out.json"),
+        ("report", plan, "-o", tmp_path / "out.html"),
+        ("frontier", plan, *few, "-o", tmp_path / "out.html"),
+        ("frontier", plan, *few, "-o", tmp_path / "out.png"),
+        ("frontier", plan, *few, "-o", tmp_path / "out.json"),
+    ]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for command in commands:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (400, limits[1]))
+        try:
+            said = failure(*command)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert said.strip() == f"ebbtide: [Errno 27] File too large: '{command[-1]}'"
+        assert not Path(command[-1]).exists()
+
+
+def test_paths_are_relative_to_where_the_command_is_called(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the script goes."""
+    monkeypatch.chdir(tmp_path)
+    run("observe", "train.py:elsewhere", "-o", "real.json")
+    run("observe", "train.py:elsewhere", "--fake", "--machine", "h200", "-o", "fake.json")
+    run("plan", "--model", "train.py:elsewhere", "--machine", "h200", "-o", "plan.json")
+    run("batch", "train.py:elsewhere", "--machine", "h200", "--budget", "8MiB", "-o", "batch.json")
+    assert {path.name for path in tmp_path.glob("*.json")} == {"real.json", "fake.json", "plan.json", "batch.json"}
+    assert script.parent == Path.cwd()
 
 
 def test_a_function_chooses_its_own_batch(script: Path, tmp_path: Path, failure: Failure) -> None:

@@ -8,6 +8,7 @@ import dataclasses
 import gzip
 import json
 import math
+import os
 import random
 import re
 from collections.abc import Iterator
@@ -103,6 +104,20 @@ def test_names_that_are_no_text(half: bytes, tmp_path: Path) -> None:
     assert Step.load(path).ops[0].name.startswith("aten.\U0001f600\ud55c")
 
 
+def test_steps_and_plans_that_come_by_a_pipe(tmp_path: Path) -> None:
+    """They can be read but once."""
+    made = network_step(3)
+    plan = solve(made, MACHINE, plain_peak_bytes(made))
+    made.save(tmp_path / "step.json")
+    Bundle(made, MACHINE, plan).save(tmp_path / "plan.json")
+    for name, machine in (("step.json", None), ("plan.json", MACHINE)):
+        reading, writing = os.pipe()
+        with os.fdopen(writing, "wb") as file:  # it is small enough for a pipe to hold it
+            file.write((tmp_path / name).read_bytes())
+        assert load_step(f"/dev/fd/{reading}") == (made, machine)
+        os.close(reading)
+
+
 def test_files_without_end(tmp_path: Path) -> None:
     """They are told from ours before they fill the memory."""
     for load in (Step.load, load_step, Machine.load, Bundle.load):
@@ -152,6 +167,7 @@ def test_files_of_another_kind(text: str, tmp_path: Path) -> None:
         (("ops", "rows", 0, 5), 10**30, "has a workspace of 10"),
         (("events", "rows", 2, 1), 10**6, "event 2 is impossible"),
         (("absences", "rows", 0, 2), 10**6, "absence 0 is impossible"),
+        (("absences", "rows", 0, 2), 42, "absence 0 is impossible"),  # an op, where nobody asks for anything
         (("absences", "rows"), {}, "not a whole step"),
         (("ops",), None, "not a whole step"),
     ],
@@ -305,6 +321,34 @@ def test_a_step_without_a_backward_pass() -> None:
     assert set(decided(step, plain).values()) <= {(), PolicyError}
     with pytest.raises(PolicyError, match="no backward pass"):
         POLICIES["rotor"](step, MACHINE, plain)
+
+
+@pytest.mark.parametrize("wrong", ["5", None, [1]])
+def test_records_made_by_hand_with_fields_of_other_types(wrong: Any) -> None:
+    no_size: Any = wrong or "x"
+    made = forward_only()
+    link, tier, op, value = MACHINE.links[0], MACHINE.tiers[0], made.ops[0], made.values[0]
+    machines = [
+        (dataclasses.replace(link, bandwidth_bytes_per_second=wrong), "links", "Link: its bandwidth_bytes_per_second"),
+        (dataclasses.replace(link, latency_seconds=wrong), "links", "Link: its latency_seconds"),
+        (dataclasses.replace(tier, capacity_bytes=no_size), "tiers", "Tier: its capacity_bytes"),
+    ]
+    for part, parts, expected in machines:
+        changed: dict[str, Any] = {parts: (part, *getattr(MACHINE, parts)[1:])}
+        machine = dataclasses.replace(MACHINE, **changed)
+        with pytest.raises(RecordError, match=f"^machine: {expected} is "):
+            solve(made, machine, 1 << 30)
+    with pytest.raises(RecordError, match=r"^machine: Machine: its replay_seconds is "):
+        solve(made, dataclasses.replace(MACHINE, replay_seconds=wrong), 1 << 30)
+    steps = [
+        (dataclasses.replace(op, duration_seconds=wrong), "ops", "Op: its duration_seconds"),
+        (dataclasses.replace(value, size_bytes=wrong), "values", "Value: its size_bytes"),
+    ]
+    for part, parts, expected in steps:
+        changed = {parts: (part, *getattr(made, parts)[1:])}
+        step = dataclasses.replace(made, **changed)
+        with pytest.raises(RecordError, match=f"^step: {expected} is "):
+            solve(step, MACHINE, 1 << 30)
 
 
 @pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from numba.core.caching import CacheImpl, IndexDataCacheFile
 
-from ebbtide.compiled import NOTICE, compiled
+from ebbtide.compiled import NOTICE, compiled, dispatcher_of
 from ebbtide.plan import find_recipes
 from ebbtide.plan.course import run_course
 from ebbtide.plan.follow import Follower, Moves, Trip, follow
@@ -77,7 +78,7 @@ def twice(number: int) -> int:
 
 def compile_twice() -> Any:
     """As a new process does it."""
-    return compiled.__wrapped__(twice)
+    return dispatcher_of.__wrapped__(twice)
 
 
 def test_nowhere_to_keep_what_was_compiled_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,12 +120,39 @@ def test_a_damaged_file_is_no_error(
     assert (sum(again.stats.cache_hits.values()), caplog.text) == (1, "")
 
 
+def spin(numbers: Any, rounds: int) -> tuple[Any, float]:
+    """Takes a while; makes a result that only Python can take over."""
+    number = 0.0
+    for index in range(rounds):
+        number = (number * 1.0000001 + index) % 1000.0
+        numbers[0] = number
+    return numbers, number
+
+
+def test_what_a_signal_raises_meanwhile_is_raised() -> None:
+    """Ctrl-C while a plan is searched for: it was a `SystemError` of numba's."""
+    call = compiled(spin)
+    call(np.zeros(1), 10)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        with pytest.raises(KeyboardInterrupt):
+            call(np.zeros(1), 50_000_000)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def test_functions_that_are_called_are_compiled_too_and_named_after() -> None:
     """A change in what is called must not find the caller that was kept before it."""
-    walked, ran = compiled(walk).py_func, compiled(run_course).py_func  # type: ignore[attr-defined]
+    walked, ran = dispatcher_of(walk).py_func, dispatcher_of(run_course).py_func  # type: ignore[attr-defined]
     assert walked.__qualname__.startswith("walk_")
     assert ran.__qualname__ == "run_course"
-    assert walked.__globals__["_judged"].py_func.__globals__["run_course"] is compiled(run_course)
+    assert walked.__globals__["_judged"].py_func.__globals__["run_course"] is dispatcher_of(run_course)
 
 
 COMPILES = """

@@ -101,6 +101,32 @@ def test_a_step_is_left_in_another_thread(memory: ebbtide.Budget) -> None:
     assert_clean(memory)
 
 
+@pytest.mark.parametrize("at", [OBSERVED, VERIFIED, 3, PLANNED])
+def test_plain_steps_after_one_that_was_left_in_another_thread(offloading: ebbtide.Budget, at: int) -> None:
+    program, faults = Steps(at=-1), list[BaseException]()
+    for index in range(at):
+        program.look(index, offloading.step)
+    expected = program.look(at, contextlib.nullcontext)
+    running = offloading.step()
+    running.__enter__()
+
+    def leave() -> None:
+        try:
+            running.__exit__(None, None, None)
+        except StepError as fault:
+            faults.append(fault)
+
+    compare(expected, program.look(at, contextlib.nullcontext), "the step itself")
+    thread = threading.Thread(target=leave)
+    thread.start()
+    thread.join()
+    assert "left in another thread than it began in" in str(faults.pop())
+    offloading.close()
+    for index in range(2):
+        compare(expected, program.look(at, contextlib.nullcontext), f"plain step {index}")
+    assert_clean(offloading)
+
+
 def _too_much() -> None:
     torch.empty(1 << 48)
 

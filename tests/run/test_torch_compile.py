@@ -173,11 +173,13 @@ def test_compiling_between_two_planned_steps(tmp_path: Path) -> None:
     assert backend.runs == 3 * STEPS
 
 
-def test_steps_that_turn_out_to_be_of_another_kind_within_a_compiled_call(tmp_path: Path) -> None:
-    """No mode could be put on there: the one that is on goes on, and captures what the other kind's plan needs."""
+@pytest.mark.parametrize("smallest", [256, 128])
+def test_steps_that_turn_out_to_be_of_another_kind_within_a_compiled_call(smallest: int, tmp_path: Path) -> None:
+    """No mode could be put on there: the one that is on goes on, and captures what the other kind's plan needs. The
+    plan for batches of 128 needs no calls itself."""
     net, choose = model(), random.Random(0)
     compiled = torch.compile(net, backend=Compiled(), dynamic=True)
-    batches = [torch.randn(size, 96) for size in (256, 320, 400)]
+    batches = [torch.randn(size, 96) for size in (smallest, 320, 400)]
     expected = [gradients(net, net, batch) for batch in batches]
     with ebbtide.Budget(1_400_000, spill=tmp_path, machine=SLOW_DISK) as budget:
         for step in range(48):
@@ -186,9 +188,10 @@ def test_steps_that_turn_out_to_be_of_another_kind_within_a_compiled_call(tmp_pa
         assert len(budget._loop.kinds) == 3
         for kind in budget._loop.kinds.values():
             assert kind.script is not None
-            assert kind.script.remakes
+            assert kind.script.remakes == (kind.script.savings[0].shape[0] >= 256)
         assert [measured.left for measured in budget.measured[12:]] == [""] * 36
-        assert budget.state == "planned"
+        states = [kind.state for kind in budget._loop.kinds.values()]
+        assert states == ["planned" if smallest == 256 else "idle", "planned", "planned"]
 
 
 class Block(nn.Module):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -325,7 +326,21 @@ def test_no_chain(n: int) -> None:
             make(n)
 
 
-@pytest.mark.parametrize("number", [2.5, 20.0, math.nan, None, "3"])
+@pytest.mark.parametrize(("n", "states", "interval"), [(100, 3, 7), (120, 10, 60)])
+def test_whole_numbers_of_numpy(n: int, states: int, interval: int) -> None:
+    def made(of: Callable[[int], Any]) -> list[Any]:
+        levels = (Level(MEMORY, of(states)), Level(DISK, None, 2.0, 2.0))
+        several = [StoreAll(of(n)), Revolve(of(n), of(states)), Mixed(of(n), of(states)), HRevolve(of(n), levels)]
+        several += [Multistage(of(n), of(states), of(interval)), DiskRevolve(of(n), of(states), DiskCosts())]
+        several += [PeriodicDiskRevolve(of(n), of(states), DiskCosts(), of(interval))]
+        chains = Online(of(states), lambda _: of(interval)).records
+        online = list(chains(lambda step: step < n)), list(chains(lambda _: True, of(n)))
+        return [*((each, each.slots, each.forward_steps, list(each.records())) for each in several), online]
+
+    assert made(np.uint8) == made(np.int8) == made(int)
+
+
+@pytest.mark.parametrize("number", [2.5, 20.0, math.nan, None, "3", True])
 def test_numbers_that_are_not_whole(number: Any) -> None:
     """They ended with an error from inside, some only once the chain was run; an interval of NaN never ended."""
     made: list[tuple[str, Callable[[], Schedule | Level | OnlineInMemory | Online]]] = [

@@ -249,18 +249,26 @@ class DispatchMode(_Unnoticed):
             self._put_back()
 
 
-def drop_modes() -> None:
-    """Take ours off the stack in a child of a step: what it does is no part of that, and would be written down for as
-    long as it lives."""
-    ours = [mode for mode in modes_on() if isinstance(mode, _Unnoticed)]
-    if ours:
-        _arrange([mode for mode in modes_on() if mode not in ours])
+def our_modes() -> list[TorchDispatchMode]:
+    """Those of ours on this thread's stack."""
+    return [mode for mode in modes_on() if isinstance(mode, _Unnoticed)]
+
+
+def drop_modes(modes: Sequence[TorchDispatchMode]) -> None:
+    """Take these, which are ours, off the stack, as far as they are on it."""
+    if any(mode in modes for mode in modes_on()):
+        _arrange([mode for mode in modes_on() if mode not in modes])
         correct_notes()
-    for mode in ours:
+    for mode in modes:
         mode_is_off(mode)
 
 
-os.register_at_fork(after_in_child=drop_modes)
+def _forked() -> None:
+    """What a child of a step does is no part of that, and would be written down for as long as it lives."""
+    drop_modes(our_modes())
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 class _Within(_Unnoticed):

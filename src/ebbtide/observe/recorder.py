@@ -119,6 +119,7 @@ class Recorder(DispatchMode):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
+        self.hidden = True  # it stays on, if this is another thread than it was put on in
         self.interrupts.leave()
         unwatch_compiling(self)
         self.captures_all |= compiled_calls() != self._calls

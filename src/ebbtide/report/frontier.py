@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from rich import box
 from rich.table import Table
 
 from ebbtide.errors import EbbtideError
+from ebbtide.files import write_whole
 from ebbtide.plan.frontier import Curve, Frontier, Point
 from ebbtide.report.pages import template
 from ebbtide.units import format_bytes, format_seconds
@@ -96,7 +98,7 @@ def write_page(found: Frontier, path: str | Path) -> None:
         rows=_rows(found),
         refused=[curve for curve in found.policies if not curve.points],
     )
-    Path(path).write_text(page, encoding="utf-8")
+    write_whole(path, page.encode())
 
 
 def write_png(found: Frontier, path: str | Path) -> None:
@@ -141,7 +143,9 @@ def write_png(found: Frontier, path: str | Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], frameon=False, fontsize=9)
-    figure.savefig(path, format="png", dpi=150)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=150)
+    write_whole(path, drawn.getvalue())
 
 
 def frontier_tables(found: Frontier, width: int) -> list[Table]:
@@ -170,7 +174,7 @@ def _table(columns: Sequence[Sequence[str]]) -> Table:
 
 def write_json(found: Frontier, path: str | Path) -> None:
     """Write ``found`` as JSON, with the field names of the records. Raises `OSError` if that fails."""
-    Path(path).write_text(json.dumps(dataclasses.asdict(found), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_whole(path, (json.dumps(dataclasses.asdict(found), indent=1, allow_nan=False) + "\n").encode())
 
 
 WRITERS: dict[str, Callable[[Frontier, str | Path], None]] = {

@@ -10,6 +10,7 @@ from typing import Any
 from markupsafe import Markup
 
 from ebbtide.decisions import Decision, Keep, Offload, Plan, Recompute
+from ebbtide.files import write_whole
 from ebbtide.machine import Machine
 from ebbtide.plan import Outcome, simulate
 from ebbtide.report.pages import template
@@ -46,7 +47,7 @@ def write_timeline(step: Step, machine: Machine, plan: Plan, path: str | Path) -
         subtitle=f"{len(step.ops)} ops on {step.device}, planned for {machine.name}",
         method=plan.method,
     )
-    Path(path).write_text(page, encoding="utf-8")
+    write_whole(path, page.encode())
 
 
 def timeline_data(step: Step, machine: Machine, plan: Plan) -> dict[str, Any]:

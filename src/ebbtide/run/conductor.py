@@ -96,6 +96,8 @@ class Conductor(Tracker):
 
     def _pass_begins(self) -> None:
         """Take the mode off, unless calls are captured in this backward pass, or ops counted right through it."""
+        if self._safe.is_over:
+            tell_no_more(self._pass_begins)
         goes_on = not self.left and self.script.stretches[self._event - 1] >= 0
         if not goes_on and not self.script.stays_on and compiled_calls() == self._calls:
             self._end_captures()
@@ -287,6 +289,12 @@ class Conductor(Tracker):
         self._is_short = False
         self._shorten()
         super().leave(reason)
+
+    def retire(self, reason: str) -> None:
+        """Leave the plan for good: the step is over, but its hooks are on still, in another thread."""
+        with self._lock:
+            self.leave(reason)
+            self._safe.retire()
 
     def _take_up(self, script: Script) -> None:
         super()._take_up(script)

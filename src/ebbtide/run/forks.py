@@ -59,10 +59,14 @@ class Library:
 
     Args:
         known: a script for each kind of step.
+
+    Attributes:
+        captures_all: whether any of them needs calls captured, with a mode that has to be on from the step's beginning.
     """
 
     def __init__(self, known: Sequence[Known]) -> None:
         self.known = known
+        self.captures_all = any(each.script.stays_on and each.script.remakes for each in known)
         self._also_held: dict[int, frozenset[int]] = {}
         self._covered: dict[tuple[int, int, int], bool] = {}
 

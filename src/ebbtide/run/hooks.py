@@ -24,10 +24,12 @@ from typing import Any
 import torch
 
 from ebbtide.observe.ledger import has_storage, sizes
+from ebbtide.observe.mode import drop_modes, our_modes
 from ebbtide.observe.smoothing import weigh_as_ever
 from ebbtide.observe.wrapped import inside
 from ebbtide.run.holdings import keep
 from ebbtide.run.leaves import show_leaves
+from ebbtide.run.passes import tell_no_more, tell_of_passes
 from ebbtide.run.wrapped import Handle, wrap_like
 from ebbtide.step import Saved
 
@@ -97,6 +99,19 @@ def drop_hooks() -> None:
 
 
 os.register_at_fork(after_in_child=drop_hooks)
+
+
+def go_late() -> None:
+    """Take the hooks off that are being called: their step was left in another thread, which could take nothing off
+    here. Its modes, which see nothing any more, go before this thread's next backward pass: an op may be under way."""
+    pop_hooks()
+    modes = our_modes()
+
+    def modes_go() -> None:
+        drop_modes(modes)
+        tell_no_more(modes_go)
+
+    tell_of_passes(modes_go)
 
 
 class LightWatch:

@@ -68,6 +68,7 @@ class PeakMeter(DispatchMode):
 
     def __exit__(self, *exception: Any) -> None:
         self._ledger.close()
+        self._hidden = True  # it stays on, if this is another thread than it was put on in
         _running.remove(self)
         super().__exit__(*exception)
         self._compiled.__exit__(None, None, None)

@@ -38,6 +38,7 @@ from ebbtide.units import format_bytes
 _AUDITS_OF_SMALLER = 3
 """Steps that are audited where tensors are smaller than planned for, or left out: one of the planned sizes, with all of
 them, may not come soon."""
+_LEFT_ELSEWHERE = "a step was left in another thread than it began in"
 _RSS_SLACK = 0.06
 """Resident bytes above rest may exceed the planned ones by this share before the heap's holes are given back."""
 
@@ -207,9 +208,14 @@ class Running:
         if self._is_child():
             drop_hooks()
         elif self._thread != threading.get_ident():
+            # Nothing can be taken off there from here; it goes by itself as that thread saves something.
+            if self._policy is not None:
+                self._policy.retire()
+            if self._conductor is not None:
+                self._conductor.retire(_LEFT_ELSEWHERE)
             raise StepError(
-                "a step was left in another thread than it began in, which keeps its hooks; leave it where it began, "
-                "as by closing a generator that yields within it there"
+                f"{_LEFT_ELSEWHERE}, and nothing is learnt from it; leave it where it began, as by closing a "
+                "generator that yields within it there"
             )
         elif self._light is None or self._light.watching:
             pop_hooks()

@@ -21,6 +21,7 @@ from ebbtide.observe.recorder import Recorder
 from ebbtide.observe.wrapped import inside
 from ebbtide.run.allocator import Trimmer
 from ebbtide.run.holdings import Holding, Kept, View, is_plain, keep, only_held_once
+from ebbtide.run.hooks import go_late
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.wrapped import Handle, Outer, wrap_like
 
@@ -77,6 +78,7 @@ class SafePolicy:
 
     Attributes:
         seen_bytes: by device, the bytes of all tensors that autograd saved and that may be moved.
+        is_over: whether its step was left in another thread than the one whose hooks it has.
     """
 
     def __init__(
@@ -102,6 +104,11 @@ class SafePolicy:
         self._cache: collections.OrderedDict[int, weakref.ref[_CachedHolding]] = collections.OrderedDict()
         self._last_live_bytes = 0
         self._growth_bytes = 0
+        self.is_over = False
+
+    def retire(self) -> None:
+        """Move nothing any more: the step is over, but its hooks are on still, in another thread."""
+        self.is_over, self._limit_bytes = True, None
 
     def assume(self, other_bytes: int) -> None:
         """At least so many bytes are alive besides what is held here."""
@@ -111,6 +118,10 @@ class SafePolicy:
         """The pack hook."""
         recorder = self.recorder
         with self._lock:
+            if self.is_over:
+                go_late()
+                inner = inside(tensor)
+                return wrap_like(tensor, inner, keep(inner, -1))
             if recorder is None or not recorder.ledger.open:
                 return self._take(tensor, -1)
             recorder.hidden = True

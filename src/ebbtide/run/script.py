@@ -176,7 +176,7 @@ def write_script(step: Step, plan: Plan, memory: Sequence[int], *, captures_all:
     known = _known_ops(step, plan.decisions)
     savings = _savings(step, plan.decisions)
     actions = _actions(step, plan.decisions)
-    runs = one_stretch(step) if captures_all and known else stretches(step, known)
+    runs = one_stretch(step) if captures_all else stretches(step, known)
     return Script(
         savings=savings,
         expected=tuple(e.saved if e.kind == "pack" else ~e.saved for e in step.events),

@@ -241,7 +241,7 @@ class Tracker(Keeper):
     def _capture_for(self, script: Script, former: Script) -> None:
         """Capture the calls that ``script`` needs from here on, instead of those of the former one."""
         outdated = self._capture
-        if outdated is not None and outdated.entered and former.stays_on and script.stays_on and script.remakes:
+        if outdated is not None and outdated.entered and former.stays_on and script.stays_on:
             # Another mode could not be put on here if this is within a call of something compiled.
             outdated.turn_to(script.known, script.names, former.known)
             return
@@ -253,8 +253,9 @@ class Tracker(Keeper):
                 self._capture.take_over(outdated, former.known)
 
     def _new_capture(self, script: Script, place: int | None = None) -> CaptureMode | None:
-        """What captures the calls that the recipes of ``script`` need, if there are any."""
-        if not script.remakes:
+        """What captures the calls that the recipes of ``script`` need, if there are any, or, where no mode could be put
+        on later, those of a script that it may go over to."""
+        if not (script.remakes or (script.stays_on and self._library.captures_all)):
             return None
         # It must not keep what keeps it: the tensors that calls were given, such as the batch, would outlive the step.
         differs = weakref.WeakMethod(self._differs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ebbtide.decisions import Keep, Offload, Recompute
-from ebbtide.errors import BudgetError
+from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.plan import plain_peak_bytes, simulate
 from ebbtide.plan.published.capuchin import capuchin
 from tests.plan.limits import limit_at
@@ -65,3 +65,8 @@ def test_feedback_never_makes_it_slower() -> None:
             assert tuned.seconds <= first.seconds
             gained += tuned.seconds < first.seconds
     assert gained > 0
+
+
+def test_fewer_rounds_than_none_are_refused() -> None:
+    with pytest.raises(PolicyError, match="feedback is -1; it must be 0 or more"):
+        capuchin(STEP, disk_machine(), limit_at(STEP, 0.7), feedback=-1)

@@ -17,6 +17,7 @@ from ebbtide.plan.follow import Move, Trip, follow
 from ebbtide.plan.problem import Floats, Ints
 from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Modes, Profile, profile
 from ebbtide.plan.published.layers import slot_after, slot_before
+from ebbtide.plan.published.switches import check_count
 from ebbtide.plan.published.transfers import Ground, Queues, clock_with, held_until
 from ebbtide.step import Step
 
@@ -39,8 +40,9 @@ def capuchin(step: Step, machine: Machine, limit_bytes: int, *, recompute: bool 
 
     Raises:
         BudgetError: if the candidates do not bring the step within ``limit_bytes``.
-        PolicyError: if the machine has no slow tier and nothing may be computed again.
+        PolicyError: if the machine has no slow tier and nothing may be computed again, or ``feedback`` is below 0.
     """
+    check_count("capuchin's feedback", feedback, 0)
     ground = Ground.of(step, machine, METHOD, needs_tier=False)
     if ground.tier is None and not recompute:
         raise PolicyError(f"{METHOD} without recomputation needs a slow tier; machine {machine.name} has none")

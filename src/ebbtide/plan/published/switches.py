@@ -14,7 +14,7 @@ def check_choice(name: str, given: str, choices: Any) -> None:
         raise PolicyError(f"{name} is {given!r}; it can be {', '.join(map(repr, known))}")
 
 
-def check_count(name: str, given: int) -> None:
-    """Check that the switch ``name`` is 1 at least. Raises `PolicyError` if not."""
-    if given < 1:
-        raise PolicyError(f"{name} is {given}; it must be 1 or more")
+def check_count(name: str, given: int, least: int = 1) -> None:
+    """Check that the switch ``name`` is at least so much. Raises `PolicyError` if not."""
+    if given < least:
+        raise PolicyError(f"{name} is {given}; it must be {least} or more")

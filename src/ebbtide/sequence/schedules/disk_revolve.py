@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from ebbtide.arguments import as_whole
 from ebbtide.errors import SequenceError
 from ebbtide.sequence.schedules.binomial import forward_steps, forward_steps_table, reach
 from ebbtide.sequence.schedules.records import (
@@ -30,6 +29,7 @@ from ebbtide.sequence.schedules.records import (
     Store,
     check_slots,
     check_times,
+    take_whole,
 )
 from ebbtide.sequence.schedules.revolve import revolve
 
@@ -130,6 +130,7 @@ class DiskRevolve(Schedule):
     tier: str = DISK
 
     def __post_init__(self) -> None:
+        take_whole(self, "n", "states")
         check_slots(self.n, self.states)
         if self.n > TABLE_STEPS:
             raise SequenceError(
@@ -199,8 +200,9 @@ class PeriodicDiskRevolve(Schedule):
     tier: str = DISK
 
     def __post_init__(self) -> None:
+        take_whole(self, "n", "states", "period")
         check_slots(self.n, self.states)
-        period = min(as_whole("period", self.period) or best_period(self.states, self.costs), self.n)
+        period = min(self.period or best_period(self.states, self.costs), self.n)
         if not 1 <= period <= TABLE_STEPS:
             raise SequenceError(f"a period of {period} steps cannot be planned for: it may be 1 to {TABLE_STEPS}")
         object.__setattr__(self, "period", period)

@@ -35,6 +35,7 @@ from ebbtide.sequence.schedules.records import (
     Store,
     check_length,
     check_times,
+    take_whole,
 )
 
 TABLE_WORK = 2_000_000_000
@@ -61,7 +62,7 @@ class Level:
 
     def __post_init__(self) -> None:
         if self.slots is not None:
-            as_whole("slots", self.slots, 0)
+            object.__setattr__(self, "slots", as_whole("slots", self.slots, 0))
         check_times(write=self.write, read=self.read)
 
 
@@ -93,6 +94,7 @@ class HRevolve(Schedule):
     reverse: float = 1.0
 
     def __post_init__(self) -> None:
+        take_whole(self, "n")
         check_length(self.n)
         check_times(forward=self.forward, reverse=self.reverse)
         if self.n > 1 and all(level.slots == 0 for level in self.levels):

@@ -19,6 +19,7 @@ from ebbtide.sequence.schedules.records import (
     Schedule,
     Store,
     check_slots,
+    take_whole,
 )
 
 TABLE_WORK = 1_000_000_000
@@ -41,6 +42,7 @@ class Mixed(Schedule):
     states: int
 
     def __post_init__(self) -> None:
+        take_whole(self, "n", "states")
         check_slots(self.n, self.states)
         states = min(self.states, self.n - 1)
         if states * self.n**2 / 2 > TABLE_WORK:

@@ -36,6 +36,7 @@ from ebbtide.sequence.schedules.records import (
     Schedule,
     Store,
     check_length,
+    take_whole,
 )
 from ebbtide.sequence.schedules.revolve import revolve
 
@@ -63,6 +64,7 @@ class Multistage(Schedule):
     tier: str = DISK
 
     def __post_init__(self) -> None:
+        take_whole(self, "n", "states", "interval")
         check_length(self.n)
         check_multistage(self.states, self.interval)
 

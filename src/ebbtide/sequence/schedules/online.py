@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 
+from ebbtide.arguments import as_whole
 from ebbtide.sequence.schedules.binomial import forward_steps
 from ebbtide.sequence.schedules.multistage import check_multistage, reverse_parts, turn_steps
 from ebbtide.sequence.schedules.records import (
@@ -23,6 +24,7 @@ from ebbtide.sequence.schedules.records import (
     Reverse,
     Store,
     check_slots,
+    take_whole,
 )
 from ebbtide.sequence.schedules.revolve import revolve
 
@@ -47,6 +49,7 @@ class OnlineInMemory:
     states: int
 
     def __post_init__(self) -> None:
+        take_whole(self, "states")
         check_slots(2, self.states)
 
     def records(self, more: More) -> Iterator[Record]:
@@ -99,6 +102,7 @@ class Online:
     tier: str = DISK
 
     def __post_init__(self) -> None:
+        take_whole(self, "states")
         check_multistage(self.states, 1)
 
     def records(self, more: More, n: int | None = None) -> Iterator[Record]:
@@ -114,14 +118,15 @@ class Online:
             following = 0
             while more(step + 1):
                 if step == following:
-                    following += max(self.interval(step), 1)
+                    following += self._interval(step)
                     yield Store(step, self.tier)
                     starts.push(step)
                 yield Advance(step, step + 1)
                 step += 1
             yield Reverse(step)
         else:
-            while n - step > self._turn_steps(interval := max(self.interval(step), 1)):
+            n = as_whole("n", n)
+            while n - step > self._turn_steps(interval := self._interval(step)):
                 yield Store(step, self.tier)
                 starts.push(step)
                 yield Advance(step, step + interval)
@@ -131,6 +136,9 @@ class Online:
         inner = min(self.states - 1, max(starts.longest_part(stop) - 1, 1))
         moved = starts.pop_parts(stop)
         yield from reverse_parts((), moved, tier=self.tier, slots=inner, depth=self.states - inner)
+
+    def _interval(self, step: int) -> int:
+        return max(as_whole("interval", self.interval(step)), 1)
 
     def _turn_steps(self, interval: int) -> int:
         return turn_steps(interval, forward_steps(interval, self.states - 1), self.states - 1)

@@ -105,6 +105,13 @@ class Schedule(abc.ABC):
         return sum(record.stop - record.start for record in self.records() if isinstance(record, Advance))
 
 
+def take_whole(schedule: object, *names: str) -> None:
+    """Make the attributes of these names each an ``int``: whole numbers of NumPy wrap around where they are too small.
+    Raises `ArgumentError` if one is no whole number."""
+    for name in names:
+        object.__setattr__(schedule, name, as_whole(name, getattr(schedule, name)))
+
+
 def check_length(n: int) -> None:
     """Raise `SequenceError` unless a chain can have ``n`` steps, or `ArgumentError` if that is no whole number."""
     if as_whole("n", n) < 1:

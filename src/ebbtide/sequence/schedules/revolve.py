@@ -16,6 +16,7 @@ from ebbtide.sequence.schedules.records import (
     Schedule,
     Store,
     check_slots,
+    take_whole,
 )
 
 
@@ -35,6 +36,7 @@ class Revolve(Schedule):
     states: int
 
     def __post_init__(self) -> None:
+        take_whole(self, "n", "states")
         check_slots(self.n, self.states)
 
     @property

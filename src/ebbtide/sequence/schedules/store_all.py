@@ -15,6 +15,7 @@ from ebbtide.sequence.schedules.records import (
     Schedule,
     Store,
     check_length,
+    take_whole,
 )
 
 
@@ -30,6 +31,7 @@ class StoreAll(Schedule):
     tier: str = MEMORY
 
     def __post_init__(self) -> None:
+        take_whole(self, "n")
         check_length(self.n)
 
     @property
