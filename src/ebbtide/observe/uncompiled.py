@@ -8,12 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _warn = 0
+
+
+def never_compiled(function: _Function) -> _Function:
+    """A function of ours that Dynamo compiles as little as what it calls, the standard library's for one.
+
+    Where a user's module is compiled, and Dynamo leaves it as it is, it looks at whatever else runs inside. For the
+    functions of modes and hooks: what calls a user's module must not be one.
+    """
+    code: types.CodeType = function.__code__
+    set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return function
 
 
 @contextlib.contextmanager

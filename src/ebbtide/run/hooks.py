@@ -25,6 +25,7 @@ import torch
 
 from ebbtide.observe.ledger import has_storage, sizes
 from ebbtide.observe.smoothing import weigh_as_ever
+from ebbtide.observe.uncompiled import never_compiled
 from ebbtide.observe.wrapped import inside
 from ebbtide.run.holdings import keep
 from ebbtide.run.leaves import show_leaves
@@ -115,6 +116,7 @@ class LightWatch:
         self.left = ""
         self._first = first
 
+    @never_compiled
     def pack(self, tensor: torch.Tensor) -> Handle:
         """The pack hook."""
         self.watching = False
@@ -125,6 +127,7 @@ class LightWatch:
             self.left = f"the first saved tensor is {list(shape)}, expected {first.shape if first else 'none'}"
         return wrap_like(tensor, inner, keep(inner, -1))
 
+    @never_compiled
     def unpack(self, handle: Handle) -> torch.Tensor:
         """The unpack hook."""
         return handle.show()
