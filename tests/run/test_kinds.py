@@ -238,6 +238,33 @@ def test_where_kinds_come_in_no_order_the_largest_is_begun_with(
         assert [measured.left for measured in memory.measured[-12:] if measured.left] == []
 
 
+@pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["fast disk", "slow disk"])
+def test_steps_that_save_the_same_and_ask_for_it_otherwise_are_a_kind(machine: Machine, tmp_path: Path) -> None:
+    """A backward pass more in every third step, as for the norm of one loss's gradient, saves nothing."""
+    plain, model, seen = Blocks(), Blocks(), []
+    data = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(1))
+
+    def step(net: Blocks, number: int) -> Tensor:
+        loss, norm = net(data, EVERY, 0), torch.zeros(())
+        if number % 3 == 2:
+            found = torch.autograd.grad(loss, net.blocks[0][0].weight, retain_graph=True)  # type: ignore[index]
+            norm = found[0].norm()
+        loss.backward()
+        return norm
+
+    with ebbtide.Budget(int(0.6 * plain_peak(EVERY)), spill=tmp_path, machine=machine) as memory:
+        for number in range(24):
+            expected = step(plain, number)
+            with PeakMeter() as meter, memory.step():
+                norm = step(model, number)
+            assert torch.equal(norm, expected)
+            for one, other in zip(gradients(plain), gradients(model), strict=True):
+                assert one is None or (other is not None and torch.equal(one, other))
+            seen.append((memory.measured[-1].left, meter.peak_bytes))
+        assert memory.state == "planned"
+        assert all(not left and peak <= (memory.limit_bytes or 0) for left, peak in seen[-12:])
+
+
 def test_the_kind_that_came_longest_ago_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ebbtide.run.loop.MOST_KINDS", 2)
     limit_bytes = int(0.8 * plain_peak(EVERY))

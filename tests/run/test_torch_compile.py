@@ -173,6 +173,23 @@ def test_compiling_between_two_planned_steps(tmp_path: Path) -> None:
     assert backend.runs == 3 * STEPS
 
 
+@pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["offload", "recompute"])
+def test_nothing_of_ours_is_compiled_within_modules_that_pytorch_leaves_as_they_are(
+    machine: Any, tmp_path: Path
+) -> None:
+    """Nor of the standard library, which our hooks and modes call: PyTorch skips files, not what runs from within."""
+    batch, net = torch.randn(400, 96), nn.Sequential(model(), model())
+    for block in net:
+        block.compile(backend="aot_eager")
+    expected = gradients(net, net, batch)
+    frames = dict(counters["frames"])  # none, or with PyTorch 2.14 those of the blocks
+    with ebbtide.Budget("60%", spill=tmp_path, machine=machine) as budget:
+        for _ in range(STEPS):
+            assert equal(expected, under(budget, net, net, batch))
+        assert budget.state == "planned"
+    assert counters["frames"] == frames
+
+
 @pytest.mark.parametrize("smallest", [256, 128])
 def test_steps_that_turn_out_to_be_of_another_kind_within_a_compiled_call(smallest: int, tmp_path: Path) -> None:
     """No mode could be put on there: the one that is on goes on, and captures what the other kind's plan needs. The

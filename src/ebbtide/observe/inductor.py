@@ -7,7 +7,8 @@ NOTE [Compiled graphs]
 2. Dynamo compiles nothing under a mode, and never again what it did not compile then, unless the mode says that it does
    not mind (`TorchDispatchMode.ignore_compile_internals`; where PyTorch has no such thing, see `uncompiled.py`). It
    takes modes off meanwhile; how we follow modules it would trace along, so that rests, too. And it would compile
-   functions of ours that run inside a user's frame, so our files are on its list of those to leave alone.
+   functions of ours that run inside a user's frame, so our files are on its list of those to leave alone, and what
+   modes and hooks call from elsewhere is left alone with them (`never_compiled`).
 """
 
 from __future__ import annotations

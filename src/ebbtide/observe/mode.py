@@ -12,6 +12,7 @@ import torch.utils._python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbtide.observe.lengths import mode_is_off, mode_is_on
+from ebbtide.observe.uncompiled import never_compiled
 from ebbtide.observe.wrapped import is_subclass, wraps
 
 _COMPILE_FLAG = "_is_in_any_mode_without_ignore_compile_internals"
@@ -279,6 +280,7 @@ class _Within(_Unnoticed):
         self.owner = owner
         self._see = see
 
+    @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return NotImplemented if types and wraps(types) else self._see(func, args, kwargs or {})
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.observe.uncompiled import warn_if_compiled
+from ebbtide.observe.uncompiled import never_compiled, warn_if_compiled
 
 _following: list[ModuleTrail] = []
 _followed: Any = None
@@ -63,6 +63,7 @@ class ModuleTrail:
             _followed = _following_calls(torch.nn.Module.__call__)
             torch.nn.Module.__call__ = _followed  # type: ignore[method-assign]
 
+    @never_compiled
     def enter(self, module: torch.nn.Module) -> None:
         """``module`` is called."""
         warn_if_compiled(module)
@@ -76,6 +77,7 @@ class ModuleTrail:
             path = parent_path if parent is module else f"{parent_path}.{self._name_within(parent, module)}"
         self._stack.append((module, path))
 
+    @never_compiled
     def leave(self, depth: int) -> None:
         """The call is over before which ``depth`` modules were running."""
         del self._stack[depth:]

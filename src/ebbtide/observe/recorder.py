@@ -46,6 +46,7 @@ from ebbtide.observe.modules import ModuleTrail
 from ebbtide.observe.schema import COMPILED_GRAPH, OperatorInfo, operator_info
 from ebbtide.observe.storages import Storages
 from ebbtide.observe.transforms import in_trace, in_transform
+from ebbtide.observe.uncompiled import never_compiled
 from ebbtide.observe.workspace import WorkspaceProbe
 from ebbtide.observe.wrapped import AsOrdinary, inside, wraps
 from ebbtide.step import Event, Phase, Saved, Step
@@ -128,6 +129,7 @@ class Recorder(DispatchMode):
 
     # --- ops -----------------------------------------------------------------------------------------------------
 
+    @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with self.lock:
             if types:

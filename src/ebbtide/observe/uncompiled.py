@@ -9,11 +9,26 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_eval_frame: Any = vars(vars(torch._C)["_dynamo"])["eval_frame"]
 _warn = 0
+
+
+def never_compiled(function: _Function) -> _Function:
+    """A function of ours that Dynamo compiles as little as what it calls, the standard library's for one.
+
+    Where a user's module is compiled, and Dynamo leaves it as it is, it looks at whatever else runs inside. For the
+    functions of modes and hooks: what calls a user's module must not be one. Not every version of PyTorch can be told.
+    """
+    if hasattr(_eval_frame, "set_code_exec_strategy"):
+        skip = _eval_frame._FrameAction.SKIP
+        _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))
+    return function
 
 
 @contextlib.contextmanager

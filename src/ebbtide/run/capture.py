@@ -10,6 +10,7 @@ import torch
 from ebbtide.errors import RecipeError
 from ebbtide.observe.mode import DispatchMode, run_op, stand_behind_inference_mode
 from ebbtide.observe.schema import operator_info
+from ebbtide.observe.uncompiled import never_compiled
 from ebbtide.observe.wrapped import AsOrdinary, wraps
 from ebbtide.run.calls import Call, KnownOp, capture
 
@@ -132,6 +133,7 @@ class CaptureMode(DispatchMode):
             self.entered = False
             self.tick = OFF
 
+    @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _pass_number() >= 0 and not types and _class_code_runs():
             with AsOrdinary():  # see NOTE [Subclasses] in `ebbtide.observe.wrapped`

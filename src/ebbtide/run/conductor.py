@@ -23,6 +23,7 @@ from ebbtide.observe.compiled_calls import compiled_calls
 from ebbtide.observe.ledger import sizes
 from ebbtide.observe.mode import correct_notes, is_between_ops, modes_on
 from ebbtide.observe.transforms import in_trace, in_transform
+from ebbtide.observe.uncompiled import never_compiled
 from ebbtide.observe.wrapped import PLAIN_TYPES, inside, is_subclass
 from ebbtide.run.allocator import Trimmer
 from ebbtide.run.capture import OFF, CaptureMode
@@ -124,6 +125,7 @@ class Conductor(Tracker):
 
     # --- hooks ---------------------------------------------------------------------------------------------------
 
+    @never_compiled
     def pack(self, tensor: torch.Tensor) -> Any:
         """The pack hook."""
         event = self._event
@@ -220,6 +222,7 @@ class Conductor(Tracker):
             capture.hidden = False
         return handle
 
+    @never_compiled
     def unpack(self, handle: Handle) -> torch.Tensor:
         """The unpack hook."""
         event = self._event

@@ -1,6 +1,7 @@
 """How many bytes steps hold that their thread takes from the CPU arena: some steps hold more than others of their kind.
 
-Kinds are told by what autograd saves. A step may hold more besides: activations that are looked at now and then, say.
+Kinds are told by what autograd saves and asks for. A step may hold more besides: activations that are looked at now and
+then, say.
 """
 
 from __future__ import annotations

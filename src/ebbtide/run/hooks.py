@@ -26,6 +26,7 @@ import torch
 from ebbtide.observe.ledger import has_storage, sizes
 from ebbtide.observe.mode import drop_modes, our_modes
 from ebbtide.observe.smoothing import weigh_as_ever
+from ebbtide.observe.uncompiled import never_compiled
 from ebbtide.observe.wrapped import inside
 from ebbtide.run.holdings import keep
 from ebbtide.run.leaves import show_leaves
@@ -130,6 +131,7 @@ class LightWatch:
         self.left = ""
         self._first = first
 
+    @never_compiled
     def pack(self, tensor: torch.Tensor) -> Handle:
         """The pack hook."""
         self.watching = False
@@ -140,6 +142,7 @@ class LightWatch:
             self.left = f"the first saved tensor is {list(shape)}, expected {first.shape if first else 'none'}"
         return wrap_like(tensor, inner, keep(inner, -1))
 
+    @never_compiled
     def unpack(self, handle: Handle) -> torch.Tensor:
         """The unpack hook."""
         return handle.show()

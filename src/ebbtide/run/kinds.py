@@ -46,7 +46,7 @@ State = Literal["observe", "verify", "audit", "rehearse", "planned", "idle"]
 
 
 class Kind:
-    """A kind of step is told by the tensors that autograd saves, in order.
+    """A kind of step is told by the tensors that autograd saves, in order, and by the order in which it asks for them.
 
     Attributes:
         step: as observed; its durations are refined as planned steps run.
@@ -83,16 +83,16 @@ class Kind:
         self._more_times = 0
         self.follower, self.last_met, self.meetings, self.audits, self.verifies = self, -1, 0, 0, 0
         self._unverified: set[int] = set()
-        self._idle_steps = self._counts = 0
+        self._idle_steps = self._counts = self._others = self._gap = 0
         self.recounts = Recounts()
         self._was_followed_by_another = False
-        self._others = self._gap = 0
         self._structure: int | None = None
         self._arenas: dict[str, PlannedPlaces] = {}
 
     def key_without(self, missing: Set[int]) -> int:
         """The key of steps that leave out saved tensors of these numbers."""
-        return hash(tuple(signature(saved) for number, saved in enumerate(self.step.saved) if number not in missing))
+        signatures = tuple(signature(saved) for number, saved in enumerate(self.step.saved) if number not in missing)
+        return hash((signatures, *(e.saved for e in self.step.events if e.kind == "unpack" and e.saved not in missing)))
 
     @property
     def observed(self) -> tuple[Step, ...]:

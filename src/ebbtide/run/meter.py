@@ -13,6 +13,7 @@ from ebbtide.observe.inductor import compiled_as_ops
 from ebbtide.observe.ledger import Ledger, StorageRecord, enlarged, has_storage, tensors_in, written_by
 from ebbtide.observe.mode import DispatchMode, run_op
 from ebbtide.observe.schema import operator_info
+from ebbtide.observe.uncompiled import never_compiled
 from ebbtide.observe.wrapped import AsOrdinary, wraps
 
 _running: list[PeakMeter] = []
@@ -78,6 +79,7 @@ class PeakMeter(DispatchMode):
         if self._tiers is None or tier in self._tiers:
             self._ledger.make(storage)
 
+    @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self._hidden and types and wraps(types):

@@ -18,6 +18,7 @@ import torch
 from ebbtide.observe.allocated import Memory
 from ebbtide.observe.ledger import storage_wrapper_count
 from ebbtide.observe.recorder import Recorder
+from ebbtide.observe.uncompiled import never_compiled
 from ebbtide.observe.wrapped import inside
 from ebbtide.run.allocator import Trimmer
 from ebbtide.run.holdings import Holding, Kept, View, is_plain, keep, only_held_once
@@ -114,6 +115,7 @@ class SafePolicy:
         """At least so many bytes are alive besides what is held here."""
         self._other_bytes = max(self._other_bytes, other_bytes)
 
+    @never_compiled
     def pack(self, tensor: torch.Tensor) -> Any:
         """The pack hook."""
         recorder = self.recorder
@@ -131,6 +133,7 @@ class SafePolicy:
                 recorder.hidden = False
                 recorder.resume()
 
+    @never_compiled
     def unpack(self, handle: Handle) -> torch.Tensor:
         """The unpack hook."""
         recorder = self.recorder
