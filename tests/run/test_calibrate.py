@@ -186,3 +186,15 @@ def test_a_fault_of_the_disk_is_reported(tmp_path: Path, monkeypatch: pytest.Mon
 def test_half_of_the_turns_have_to_do_where_each_takes_long() -> None:
     assert list(beside._turns(8, 60.0)) == list(range(8))
     assert list(beside._turns(8, 0.0)) == list(range(4))
+
+
+def test_what_is_measured_surely_is_believed() -> None:
+    assert beside.likely([5.0, 5.1, 4.9, 5.0], usual=2.0, spread=1.0) == pytest.approx(5.0, rel=0.01)
+    assert beside.likely([0.0], usual=2.0, spread=1.0) == 0.0
+
+
+def test_what_scatters_counts_less_than_what_is_usual() -> None:
+    samples = [-9.0, 8.0, -7.0, 10.0, -1.0, 2.0, -12.0, 13.0]
+    found = beside.likely(samples, usual=2.0, spread=1.0)
+    assert 1.8 < found < 2.0
+    assert beside.likely([-sample - 30 for sample in samples], usual=2.0, spread=9.0) == 0.0

@@ -10,16 +10,19 @@ NOTE [Two costs]
    without these. (Sixteen measurements said 118 to 200 us. Transfers by the C library's threads, which need no lock of
    Python's, cost as much.)
 Both are medians over turns, each compared with the speeds right before and after it, because a shared machine changes
-its own; and the same for both directions.
+its own; and the same for both directions. Beside other work, speeds of compute tell little of what a byte costs: once it
+seemed to cost nothing, and plans moved whatever they could for as long as that was remembered. So what was measured and
+what is usual are weighed by how sure they are (`likely`).
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -39,6 +42,11 @@ TRIPS = 8
 STREAM_RATE_SECONDS, SMALL_RATE_SECONDS = 0.03, 0.01
 """How long the speed of compute is measured at a time."""
 
+USUAL_LOST, USUAL_SPREAD = 2.1e-11, 0.8e-11
+"""Seconds of compute that a byte cost as a rule, on the machines that this was written on, and how far they differ."""
+DEVIATIONS = 1.4826 * math.sqrt(math.pi / 2)
+"""Standard error of the median of normal samples, times the root of their number, in median distances from it."""
+
 
 def lost_per_byte(tier: DiskTier, source: torch.UntypedStorage) -> float:
     """Seconds of compute lost for each byte of large transfers. Raises `SpillError` if bytes cannot be moved."""
@@ -53,7 +61,19 @@ def lost_per_byte(tier: DiskTier, source: torch.UntypedStorage) -> float:
             after = compute.rate()
             lost.append((1 - 2 * rate / (before + after)) / stream.bytes_per_second)
             before = after
-    return max(statistics.median(lost), 0.0)
+    return likely(lost, USUAL_LOST, USUAL_SPREAD)
+
+
+def likely(samples: Sequence[float], usual: float, spread: float) -> float:
+    """What is likely, given what was measured and what is usual: their mean, each weighed by how sure it is; 0 or more.
+
+    Args:
+        samples: what was measured, one or more times.
+        usual, spread: mean and standard deviation of what it is elsewhere.
+    """
+    median = statistics.median(samples)
+    error = DEVIATIONS * statistics.median(abs(sample - median) for sample in samples) / math.sqrt(len(samples))
+    return max(0.0, usual + (median - usual) * spread**2 / (spread**2 + error**2))
 
 
 def lost_per_transfer(tier: DiskTier, source: torch.UntypedStorage) -> float:

@@ -42,7 +42,7 @@ from ebbtide.units import format_bytes
 Progress = Callable[[float, str], None]
 """Called with the fraction that is done, 0 to 1, and what is being measured."""
 
-METHOD = 6
+METHOD = 7
 """Part of the cache's key: higher when the measurement, or the disk tier's way of transfer, changes."""
 LATENCY_BYTES = 4096
 LATENCY_REPEATS = 25
