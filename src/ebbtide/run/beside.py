@@ -10,9 +10,9 @@ NOTE [Two costs]
    without these. (Sixteen measurements said 118 to 200 us. Transfers by the C library's threads, which need no lock of
    Python's, cost as much.)
 Both are medians over turns, each compared with the speeds right before and after it, because a shared machine changes
-its own; and the same for both directions. Beside other work, speeds of compute tell little of what a byte costs: once it
-seemed to cost nothing, and plans moved whatever they could for as long as that was remembered. So what was measured and
-what is usual are weighed by how sure they are (`likely`).
+its own; and the same for both directions. Beside other work, speeds of compute tell little of what a byte costs: once
+it seemed to cost nothing, and plans moved whatever they could for as long as that was remembered. So what was measured
+and what is usual are weighed by how sure they are (`likely`).
 """
 
 from __future__ import annotations
