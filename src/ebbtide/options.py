@@ -51,8 +51,11 @@ def writable(value: Any) -> Any:
 
 
 def check_apart(outputs: Iterable[Path | None], *inputs: str | Path | None) -> None:
-    """Refuses to write over a file that is read: a step, a plan, a machine, or a script, maybe with a function."""
-    for given in filter(None, map(str, inputs)):
+    """Refuse to write over a file that is read: a step, a plan, a machine, or a script, maybe with a function.
+
+    Raises `typer.BadParameter` if an output is one of them.
+    """
+    for given in (str(name) for name in inputs if name is not None):
         for output in outputs:
             if output is not None and any(_are_one_file(output, name) for name in (given, given.rpartition(":")[0])):
                 raise typer.BadParameter(f"{output} is what is read; name another file", param_hint="-o")

@@ -22,7 +22,7 @@ from ebbtide.cli import app
 from ebbtide.errors import RecordError
 from ebbtide.machine import Link, Machine, Tier
 from ebbtide.machines import load_machine
-from ebbtide.options import share_of
+from ebbtide.options import check_apart, share_of
 from ebbtide.report.sentences import links_table
 from ebbtide.step import Step, read_json, write_json
 from tests.cli.commands import SCRIPT, Failure, run
@@ -234,6 +234,12 @@ def test_what_is_read_is_not_written_over(script: Path, machine: Path, tmp_path:
         assert result.exit_code == 2
         assert "is what is read; name another file" in " ".join(result.output.replace("│", " ").split())
         assert read.read_bytes() == before
+
+
+def test_an_output_may_be_called_as_what_is_not_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("None").write_text("of an earlier run")
+    check_apart([Path("None"), None], "step.json", None)
 
 
 def test_nothing_is_said_on_standard_error_where_all_is_well(
