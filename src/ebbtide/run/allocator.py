@@ -115,6 +115,11 @@ def trim() -> None:
     library = arena_library()
     if library is not None:
         library.ebbtide_arena_trim(1)
+    trim_heap()
+
+
+def trim_heap() -> None:
+    """Give the pages of the heap's holes back to the system."""
     if _LIBRARY is not None:
         _LIBRARY.malloc_trim(0)
 

@@ -19,6 +19,7 @@ from ebbtide.decisions import Plan
 from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
 from ebbtide.plan import Caution, simulate, solve
+from ebbtide.run.allocator import trim_heap
 from ebbtide.run.tiers.layouts import planned_places
 from ebbtide.step import Step
 
@@ -38,9 +39,12 @@ def plan_for(
         machine: where it runs.
         limit_bytes, banned, caution: see `solve`.
     """
-    if step.device == "cpu":
-        return solve(step, machine, limit_bytes, banned=banned, caution=caution)
-    plan = _plan_for_device(step, machine, limit_bytes, banned=banned, caution=caution)
+    try:
+        if step.device == "cpu":
+            return solve(step, machine, limit_bytes, banned=banned, caution=caution)
+        plan = _plan_for_device(step, machine, limit_bytes, banned=banned, caution=caution)
+    finally:
+        trim_heap()  # the search takes some 25 MiB that no step may need again, and few planned steps begin with a trim
     seconds = simulate(step, machine, plan.decisions).seconds
     return dataclasses.replace(plan, seconds=seconds, bound_seconds=None)
 
