@@ -248,12 +248,16 @@ def batch(
 @app.command()
 def report(
     plan_path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan from `ebbtide plan`.")],
-    output: Annotated[Path, typer.Option("-o", metavar="FILE", callback=writable, help="Where to write the page.")],
+    output: Annotated[
+        Path, typer.Option("-o", metavar="FILE", callback=writable, help="Where to write the page: .html.")
+    ],
 ) -> None:
     """Draw memory over the step with and without the plan, and the transfers under it, as one HTML page."""
     from ebbtide.report.timeline import write_timeline
 
     check_apart([output], plan_path)
+    if output.suffix not in (".html", ".htm"):
+        raise typer.BadParameter(f"{output}: its name must end in .html", param_hint="-o")
     bundle = Bundle.load(plan_path)
     with _errors().status("drawing"):
         write_timeline(bundle.step, bundle.machine, bundle.plan, output)

@@ -213,6 +213,12 @@ def test_outputs_are_looked_at_before_the_work(
         assert reason in " ".join(result.output.replace("│", " ").split())
 
 
+def test_a_page_is_written_to_a_file_of_that_kind() -> None:
+    result = CliRunner().invoke(app, ["report", "plan.json", "-o", "page.png"])
+    assert result.exit_code == 2
+    assert "page.png: its name must end in .html" in result.output
+
+
 def test_what_is_read_is_not_written_over(script: Path, machine: Path, tmp_path: Path) -> None:
     step, plan, link = tmp_path / "step.json", tmp_path / "plan.json", tmp_path / "link.json"
     network_step(6).save(step)

@@ -95,7 +95,7 @@ def test_on_a_cpu_nothing_else_counts() -> None:
 
 @pytest.mark.skipif(allocator._LIBRARY is None, reason="needs malloc_trim")
 def test_the_search_leaves_no_holes_in_the_heap() -> None:
-    """They stayed resident beside the steps planned anew: of ResNet-50 within half, 25 MiB, a tenth of its live bytes."""
+    """They stayed resident beside steps planned anew: of ResNet-50 within half, 25 MiB, a tenth of its live bytes."""
     step = Step.load(OBSERVED)
     plan_for(step, disk_machine(1e9), limit_at(step, 0.4), banned=frozenset())
     left_bytes = allocator.rss_bytes()

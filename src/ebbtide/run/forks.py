@@ -9,8 +9,8 @@ Until then the step was run by a plan that is not its own, and what its own plan
    and the other two values, neither can take up the other's plan.
 3. What the new plan has away is moved out and waited for, as is what it drops: what made it was not captured. What the
    former plan has dropped is made again at once, unless the new one drops it, too: its recipe would keep what it reads
-   for longer than the new plan knows. To make it takes memory that no plan counts on, so all that is held moves out
-   first, and comes back when it is asked for.
+   for longer than the new plan knows. To make it takes memory that no plan counts on, so all that nobody else keeps
+   moves out first, and comes back when it is asked for.
 4. So the bytes held are at most those of the new plan from then on.
 
 NOTE [Leaving out]
@@ -31,13 +31,14 @@ that is like this one. If there is any way to leave out parts so that the rest a
 from __future__ import annotations
 
 import bisect
+import collections
 import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 
-from ebbtide.observe.ledger import has_storage, sizes
+from ebbtide.observe.ledger import has_storage, sizes, storage_wrapper_count, use_count
 from ebbtide.run.holdings import ChangedError, Holding
 from ebbtide.run.script import Saving, Script, Treatment
 
@@ -292,8 +293,15 @@ def catch_up(
     for holding in others:
         holding.recipes = ()
     if missing:
-        let_go(list(held.values()))
+        let_go(_ours_alone(held.values()))
     for holding in missing:
         with contextlib.suppress(ChangedError):  # raised again if it is asked for, as PyTorch would
             holding.arrive()
-        let_go(list(held.values()))  # with what its recipe has read
+        let_go(_ours_alone(held.values()))  # with what its recipe has read
+
+
+def _ours_alone(held: Collection[Holding]) -> list[Holding]:
+    """Those whose storage nobody else keeps: what the user has, too, would come back as a second copy."""
+    ours = collections.Counter(holding.identity for holding in held if holding.tensor is not None)
+    one = storage_wrapper_count()
+    return [each for each in held if each.tensor is None or use_count(each.identity) < one + ours[each.identity]]
