@@ -298,6 +298,35 @@ def test_what_the_user_keeps_stays_where_a_step_goes_over_late(tmp_path: Path) -
     assert all(late), seen
 
 
+def test_a_value_that_is_saved_again_and_another_one_in_its_place(tmp_path: Path) -> None:
+    """Behind the last block most steps save what the middle one has made once more, and every fourth a new value of
+    that shape: it took no other plan up, left its own each time, and passed the limit by a tenth."""
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(8))
+    data = torch.randn(1024, 128)
+
+    def step(number: int) -> None:
+        h = middle = data
+        for place, block in enumerate(blocks):
+            h = block(h)
+            middle = h if place == 2 else middle
+        if number % 4 == 3:
+            h = h * h.sigmoid()
+        (h.square().mean() + middle.abs().mean()).backward()
+
+    seen = []
+    with ebbtide.Budget("70%", spill=tmp_path, machine=SLOW_DISK) as memory:
+        for number in range(28):
+            state = memory.state
+            with PeakMeter() as meter, memory.step():
+                step(number)
+            blocks.zero_grad()
+            seen.append((number, state, memory.measured[-1].left, meter.peak_bytes <= (memory.limit_bytes or 0)))
+        assert {kind.state for kind in memory._loop.kinds.values()} == {"planned"}
+    assert not any(left for _, _, left, _ in seen[16:]), seen
+    assert all(within for _, state, _, within in seen[16:] if state == "planned"), seen
+
+
 def test_the_kind_that_came_longest_ago_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ebbtide.run.loop.MOST_KINDS", 2)
     limit_bytes = int(0.8 * plain_peak(EVERY))

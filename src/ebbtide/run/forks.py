@@ -5,8 +5,8 @@ Until then the step was run by a plan that is not its own, and what its own plan
 
 1. A tensor that one plan keeps and another one moves, drops or reads for a recipe is given a holding by both, as far as
    their kinds are alike.
-2. Values are numbered by kind: what is held gets the numbers of the new one. Where one kind shows a single value twice
-   and the other two values, neither can take up the other's plan.
+2. Values are numbered by kind: what is held gets the numbers of the new one. Where that shows a single value twice and
+   the former one two, which both are held, its plan cannot be taken up.
 3. What the new plan has away is moved out and waited for, as is what it drops: what made it was not captured. What the
    former plan has dropped is made again at once, unless the new one drops it, too: its recipe would keep what it reads
    for longer than the new plan knows. To make it takes memory that no plan counts on, so all that nobody else keeps
@@ -218,14 +218,17 @@ def _begin_alike(one: Script, other: Script) -> bool:
     )
 
 
-def renumbered(script: Script, other: Script, count: int) -> dict[int, int] | None:
+def renumbered(script: Script, other: Script, count: int, held: Collection[int]) -> dict[int, int] | None:
     """The values of the first ``count`` saved tensors as ``other`` numbers them, by their numbers in ``script``; None
-    where one of them shows a single value twice, and the other one two."""
+    where that shows two values that are ``held``, and the other one a single one twice.
+
+    Where it is the other way around, what is held is what was saved first.
+    """
     numbers: dict[int, int] = {}
     for one, two in zip(script.savings[:count], other.savings[:count], strict=True):
-        if numbers.setdefault(one.value, two.value) != two.value:
-            return None
-    return numbers if len(set(numbers.values())) == len(numbers) else None
+        numbers.setdefault(one.value, two.value)
+    taken = [numbers[value] for value in held]
+    return numbers if len(set(taken)) == len(taken) else None
 
 
 def remade_alike(script: Script, other: Script, count: int) -> set[int]:

@@ -222,17 +222,18 @@ class Tracker(Keeper):
             other = self._library.larger(former, self._event, tensor)
             if other is not None:
                 self._note_smaller(other.script.savings[number])
-        names = renumbered(former, other.script, count) if other is not None else None
+        held = {value: holding for value in self._held if (holding := self._holding(value)) is not None}
+        names = renumbered(former, other.script, count, held) if other is not None else None
         if other is None or names is None:
             return False
         script = other.script
         self._whole = self._whole and not self._event
-        self._held = {names[value]: holding for value, holding in self._held.items()}
+        held = {names[value]: holding for value, holding in held.items()}
+        self._held = {value: weakref.ref(holding) for value, holding in held.items()}
         self.truth = None if other.verified else self._new_truth()
         self.differs = ""
         self._take_up(script)
         self._capture_for(script, former)
-        held = {value: holding for value in self._held if (holding := self._holding(value)) is not None}
         catch_up(script, self._event, held, remade_alike(former, script, count), self._send)
         for holding in held.values():  # some before they have to go, which does no harm
             self._note_put_off(holding, goes=True)
