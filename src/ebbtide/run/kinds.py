@@ -91,8 +91,10 @@ class Kind:
 
     def key_without(self, missing: Set[int]) -> int:
         """The key of steps that leave out saved tensors of these numbers."""
-        signatures = tuple(signature(saved) for number, saved in enumerate(self.step.saved) if number not in missing)
-        return hash((signatures, *(e.saved for e in self.step.events if e.kind == "unpack" and e.saved not in missing)))
+        saved = [number for number in range(len(self.step.saved)) if number not in missing]
+        numbers = {number: place for place, number in enumerate(saved)}
+        asked = (numbers[e.saved] for e in self.step.events if e.kind == "unpack" and e.saved in numbers)
+        return hash((*(signature(self.step.saved[number]) for number in saved), None, *asked))
 
     @property
     def observed(self) -> tuple[Step, ...]:
@@ -284,6 +286,10 @@ class Kind:
             f"of {format_bytes(self.plan.limit_bytes)}. The plan stays, and such steps will pass it again: {reason}",
             stacklevel=2,
         )
+
+    def is_passed_by(self, held: Held) -> bool:
+        """Whether a step that left out some of what is planned for has held so much that it passed the limit."""
+        return self.audited is not None and self._passes(held.above(self.audited.held) - self.audited.rest.gone_bytes)
 
     def may_have_held(self, held: Held) -> None:
         """A step that was hardly looked at has held so much: if that passes the limit, look at the next ones."""
