@@ -19,7 +19,6 @@ from ebbtide.machine import Machine
 from ebbtide.run.forks import Library
 from ebbtide.run.kinds import Kind
 from ebbtide.run.meter import PeakMeter
-from ebbtide.run.native import find_compiler
 from ebbtide.run.observing import observe_step
 from ebbtide.step import Step
 from tests.run.harness import FAST_DISK, SLOW_DISK
@@ -341,37 +340,6 @@ def test_a_step_that_leaves_some_out_is_known_by_what_is_left() -> None:
     assert less > 0
     assert any(whole.key_without(frozenset(range(n, n + less))) == part.key for n in range(len(part.step.saved)))
     assert whole.key_without(frozenset()) == whole.key != part.key
-
-
-@pytest.mark.skipif(find_compiler() is None, reason="what steps hold is known of the arena alone")
-def test_steps_that_leave_out_a_block_and_hold_more_become_a_kind(tmp_path: Path) -> None:
-    """The plan of whole steps makes room too late for what follows: they passed the limit each time, unnoticed."""
-    torch.manual_seed(0)
-    acts = (nn.GELU, nn.GELU, nn.ReLU, nn.GELU, nn.SiLU, nn.ReLU, nn.GELU)
-    blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), act()) for act in acts)
-    for block in list(blocks)[3:5]:
-        block.append(nn.LayerNorm(256))  # type: ignore[operator]
-    data, seen = torch.randn(512, 256), []
-
-    def step(number: int) -> None:
-        h = kept = data
-        for place, block in enumerate(blocks):
-            if place == 3 and number % 3 == 2:
-                continue
-            h = block(h)
-            kept = h if place == 5 else kept
-        (h.square().mean() + h.abs().mean()).backward()
-        kept.sum()
-
-    with ebbtide.Budget("60%", spill=tmp_path, machine=FAST_DISK) as memory:
-        for number in range(30):
-            state = memory.state
-            with PeakMeter() as meter, memory.step():
-                step(number)
-            blocks.zero_grad()
-            seen.append((state, memory.measured[-1].left, meter.peak_bytes <= (memory.limit_bytes or 0)))
-        assert all(within for state, _, within in seen[18:] if state == "planned"), seen
-        assert not any(left for _, left, _ in seen), seen
 
 
 def test_the_kind_that_came_longest_ago_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -287,10 +287,6 @@ class Kind:
             stacklevel=2,
         )
 
-    def is_passed_by(self, held: Held) -> bool:
-        """Whether a step that left out some of what is planned for has held so much that it passed the limit."""
-        return self.audited is not None and self._passes(held.above(self.audited.held) - self.audited.rest.gone_bytes)
-
     def may_have_held(self, held: Held) -> None:
         """A step that was hardly looked at has held so much: if that passes the limit, look at the next ones."""
         if self._excess_bytes(held):

@@ -347,12 +347,6 @@ class Loop:
             if not ops_only:
                 self._looks = min(2 * looks, _MOST_LOOKS)
 
-    def look_for(self, key: int) -> None:
-        """A step of the kind of this key has passed the limit by the plan of a larger one: observe it when it comes
-        again, unless it is known."""
-        if key not in self.kinds:
-            self.look_again(ops_only=False)
-
     def _plan_for_all_like(self, kind: Kind, is_one_of_many: bool) -> bool:
         """Whether one plan serves from now on for all steps that differ from those of ``kind`` in sizes alone: where
         what differs is a trifle, where there are many, or where there is such a plan already."""

@@ -279,12 +279,8 @@ class Running:
         conductor = self._conductor
         if conductor is None:
             kind.may_have_held(held_now)
-        elif conductor.script is not kind.script:
-            return
-        elif conductor.went_through:
+        elif conductor.script is kind.script and conductor.went_through:
             kind.has_held(held_now, self._loop.machine, self._loop.verify)
-        elif conductor.left_some_out and kind.is_passed_by(held_now):
-            self._loop.look_for(kind.key_without(conductor.missing))
 
     def _advance(self, kind: Kind, conductor: Conductor, peak: int | None) -> None:
         """Move the kind of step along, if the step ran as planned from beginning to end, but for what it left out."""
