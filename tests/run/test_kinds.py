@@ -71,6 +71,15 @@ class Seen(NamedTuple):
     counts: bool
 
 
+def counted(memory: ebbtide.Budget, step: Callable[[int], None], number: int, model: nn.Module) -> Seen:
+    """Take step ``number`` with its bytes counted, and clear the gradients of ``model`` behind it."""
+    state = memory.state
+    with PeakMeter() as meter, memory.step():
+        step(number)
+    model.zero_grad()
+    return Seen(state, meter.peak_bytes, memory.measured[-1].left, state not in ("observe", "verify"))
+
+
 def gradients(model: nn.Module) -> list[Tensor | None]:
     found = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     model.zero_grad()
@@ -210,6 +219,7 @@ def test_known_kinds_that_leave_out_some_stay_within(share: float, machine: Mach
     assert_within(found, limit_bytes, steps=30)
 
 
+@pytest.mark.usefixtures("plans_stay")
 @pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["moves", "recomputes"])
 def test_where_kinds_come_in_no_order_the_largest_is_begun_with(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -287,15 +297,9 @@ def test_what_the_user_keeps_stays_where_a_step_goes_over_late(tmp_path: Path) -
             torch.autograd.grad(other, list(below.parameters()), retain_graph=True)
         (loss + other).backward()
 
-    seen = []
     with ebbtide.Budget("70%", spill=tmp_path, machine=SLOW_DISK) as memory:
-        for number in range(30):
-            state = memory.state
-            with PeakMeter() as meter, memory.step():
-                step(number)
-            model.zero_grad()
-            seen.append((number, state, meter.peak_bytes <= (memory.limit_bytes or 0)))
-    late = [within for number, state, within in seen[15:] if state == "planned" and number % 5 == 4]
+        seen = [counted(memory, step, number, model) for number in range(30)]
+    late = [each.peak_bytes <= (memory.limit_bytes or 0) for each in seen[19::5] if each.state == "planned"]
     assert late
     assert all(late), seen
 
@@ -316,17 +320,11 @@ def test_a_value_that_is_saved_again_and_another_one_in_its_place(tmp_path: Path
             h = h * h.sigmoid()
         (h.square().mean() + middle.abs().mean()).backward()
 
-    seen = []
     with ebbtide.Budget("70%", spill=tmp_path, machine=SLOW_DISK) as memory:
-        for number in range(28):
-            state = memory.state
-            with PeakMeter() as meter, memory.step():
-                step(number)
-            blocks.zero_grad()
-            seen.append((number, state, memory.measured[-1].left, meter.peak_bytes <= (memory.limit_bytes or 0)))
+        seen = [counted(memory, step, number, blocks) for number in range(28)][16:]
         assert {kind.state for kind in memory._loop.kinds.values()} == {"planned"}
-    assert not any(left for _, _, left, _ in seen[16:]), seen
-    assert all(within for _, state, _, within in seen[16:] if state == "planned"), seen
+    assert not any(each.left for each in seen), seen
+    assert all(each.peak_bytes <= (memory.limit_bytes or 0) for each in seen if each.state == "planned"), seen
 
 
 def test_a_step_that_leaves_some_out_is_known_by_what_is_left() -> None:
