@@ -42,12 +42,12 @@ from ebbtide.units import format_bytes
 Progress = Callable[[float, str], None]
 """Called with the fraction that is done, 0 to 1, and what is being measured."""
 
-METHOD = 7
+METHOD = 8
 """Part of the cache's key: higher when the measurement, or the disk tier's way of transfer, changes."""
 LATENCY_BYTES = 4096
 LATENCY_REPEATS = 25
 SIZES_BYTES = tuple(mib << 20 for mib in (1, 4, 16, 64))
-STREAM_BYTES = 16 << 20
+STREAM_BYTES = 32 << 20
 STREAM_TRANSFER_SECONDS = 0.05
 """Largest transfer that streams are made of; and the longest, so that they stop soon on a slow disk, too."""
 REPEATS = 5

@@ -21,11 +21,12 @@ import torch
 
 from ebbtide.errors import SpillError
 from ebbtide.run.tiers.disk import PLACE_ALIGNMENT_BYTES, READERS, DiskPlace, DiskTier, memory_view
-from ebbtide.run.tiers.queued import PART_BYTES
 from ebbtide.run.tiers.transfers import Load, QueuedLoad, Slot
 from ebbtide.sequence import aio
 from ebbtide.sequence.codec import Codec
 
+PART_BYTES = 8 << 20
+"""Small, so that several threads pack a state, and each needs little memory for that."""
 LOOK_AGAIN_PARTS = 32
 """After a part that does not shrink enough, so many are written as they are before another is tried."""
 
@@ -93,6 +94,8 @@ class StateDisk(DiskTier):
     Attributes:
         share: parts are stored packed where that makes them smaller than this share of their size; 0: never.
     """
+
+    part_bytes = PART_BYTES
 
     def __init__(
         self, directory: str | Path, *, checksum: bool = False, name: str = "disk", codec: Codec | None = None

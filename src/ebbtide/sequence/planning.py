@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ebbtide.machine import Link
 from ebbtide.run.tiers.disk import free_bytes
-from ebbtide.run.tiers.queued import PART_BYTES
 from ebbtide.sequence.choose import Choice, SlowMemory, best_multistage, choose, hidden_interval, predicted
 from ebbtide.sequence.codec import paying_share
-from ebbtide.sequence.disk import StateDisk
+from ebbtide.sequence.disk import PART_BYTES, StateDisk
 from ebbtide.sequence.named import resumed
 from ebbtide.sequence.pace import Pace
 from ebbtide.sequence.schedules import DISK, MEMORY, Multistage, Online, OnlineInMemory, Record, Schedule

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.run.tiers import StagedTier, queued, staged
+from ebbtide.run.tiers import StagedTier
 from tests.run.backends.rig import SIZE, host_tier
 from tests.run.backends.scenarios import SCENARIOS
 from tests.run.backends.test_hazards import Make, run, waits
@@ -29,8 +29,7 @@ def show(title: str, make: Make, seeds: int) -> None:
 def main(seeds: int) -> None:
     show("host memory", host_tier, seeds)
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
-        for module in (queued, staged):
-            patch.setattr(module, "PART_BYTES", SIZE // 4)
+        patch.setattr(StagedTier, "part_bytes", SIZE // 4)
         show("disk by two hops", lambda device: StagedTier(Path(directory), device), seeds)
 
 

@@ -12,7 +12,7 @@ import torch
 from ebbtide.run.backends import ComputeStreams
 from ebbtide.run.backends.threads import Temper
 from ebbtide.run.holdings import Holding
-from ebbtide.run.tiers import Arena, Load, SlowTier, StagedTier, StreamTier, peer_memory, queued, staged, stream
+from ebbtide.run.tiers import Arena, Load, SlowTier, StagedTier, StreamTier, peer_memory, stream
 from ebbtide.run.tiers.stream import StreamSlot
 from tests.run.backends.rig import SIZE, Device, close, host_tier
 from tests.run.backends.scenarios import SCENARIOS, Scenario, at_random
@@ -57,8 +57,7 @@ def found(scenarios: tuple[Scenario, ...], make: Make, ignored: str = "") -> str
 
 @pytest.fixture
 def staged_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    for module in (queued, staged):
-        monkeypatch.setattr(module, "PART_BYTES", SIZE // 4)
+    monkeypatch.setattr(StagedTier, "part_bytes", SIZE // 4)
     return lambda device: StagedTier(tmp_path, device)
 
 

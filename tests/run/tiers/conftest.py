@@ -26,7 +26,7 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[QueuedTier 
             with pytest.warns(UserWarning, match="is in RAM"):
                 made = DiskTier("/dev/shm")
         case "stream":
-            made = StreamTier(backend, Arena(pinned_memory(backend), 64 * MIB, 64 * MIB))
+            made = StreamTier(backend, Arena(pinned_memory(backend), 128 * MIB, 128 * MIB))
         case _:
             made = StagedTier(tmp_path, backend)
     yield made

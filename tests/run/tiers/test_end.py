@@ -18,7 +18,6 @@ import pytest
 
 from ebbtide.errors import SpillError
 from ebbtide.run.tiers import DiskTier, QueuedTier
-from ebbtide.run.tiers.queued import PART_BYTES
 from tests.conftest import open_files
 from tests.run.tiers.stand_ins import HeldCall, bytes_of, storage_of
 
@@ -155,7 +154,7 @@ class TestFork:
         slots[-1].wait()
 
     def test_forks_amid_reads_change_nothing(self, disk: DiskTier) -> None:
-        storage = storage_of(2 * PART_BYTES)
+        storage = storage_of(2 * DiskTier.part_bytes)
         slot = disk.write(storage)
         expected = bytes_of(storage)
         for _ in range(5):

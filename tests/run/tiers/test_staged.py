@@ -12,7 +12,7 @@ import torch
 
 from ebbtide.errors import SpillError
 from ebbtide.run.backends.threads import InlineBackend, Temper
-from ebbtide.run.tiers import StagedTier, queued, staged
+from ebbtide.run.tiers import StagedTier
 from tests.run.tiers.stand_ins import bytes_of, failing, storage_of
 
 PART = 64 << 10
@@ -28,8 +28,7 @@ def backend() -> Iterator[InlineBackend]:
 
 @pytest.fixture
 def tier(backend: InlineBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StagedTier]:
-    for module in (queued, staged):
-        monkeypatch.setattr(module, "PART_BYTES", PART)
+    monkeypatch.setattr(StagedTier, "part_bytes", PART)
     made = StagedTier(tmp_path, backend, checksum=True)
     yield made
     made.close()

@@ -24,7 +24,6 @@ from ebbtide.run.tiers import DiskTier
 from ebbtide.run.tiers import disk as disk_module
 from ebbtide.run.tiers.disk import open_unlinked, switch_to_direct
 from ebbtide.run.tiers.memory import take_memory
-from ebbtide.run.tiers.queued import PART_BYTES
 from tests.conftest import open_files
 from tests.run.tiers.stand_ins import MIB, HeldCall, bytes_of, failing, storage_of
 
@@ -92,7 +91,7 @@ class TestFaults:
                 slot.wait()
 
     def test_a_fault_in_one_of_many_parts(self, disk: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-        slot = disk.write(storage_of(4 * PART_BYTES))
+        slot = disk.write(storage_of(4 * DiskTier.part_bytes))
         slot.wait()
         real, calls = disk._preadv, iter(range(100))
 
@@ -102,7 +101,7 @@ class TestFaults:
             return real(fd, view, offset_bytes)
 
         monkeypatch.setattr(disk, "_preadv", third)
-        with pytest.raises(SpillError, match=r"reading a tensor of 32\.0 MiB .* failed: Input/output error"):
+        with pytest.raises(SpillError, match=r"reading a tensor of 128 MiB .* failed: Input/output error"):
             disk.read(slot).wait()
         disk.read(slot).wait()
 
@@ -172,14 +171,14 @@ class TestFaults:
 
         monkeypatch.setattr(disk._writer, "submit", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            disk.write(storage_of(3 * PART_BYTES))
+            disk.write(storage_of(3 * DiskTier.part_bytes))
         disk.drain()
-        storage = storage_of(3 * PART_BYTES, seed=1)
+        storage = storage_of(3 * DiskTier.part_bytes, seed=1)
         assert bytes_of(disk.read(disk.write(storage)).wait()) == bytes_of(storage)
 
     @pytest.mark.parametrize("allowed", [0, 1])
     def test_threads_are_limited(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
-        real, storage = threading.Thread.start, storage_of(3 * PART_BYTES)
+        real, storage = threading.Thread.start, storage_of(3 * DiskTier.part_bytes)
         with contextlib.closing(DiskTier(tmp_path)) as disk:
             slot = disk.write(storage)
             slot.wait()

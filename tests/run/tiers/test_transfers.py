@@ -23,7 +23,6 @@ from ebbtide.run.holdings import Holding, view_of
 from ebbtide.run.tiers import DiskTier, QueuedTier
 from ebbtide.run.tiers import queued as queued_module
 from ebbtide.run.tiers.places import Places
-from ebbtide.run.tiers.queued import PART_BYTES
 from ebbtide.run.tiers.transfers import Slot
 from tests.run.tiers.stand_ins import MIB, HeldCall, bytes_of, resident_bytes, storage_of
 
@@ -57,7 +56,7 @@ class TestRoundTrip:
                 assert bytes_of(back) == bytes_of(storage)
 
     def test_transfers_in_many_parts(self, tier: QueuedTier) -> None:
-        storage = storage_of(2 * PART_BYTES + 12_345, offset_bytes=64)
+        storage = storage_of(2 * DiskTier.part_bytes + 12_345, offset_bytes=64)
         assert bytes_of(tier.read(tier.write(storage)).wait()) == bytes_of(storage)
 
     def test_memory_of_torch(self, tier: QueuedTier) -> None:
@@ -128,7 +127,7 @@ class TestRoundTrip:
 
 class TestMemory:
     def test_written_storage_is_let_go(self, tier: QueuedTier) -> None:
-        storage = storage_of(3 * PART_BYTES)
+        storage = storage_of(3 * DiskTier.part_bytes)
         gone = weakref.ref(storage)
         slot = tier.write(storage)
         slot.wait()
@@ -142,7 +141,7 @@ class TestMemory:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, checksum: bool
     ) -> None:
         set_exact()  # each large tensor has a mapping of its own, which is gone when the tensor is
-        numbers = torch.arange(3 * PART_BYTES // 4 + 5)
+        numbers = torch.arange(3 * DiskTier.part_bytes // 4 + 5)
         tensor = numbers.clone()
         if own == "arena":
             tensor = (
@@ -277,7 +276,7 @@ class TestFree:
 
     def test_while_it_is_written(self, disk: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
         gate = HeldCall(disk, monkeypatch, "_pwrite")
-        slot = disk.write(storage_of(2 * PART_BYTES))
+        slot = disk.write(storage_of(2 * DiskTier.part_bytes))
         assert gate.entered.wait(20)
         disk.free(slot)
         assert disk.places_in_use == 1

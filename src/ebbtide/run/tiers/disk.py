@@ -35,6 +35,9 @@ from ebbtide.units import format_bytes
 
 PLACE_ALIGNMENT_BYTES = 4096
 """Places begin at multiples of this: the largest block that disks in use ask for."""
+PART_BYTES = 32 << 20
+"""Each part wakes a thread where all cores compute. In parts of 8 MiB a gibibyte cost compute 15 ms here, in parts of
+32 or 64 MiB 11 ms, and an LSTM's step within half its memory 1.048 times the plain one instead of 1.023."""
 READERS = 2
 """With one, the disk waits while new memory is faulted in: two read 10 to 40 % faster here, a third adds nothing."""
 REFUSALS = {
@@ -89,6 +92,7 @@ class DiskTier(QueuedTier):
     """
 
     kind: TierKind = "disk"
+    part_bytes = PART_BYTES
 
     def __init__(self, directory: str | Path, *, checksum: bool = False, name: str = "disk", writers: int = 1) -> None:
         self.directory = Path(directory)

@@ -42,10 +42,6 @@ from ebbtide.run.tiers.memory import CONGRUENCE_BYTES, take_memory
 from ebbtide.run.tiers.transfers import Load, QueuedLoad, Slot, Traffic, Transfer, check_device, check_memory
 from ebbtide.units import format_bytes
 
-PART_BYTES = 8 << 20
-"""Transfers are cut into parts of this size, so that two readers can share one and a fork never waits for long."""
-
-
 _tiers: weakref.WeakSet[QueuedTier] = weakref.WeakSet()
 
 
@@ -55,12 +51,14 @@ class QueuedTier(abc.ABC):
     Subclasses say where the bytes go. See NOTE [Who holds what].
 
     Attributes:
+        part_bytes: transfers are cut into parts of this size, so that workers share one and a fork is not kept long.
         congruence_bytes: memory that comes back begins at the same address as before, modulo this.
         device: of the storages that are taken.
         written, read_back: what was copied out and back so far.
     """
 
     kind: TierKind
+    part_bytes: int
     congruence_bytes = CONGRUENCE_BYTES
     device = torch.device("cpu")
 
@@ -228,10 +226,10 @@ class QueuedTier(abc.ABC):
     def _queue(self, transfer: Slot | QueuedLoad, lane: Lane) -> None:
         """Queue the parts of a transfer."""
         transfer.queued_seconds = time.perf_counter()
-        starts = range(0, transfer.payload_bytes, PART_BYTES)
+        starts = range(0, transfer.payload_bytes, self.part_bytes)
         transfer.parts_left = len(starts)
         for start in starts:
-            stop = min(start + PART_BYTES, transfer.payload_bytes)
+            stop = min(start + self.part_bytes, transfer.payload_bytes)
             lane.submit(functools.partial(self._run_part, transfer, start, stop))
 
     def _count(self, transfer: Slot | QueuedLoad, slot: Slot) -> None:

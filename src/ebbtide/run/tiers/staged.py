@@ -20,10 +20,10 @@ from ebbtide.run.backends.base import Backend, ComputeStreams, Stream, seen_on
 from ebbtide.run.tiers.disk import PLACE_ALIGNMENT_BYTES, READERS, DiskPlace, DiskTier
 from ebbtide.run.tiers.memory import CONGRUENCE_BYTES
 from ebbtide.run.tiers.pinned import pinned_memory
-from ebbtide.run.tiers.queued import PART_BYTES
 from ebbtide.run.tiers.transfers import QueuedLoad, Slot
 from ebbtide.units import format_bytes
 
+STAGE_BYTES = 8 << 20
 WRITERS = 2
 """While one part is written, the next is copied to its stage."""
 
@@ -60,9 +60,11 @@ class StagedTier(DiskTier):
         SpillError: as `DiskTier`, or if there is no memory for the stages.
     """
 
+    part_bytes = STAGE_BYTES
+
     def __init__(self, directory: str | Path, backend: Backend, *, checksum: bool = False, name: str = "disk") -> None:
         count = WRITERS + READERS
-        stages = pinned_memory(backend)(count * PART_BYTES)
+        stages = pinned_memory(backend)(count * self.part_bytes)
         super().__init__(directory, checksum=checksum, name=name, writers=WRITERS)
         self.congruence_bytes = CONGRUENCE_BYTES  # whatever the disk wants: only stages are read and written directly
         self.device = backend.device
@@ -70,8 +72,8 @@ class StagedTier(DiskTier):
         self._out = backend.new_stream(f"{name}-out")
         self._back = backend.new_stream(f"{name}-back")
         self._stages: queue.SimpleQueue[torch.UntypedStorage] = queue.SimpleQueue()
-        for start in range(0, count * PART_BYTES, PART_BYTES):
-            self._stages.put(stages[start : start + PART_BYTES])
+        for start in range(0, count * self.part_bytes, self.part_bytes):
+            self._stages.put(stages[start : start + self.part_bytes])
 
     def expect(self, _device: torch.device) -> ComputeStreams:
         """See `SlowTier.expect`."""
