@@ -3,8 +3,9 @@
 NOTE [Two costs]
 1. For each byte, since transfers take bandwidth of memory and time of the processor: a loop of products and
    element-wise ops while one direction is kept busy and, right before and after that, alone. Streams beside compute are
-   slower than transfers alone, so what counts is the time lost for each byte. (In an hour, a GiB in transfers of 32 MiB
-   took 7 to 15 ms. Part of that is what transfers cost whatever their size: in parts of 8 MiB it was 10 to 26.)
+   slower than transfers alone, so what counts is the time lost for each byte. (Six calibrations in a row said 18 to
+   53 ms a GiB. In transfers of 32 MiB it is 7 to 15, which is what an LSTM loses; but ResNet-50 loses some 50, and its
+   plans made with less were the slower ones.)
 2. For each transfer, whatever its size, since somebody has to ask for it, another thread wakes up and a core is
    interrupted: a loop of small ops in a thread that also asks for transfers of few bytes, as planned steps do, and
    without these. (Sixteen measurements said 118 to 200 us. Transfers by the C library's threads, which need no lock of
@@ -42,7 +43,7 @@ TRIPS = 8
 STREAM_RATE_SECONDS, SMALL_RATE_SECONDS = 0.03, 0.01
 """How long the speed of compute is measured at a time."""
 
-USUAL_LOST, USUAL_SPREAD = 1.1e-11, 0.5e-11
+USUAL_LOST, USUAL_SPREAD = 2.1e-11, 0.8e-11
 """Seconds of compute that a byte cost as a rule, on the machines that this was written on, and how far they differ."""
 DEVIATIONS = 1.4826 * math.sqrt(math.pi / 2)
 """Standard error of the median of normal samples, times the root of their number, in median distances from it."""

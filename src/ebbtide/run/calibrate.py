@@ -47,7 +47,7 @@ METHOD = 8
 LATENCY_BYTES = 4096
 LATENCY_REPEATS = 25
 SIZES_BYTES = tuple(mib << 20 for mib in (1, 4, 16, 64))
-STREAM_BYTES = 32 << 20
+STREAM_BYTES = 16 << 20
 STREAM_TRANSFER_SECONDS = 0.05
 """Largest transfer that streams are made of; and the longest, so that they stop soon on a slow disk, too."""
 REPEATS = 5
