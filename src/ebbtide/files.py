@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import secrets
+import stat
 from pathlib import Path
 
 
 def write_whole(path: str | Path, data: bytes) -> None:
-    """Write ``data`` to a file, and leave no part of one where that fails. Raises `OSError`, which names the file."""
-    target = Path(path)
-    file = target.open("wb")
+    """Write ``data`` to a file: all of it, or none, and then what was there before stays as it was.
+
+    A new file takes the place of the former one, at once and with the same permissions. Devices and pipes are written
+    to, as are files in directories that are not to be written to. Raises `OSError`, which names the file as given.
+    """
     try:
-        with file:
+        target = Path(os.path.realpath(path))  # a link stays one
+        if target.exists() and not (target.is_file() and os.access(target.parent, os.W_OK)):
+            target.write_bytes(data)
+        else:
+            _replace(target, data)
+    except OSError as fault:
+        fault.filename, fault.filename2 = str(path), None
+        raise
+
+
+def _replace(target: Path, data: bytes) -> None:
+    beside = target.with_name(f".ebbtide-{secrets.token_hex(8)}")
+    try:
+        with beside.open("xb") as file:
+            if target.exists():
+                os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
             file.write(data)
-    except BaseException as fault:
-        if target.is_file():
-            target.unlink()
-        if isinstance(fault, OSError):
-            fault.filename = str(path)
+        beside.replace(target)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            beside.unlink()
         raise

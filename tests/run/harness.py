@@ -35,7 +35,7 @@ Made = TypeVar("Made")
 
 STEPS = 8
 """Enough for every state of a budget (it observes, verifies and audits first) and a few planned steps."""
-HELD_MORE = "a step held .* more than others that save the same tensors, and passed the limit"
+HELD_MORE = "a step held .* more than is planned for, and passed the limit"
 METERED = (STEPS - 3, STEPS - 1)
 """Steps that run under a `PeakMeter`; the one between them shows that the result does not depend on the meter."""
 

@@ -183,7 +183,7 @@ def test_interrupt_at_any_moment(observes: bool, memory: ebbtide.Budget) -> None
     try:
         for index in range(40):
             if index >= STEPS:
-                memory._loop.observations_left = int(observes)
+                memory._loop.looks.left = int(observes)
                 signal.setitimer(signal.ITIMER_REAL, (1e-3 if observes else 2e-4) * (index - STEPS + 1))
                 try:
                     program.attempt(guard)

@@ -189,11 +189,11 @@ def test_what_the_plan_has_room_for_is_not_planned_for_again(tmp_path: Path) -> 
             step(number, 100 + number % 10)
         assert memory.state == "planned"
         kinds, kind, plan = list(memory._loop.kinds.values()), memory._loop.current, memory.plan
-        memory._loop.observations_left = 1
+        memory._loop.looks.left = 1
         step(30, 95)
         assert memory.measured[-1].state == "observe"
         assert (list(memory._loop.kinds.values()), memory.plan, memory.state) == (kinds, plan, "planned")
-        memory._loop.observations_left = 1
+        memory._loop.looks.left = 1
         step(31, 140)
         assert memory.measured[-1].state == "observe"
         assert memory.plan is not plan

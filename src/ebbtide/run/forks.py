@@ -25,7 +25,8 @@ that is like this one. If there is any way to leave out parts so that the rest a
 3. Little is learnt from such a step: that it came, and what of the plan is as it should be, as a step that leaves out
    nothing may never come again. What has to be compared before it is computed again, and does not come, moves out.
 4. What comes after the part that is left out may need memory that the larger kind makes room for only later. For a
-   known kind it is worked out before, event by event, whether there is enough; an unknown one may pass the limit.
+   known kind it is worked out before, event by event, whether there is enough; an unknown one may pass the limit,
+   which is found out by counting one now and then: see `ebbtide.run.parts`.
 """
 
 from __future__ import annotations

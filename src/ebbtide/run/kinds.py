@@ -14,6 +14,7 @@ from ebbtide.machine import Machine
 from ebbtide.plan import Caution, lower_bound, simulate
 from ebbtide.run.forks import Library
 from ebbtide.run.held import Audited, Held, Recounts, holding_more
+from ebbtide.run.looks import CHANGED_LOOKS
 from ebbtide.run.pace import Pace, without_slowdown
 from ebbtide.run.rehearsed import Rehearsed
 from ebbtide.run.roomy import fits, varying_bytes
@@ -29,8 +30,6 @@ from ebbtide.units import format_bytes
 WORTH, WORTH_SECONDS = 0.01, 1e-3
 """Share of a plain step, and seconds, that steps have to gain for a plan to be replaced: to make another one takes
 about a second, and three longer steps."""
-CHANGED_LOOKS = 2
-"""How many steps in a row have to run other ops than the planned one for it to be planned for anew."""
 MORE_SHARE = 0.01
 """Share of what a step holds above rest by which others may hold more before it is looked whether they fit."""
 GIVEN_UP = 5
@@ -282,8 +281,8 @@ class Kind:
         assert self.plan is not None
         self._more_times = GIVEN_UP
         warnings.warn(
-            f"a step held {format_bytes(more_bytes)} more than others that save the same tensors, and passed the limit "
-            f"of {format_bytes(self.plan.limit_bytes)}. The plan stays, and such steps will pass it again: {reason}",
+            f"a step held {format_bytes(more_bytes)} more than is planned for, and passed the limit of "
+            f"{format_bytes(self.plan.limit_bytes)}. The plan stays, and such steps will pass it again: {reason}",
             stacklevel=2,
         )
 

@@ -19,20 +19,14 @@ from ebbtide.run.device import TrainingDevice
 from ebbtide.run.drift import Drift
 from ebbtide.run.forks import Known, Library
 from ebbtide.run.gauges import likely_device
-from ebbtide.run.kinds import CHANGED_LOOKS, Kind
+from ebbtide.run.kinds import Kind
+from ebbtide.run.looks import Looks
+from ebbtide.run.parts import Parts
 from ebbtide.run.roomy import MOST_SIZES, in_place_of, latest_and_largest
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.tiers.choose import machine_on
 from ebbtide.step import Step
 
-_FIRST_LOOKS = 2
-"""Steps to observe first: time and workspace of each op are read in the second, with no page faults in them."""
-_LOOKS_AFTER_LEAVING, _MOST_LOOKS = 4, 64
-"""Steps to observe after one that left its plan, until an unknown kind has been seen; each time that none was, twice as
-many: it may come in turns with others."""
-_VAIN_LOOKS, _VAIN_SHARE, _VAIN_SHARE_OPS = 8, 0.2, 0.05
-"""So many steps, and this share of all, may be observed in vain; and this one where a step saved what was expected, but
-ran other ops: as a rule it logged something, and what comes after it is what was known before."""
 FINAL_STATES = ("planned", "idle")
 """States in which nothing is left to find out."""
 MOST_KINDS = 256
@@ -65,7 +59,7 @@ class Loop:
         measured: of the latest steps; its length counts all.
         kinds: kinds of steps by their keys.
         current: the latest kind; None before the first was observed.
-        observations_left: how many steps are to be observed before anything else.
+        looks: which steps are to be observed.
         ground: the device that steps run on; None before the first step.
         running: the step under way, if any.
         lock: guards ``running``.
@@ -102,11 +96,10 @@ class Loop:
         self.current: Kind | None = None
         self._library = Library([])
         self._too_large: set[int] = set()
-        self._looks, self._vain_looks = _LOOKS_AFTER_LEAVING, 0
-        self._left_at, self._look_at = -1, -1
+        self.looks = Looks()
         self._due: dict[int, Kind] = {}
+        self._parts = Parts()
         self._guesses: collections.deque[bool] = collections.deque(maxlen=GUESSES)
-        self.observations_left = _FIRST_LOOKS
         self._rest_rss_bytes = 0
         self.running: object | None = None
         self.lock = threading.Lock()
@@ -135,7 +128,7 @@ class Loop:
     def state(self) -> str:
         """What the next step is for: ``observe``, ``verify``, ``audit``, ``rehearse``, and from then on ``planned``, or
         ``idle`` if nothing binds."""
-        looks = self.observations_left > 0 or self._look_at == len(self.measured)
+        looks = self.looks.are_due(len(self.measured))
         return "observe" if looks or self.expected is None else self.expected.state
 
     @property
@@ -265,7 +258,7 @@ class Loop:
         error = self.ground.run_short(fault, kind.plan if kind is not None else None, self.limit_bytes)
         if kind is not None:
             kind.forget_plan()
-        self.observations_left = max(1, self.observations_left)
+        self.looks.left = max(1, self.looks.left)
         return error
 
     def rest(self) -> int:
@@ -293,13 +286,13 @@ class Loop:
 
     def learn(self, step: Step, *, captures_all: bool) -> None:
         """A step was observed: plan it, or take it as a second look at a known kind."""
-        self.observations_left = max(0, self.observations_left - 1)
+        self.looks.took_one()
         seen = Kind(step)
         seen.captures_all = captures_all
         roomy = next((known for known in self.kinds.values() if known.has_room_for(seen)), None)
         if roomy is not None:
             self.met(roomy)
-            self._vain_looks += 1
+            self.looks.was_vain()
             return
         kind = self.kinds.setdefault(seen.key, seen)
         self.met(kind)
@@ -307,21 +300,21 @@ class Loop:
             kind.look(step)
             # In calls of what was compiled, and in transforms, a plan's capture mode must not go on and off.
             if not kind.has_changed and (kind.captures_all or not captures_all):
-                self._vain_looks += 1
+                self.looks.was_vain()
                 return
             kind.forget_plan()
-        self._looks = _LOOKS_AFTER_LEAVING
+        self.looks.saw_another()
         kind.observed_again(step, captures_all=captures_all)
         is_one_of_many = (
             kind.meetings == 1 and sum(other.meetings == 1 for other in self.kinds.values()) > MOST_STRANGERS
         )
-        if self.observations_left > 0 and len(self.kinds) == 1:
+        if self.looks.left > 0 and len(self.kinds) == 1:
             return  # look once more, without the page faults of the first time
         if self.limit_bytes is None:
             assert self._fraction is not None
             self.limit_bytes = int(self._fraction * plain_peak_bytes(step))
         if self._plan_for_all_like(kind, is_one_of_many) or is_one_of_many:
-            self.observations_left = 0
+            self.looks.left = 0
             return
         limit_bytes = self.within
         assert limit_bytes is not None
@@ -332,20 +325,22 @@ class Loop:
                 raise
             self._stop_compiling(error)
         else:
-            self.observations_left = 0
+            self.looks.left = 0
 
-    def look_again(self, *, ops_only: bool) -> None:
-        """A step has left its plan, or if ``ops_only`` just run other ops: observe the next ones, unless too many were
-        observed in vain, and the one that comes as long after it as it came after the last such step."""
-        if not ops_only:
-            number = len(self.measured) - 1
-            self._left_at, gap = number, number - self._left_at
-            self._look_at = number + gap if gap <= number else -1
-        looks, share = (CHANGED_LOOKS, _VAIN_SHARE_OPS) if ops_only else (self._looks, _VAIN_SHARE)
-        if self._vain_looks + looks <= _VAIN_LOOKS + share * len(self.measured):
-            self.observations_left = looks
-            if not ops_only:
-                self._looks = min(2 * looks, _MOST_LOOKS)
+    def counts_parts(self) -> bool:
+        """Whether to count the step that begins now, as one may be that leaves out some of what is planned for."""
+        return self._parts.take(len(self.measured))
+
+    def met_part(self, kind: Kind, key: int, peak_bytes: int | None) -> None:
+        """The step that was measured last was run by the plan of ``kind``; what it left of that is of an unknown kind.
+        If it was counted, and has passed the limit, such steps are observed, or room is left for them."""
+        number = len(self.measured) - 1
+        remedy = self._parts.met(kind, key, number, peak_bytes)
+        if remedy == "observe":
+            self.looks.again(number, ops_only=False)
+            self.looks.at(self._parts.due)
+        elif remedy == "plan" and peak_bytes is not None:
+            kind.has_passed(peak_bytes, self.machine, self.verify)
 
     def _plan_for_all_like(self, kind: Kind, is_one_of_many: bool) -> bool:
         """Whether one plan serves from now on for all steps that differ from those of ``kind`` in sizes alone: where
@@ -381,7 +376,7 @@ class Loop:
         )
         self.compiles = False
         self._forget_kinds()
-        self.observations_left = _FIRST_LOOKS
+        self.looks.begin_anew()
 
 
 def _leave_allocator() -> None:

@@ -132,8 +132,9 @@ class Running:
             trimmer=self._trimmer(plan.peak_bytes - plan.resting_bytes) if trims else None,
             clock=self._ground.clock if self._state == "planned" and kind.is_timed else None,
         )
-        is_known = self._state in FINAL_STATES and self._turn is not None
-        if self._state == "audit" or (is_known and kind.to_be_counted()):
+        is_known = self._state in FINAL_STATES
+        counts = is_known and ((self._turn is not None and kind.to_be_counted()) or loop.counts_parts())
+        if self._state == "audit" or counts:
             self._meter = PeakMeter(loop.tiers.values()) if memory is None else AllocatedMeter(memory)
             self._meter.enter()
         push_hooks(self._conductor.pack, self._conductor.unpack)
@@ -246,7 +247,7 @@ class Running:
             else:
                 loop.forget_all()
         elif left:
-            loop.look_again(ops_only=conductor is not None and not conductor.left)
+            loop.looks.again(len(loop.measured) - 1, ops_only=conductor is not None and not conductor.left)
         elif kind is not None and conductor is not None:
             self._advance(kind, conductor, peak)
 
@@ -288,9 +289,12 @@ class Running:
         ran = self._kind_of(conductor)
         if ran is None:
             return  # it was planned for anew meanwhile
-        loop.met(loop.kinds.get(ran.key_without(conductor.missing), ran) if conductor.missing else ran)
+        key = ran.key_without(conductor.missing) if conductor.missing else ran.key
+        loop.met(loop.kinds.get(key, ran))
         if not (conductor.followed or conductor.left_some_out):
             return
+        if key not in loop.kinds and conductor.truth is None:
+            loop.met_part(ran, key, peak)
         if conductor.truth is not None:
             ran.verified(conductor.truth.compared, whole=conductor.followed)
             if conductor.truth.differing:

@@ -243,7 +243,7 @@ def test_compute_streams_are_told_of_what_dies_early_and_comes_late(
         for index, record in enumerate(plain(Chain)):
             before, now = dict(told), memory.state
             if case == "observed" and now == "planned":
-                memory._loop.observations_left = 1
+                memory._loop.looks.left = 1
                 now = memory.state
             compare(record, program.run(index, memory.step), f"step {index} ({now})")
             if now == {"observed": "observe", "verified": "verify"}.get(case, "planned") and index > 1:

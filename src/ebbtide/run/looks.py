@@ -1,0 +1,63 @@
+"""Which steps of a loop are observed: the first ones, and some after a step that did not run as planned."""
+
+from __future__ import annotations
+
+_FIRST_LOOKS = 2
+"""Steps to observe first: time and workspace of each op are read in the second, with no page faults in them."""
+_LOOKS_AFTER_LEAVING, _MOST_LOOKS = 4, 64
+"""Steps to observe after one that left its plan, until an unknown kind has been seen; each time that none was, twice as
+many: it may come in turns with others."""
+_VAIN_LOOKS, _VAIN_SHARE, _VAIN_SHARE_OPS = 8, 0.2, 0.05
+"""So many steps, and this share of all, may be observed in vain; and this one where a step saved what was expected, but
+ran other ops: as a rule it logged something, and what comes after it is what was known before."""
+CHANGED_LOOKS = 2
+"""How many steps in a row have to run other ops than the planned one for it to be planned for anew."""
+
+
+class Looks:
+    """Which steps to observe, by their numbers.
+
+    Attributes:
+        left: how many of the next steps are to be observed before anything else.
+    """
+
+    def __init__(self) -> None:
+        self.left = _FIRST_LOOKS
+        self._next, self._vain = _LOOKS_AFTER_LEAVING, 0
+        self._left_at, self._at = -1, -1
+
+    def are_due(self, number: int) -> bool:
+        """Whether to observe step ``number``."""
+        return self.left > 0 or self._at == number
+
+    def begin_anew(self) -> None:
+        """Steps are others now than those that were observed."""
+        self.left = _FIRST_LOOKS
+
+    def took_one(self) -> None:
+        """A step was observed."""
+        self.left = max(0, self.left - 1)
+
+    def was_vain(self) -> None:
+        """It told nothing that was not known."""
+        self._vain += 1
+
+    def saw_another(self) -> None:
+        """It was of an unknown kind, or has changed."""
+        self._next = _LOOKS_AFTER_LEAVING
+
+    def again(self, number: int, *, ops_only: bool) -> None:
+        """Step ``number`` has left its plan, or if ``ops_only`` just run other ops: observe the next ones, unless too
+        many were observed in vain, and the one that comes as long after it as it came after the last such step."""
+        if not ops_only:
+            self._left_at, gap = number, number - self._left_at
+            self._at = number + gap if gap <= number else -1
+        looks, share = (CHANGED_LOOKS, _VAIN_SHARE_OPS) if ops_only else (self._next, _VAIN_SHARE)
+        if self._vain + looks <= _VAIN_LOOKS + share * (number + 1):
+            self.left = looks
+            if not ops_only:
+                self._next = min(2 * looks, _MOST_LOOKS)
+
+    def at(self, number: int) -> None:
+        """Observe step ``number``: a planned one that passed the limit is likely to come again then."""
+        self._at = number

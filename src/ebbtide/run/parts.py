@@ -1,0 +1,74 @@
+"""Steps of unknown kinds that leave out some of what a plan expects: whether they hold more than that has room for."""
+
+from __future__ import annotations
+
+import collections
+import weakref
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from ebbtide.run.kinds import Kind
+    from ebbtide.run.script import Script
+
+_COUNTS, _SHARE = 8, 0.01
+"""So many steps, and this share of all, may be counted: those that never come again tell nothing of later ones."""
+_MOST_PASSES = 4
+"""Kinds of steps to observe for having passed the limit; where there are more, what they hold is planned for."""
+_MOST_SEEN = 1024
+"""Keys to remember."""
+Remedy = Literal["none", "observe", "plan"]
+
+
+class Parts:
+    """When to count steps which leave out some of what is planned for, and what to do once one has passed the limit.
+
+    What a step leaves out is known at its end, and to count it begins with it. So the step is counted that comes as
+    long after such a step as that came after the last one of its kind or, if it is the first, of any.
+    """
+
+    def __init__(self) -> None:
+        self._fit: weakref.WeakKeyDictionary[Kind, tuple[Script, set[int]]] = weakref.WeakKeyDictionary()
+        self._seen: collections.OrderedDict[int, int] = collections.OrderedDict()
+        self._passes: collections.Counter[int] = collections.Counter()
+        self._last = self._due = -1
+        self._counts = 0
+
+    def take(self, number: int) -> bool:
+        """Whether to count step ``number``, which begins now."""
+        due = number == self._due and self._counts <= _COUNTS + _SHARE * number
+        self._counts += due
+        return due
+
+    def met(self, kind: Kind, key: int, number: int, peak_bytes: int | None) -> Remedy:
+        """Step ``number`` followed the script of ``kind``, and what it left is of an unknown kind with this key.
+
+        Args:
+            peak_bytes: what it held at most, if it was counted.
+
+        Returns:
+            What is to be done about it, if it passed the limit.
+        """
+        assert kind.script is not None
+        assert kind.plan is not None
+        script, fit = self._fit.get(kind, (None, set()))
+        if script is not kind.script:  # it was planned for anew
+            fit = set()
+            self._fit[kind] = kind.script, fit
+        last = self._seen.get(key, self._last)
+        if peak_bytes is not None and peak_bytes <= kind.plan.limit_bytes:
+            fit.add(key)
+        if key not in fit and last >= 0:
+            self._due = 2 * number - last
+        self._last = self._seen[key] = number
+        self._seen.move_to_end(key)
+        if len(self._seen) > _MOST_SEEN:
+            self._seen.popitem(last=False)
+        if peak_bytes is None or key in fit:
+            return "none"
+        self._passes[key] += 1
+        return "observe" if self._passes[key] == 1 and len(self._passes) <= _MOST_PASSES else "plan"
+
+    @property
+    def due(self) -> int:
+        """The number of the step to look at next."""
+        return self._due

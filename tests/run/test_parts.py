@@ -1,0 +1,106 @@
+"""Steps that leave out some of what is planned for, and are of no known kind: what they hold is found out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ebbtide
+from ebbtide.run.kinds import Kind
+from ebbtide.run.meter import PeakMeter
+from ebbtide.run.observing import observe_step
+from ebbtide.run.parts import Parts
+from tests.run.harness import FAST_DISK
+
+pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
+
+
+@pytest.fixture(scope="module")
+def kind() -> Kind:
+    model, data = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))), torch.randn(256, 64)
+    found = Kind(observe_step(lambda: model(data).square().mean().backward(), torch.device("cpu")))
+    found.make_plan(FAST_DISK, found.step.resting_bytes + 500_000, verify=False)
+    return found
+
+
+def limit_of(kind: Kind) -> int:
+    assert kind.plan is not None
+    return kind.plan.limit_bytes
+
+
+def counted(parts: Parts, first: int, last: int) -> list[int]:
+    return [number for number in range(first, last) if parts.take(number)]
+
+
+def test_the_step_is_counted_that_comes_as_long_after_it_as_it_came_after_the_last_one(kind: Kind) -> None:
+    parts = Parts()
+    parts.met(kind, 1, 10, None)
+    assert not counted(parts, 11, 17), "nothing is known yet of when such steps come"
+    parts.met(kind, 1, 17, None)
+    assert counted(parts, 18, 24) == []
+    assert counted(parts, 24, 25) == [24]
+    assert parts.met(kind, 1, 24, limit_of(kind)) == "none"
+    parts.met(kind, 1, 31, None)
+    assert not counted(parts, 32, 100), "it is known to be within the limit"
+
+
+def test_what_was_counted_tells_nothing_of_another_plan(kind: Kind) -> None:
+    parts = Parts()
+    for number in (10, 17):
+        parts.met(kind, 1, number, limit_of(kind))
+    kind.make_plan(FAST_DISK, limit_of(kind), verify=False)
+    parts.met(kind, 1, 24, None)
+    assert counted(parts, 25, 32) == [31]
+
+
+def test_steps_that_never_come_again_are_hardly_counted(kind: Kind) -> None:
+    parts = Parts()
+    taken = 0
+    for number in range(10_000):
+        peak = limit_of(kind) if parts.take(number) else None
+        taken += peak is not None
+        assert parts.met(kind, number, number, peak) == "none"
+    assert 50 < taken < 150
+
+
+def test_one_that_passes_the_limit_is_observed_and_planned_for_if_that_does_not_help(kind: Kind) -> None:
+    parts, above = Parts(), limit_of(kind) + 1
+    parts.met(kind, 1, 3, None)
+    assert parts.met(kind, 1, 5, above) == "observe"
+    assert parts.due == 7
+    assert parts.met(kind, 1, 7, above) == "plan", "it was not seen when it was looked for"
+    remedies = [parts.met(kind, key, 10 + key, above) for key in range(2, 7)]
+    assert remedies == ["observe"] * 3 + ["plan"] * 2, "there are too many of them"
+
+
+def test_steps_that_leave_out_a_block_and_hold_more_become_a_kind(tmp_path: Path) -> None:
+    """The plan of whole steps makes room too late for what follows: they passed the limit each time, unnoticed."""
+    torch.manual_seed(0)
+    acts = (nn.GELU, nn.GELU, nn.ReLU, nn.GELU, nn.SiLU, nn.ReLU, nn.GELU)
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), act()) for act in acts)
+    for block in list(blocks)[3:5]:
+        block.append(nn.LayerNorm(256))  # type: ignore[operator]
+    data, seen = torch.randn(512, 256), []
+
+    def step(number: int) -> None:
+        h = kept = data
+        for place, block in enumerate(blocks):
+            if place == 3 and number % 3 == 2:
+                continue
+            h = block(h)
+            kept = h if place == 5 else kept
+        (h.square().mean() + h.abs().mean()).backward()
+        kept.sum()
+
+    with ebbtide.Budget("60%", spill=tmp_path, machine=FAST_DISK) as memory:
+        for number in range(40):
+            state = memory.state
+            with PeakMeter() as meter, memory.step():
+                step(number)
+            blocks.zero_grad()
+            seen.append((state, memory.measured[-1].left, meter.peak_bytes <= (memory.limit_bytes or 0)))
+        assert all(within for state, _, within in seen[28:] if state == "planned"), seen
+        assert not any(left for _, left, _ in seen), seen

@@ -1,0 +1,50 @@
+"""Files that are written for users: whole, or as they were before."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import stat
+from pathlib import Path
+
+import pytest
+
+from ebbtide.files import write_whole
+
+
+def test_a_file_is_replaced_with_its_permissions_and_through_links(tmp_path: Path) -> None:
+    file, link = tmp_path / "plan.json", tmp_path / "latest.json"
+    write_whole(file, b"first")
+    file.chmod(0o640)
+    link.symlink_to("plan.json")
+    write_whole(str(link), b"second")
+    assert link.is_symlink()
+    assert file.read_bytes() == b"second"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640
+    assert sorted(os.listdir(tmp_path)) == ["latest.json", "plan.json"]
+
+
+def test_what_cannot_be_written_leaves_the_former_file(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    write_whole(file, b"first")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(OSError, match=r"plan\.json") as raised:
+            write_whole(file, bytes(8192))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert raised.value.errno == errno.EFBIG
+    assert file.read_bytes() == b"first"
+    assert os.listdir(tmp_path) == ["plan.json"]
+
+
+def test_errors_name_what_was_given(tmp_path: Path) -> None:
+    missing = tmp_path / "none" / "plan.json"
+    with pytest.raises(FileNotFoundError, match=r"none/plan\.json"):
+        write_whole(missing, b"")
+    with pytest.raises(IsADirectoryError, match=str(tmp_path)):
+        write_whole(tmp_path, b"")
+    with pytest.raises(OSError, match="/dev/full"):
+        write_whole("/dev/full", b"some")
