@@ -327,6 +327,45 @@ def test_a_value_that_is_saved_again_and_another_one_in_its_place(tmp_path: Path
     assert all(each.peak_bytes <= (memory.limit_bytes or 0) for each in seen if each.state == "planned"), seen
 
 
+def seen_where_one_is_left_out(
+    blocks: nn.ModuleList, out: int, middle: int, every: int, budget: str, spill: Path
+) -> list[Seen]:
+    """Steps of which some leave a block out, and all save what the middle one has made once more at their end."""
+    data = torch.randn(512, 128)
+
+    def step(number: int) -> None:
+        h = tapped = data
+        for place, block in enumerate(blocks):
+            if place == out and number % every == every - 1:
+                continue
+            h = block(h)
+            tapped = h if place == middle else tapped
+        (h.square().mean() + tapped.abs().mean()).backward()
+
+    with ebbtide.Budget(budget, spill=spill, machine=SLOW_DISK) as memory:
+        return [counted(memory, step, number, blocks) for number in range(40)]
+
+
+def test_a_plan_whose_values_are_others_does_not_run_steps_that_leave_some_out(tmp_path: Path) -> None:
+    """By size alone what is left fits into the whole: into a block that saves one value twice where it saves two."""
+    torch.manual_seed(0)
+    acts = (nn.GELU, nn.Tanh, nn.ReLU, nn.ReLU, nn.GELU, nn.Tanh, nn.GELU, nn.Tanh)
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), act()) for act in acts)
+    for place in (0, 7):
+        blocks[place].append(nn.LayerNorm(128))  # type: ignore[operator]
+    seen = seen_where_one_is_left_out(blocks, 2, 3, 2, "80%", tmp_path)[20:]
+    assert not any(each.left for each in seen), seen
+
+
+def test_a_value_that_is_saved_again_where_a_new_one_is_expected(tmp_path: Path) -> None:
+    """Later the plan of such steps cannot be taken up: two values are held of which that knows as one."""
+    torch.manual_seed(0)
+    acts = (nn.Tanh, nn.SiLU, nn.SiLU, nn.ReLU, nn.Tanh, nn.ReLU, nn.GELU)
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), act()) for act in acts)
+    seen = seen_where_one_is_left_out(blocks, 2, 3, 5, "80%", tmp_path)[24:]
+    assert not any(each.left for each in seen), seen
+
+
 def test_a_step_that_leaves_some_out_is_known_by_what_is_left() -> None:
     model, data = Dropped(), torch.randn(BATCH, WIDTH)
 

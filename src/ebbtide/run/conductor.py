@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import bisect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -117,11 +117,10 @@ class Conductor(Tracker):
         if not self._is_short:
             self._kept = self._holds = (None,) * len(self._kept)
             self._shown = (NOBODY,) * len(self._shown)
-        elif self._also_held:
-            kept = list(script.kept)
-            for number in self._also_held:
-                kept[bisect.bisect_right(script.numbers, number) - 1] = None
-            self._kept = tuple(kept)
+        else:
+            repeats = self._library.repeats(script)
+            self._kept = _without(self._kept, script, {*self._also_held, *repeats})
+            self._holds = _without(self._holds, script, repeats)
 
     # --- hooks ---------------------------------------------------------------------------------------------------
 
@@ -302,3 +301,13 @@ class Conductor(Tracker):
     def _take_up(self, script: Script) -> None:
         super()._take_up(script)
         self._shorten()
+
+
+def _without(table: tuple[Any, ...], script: Script, numbers: Collection[int]) -> tuple[Any, ...]:
+    """A table by event, with nothing at those where these tensors are saved."""
+    if not numbers:
+        return table
+    entries = list(table)
+    for number in numbers:
+        entries[bisect.bisect_right(script.numbers, number) - 1] = None
+    return tuple(entries)

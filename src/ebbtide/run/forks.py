@@ -6,7 +6,8 @@ Until then the step was run by a plan that is not its own, and what its own plan
 1. A tensor that one plan keeps and another one moves, drops or reads for a recipe is given a holding by both, as far as
    their kinds are alike.
 2. Values are numbered by kind: what is held gets the numbers of the new one. Where that shows a single value twice and
-   the former one two, which both are held, its plan cannot be taken up.
+   the former one two, which both would be held, it is taken up as the second one comes, which is the same as the first:
+   later its plan cannot be.
 3. What the new plan has away is moved out and waited for, as is what it drops: what made it was not captured. What the
    former plan has dropped is made again at once, unless the new one drops it, too: its recipe would keep what it reads
    for longer than the new plan knows. To make it takes memory that no plan counts on, so all that nobody else keeps
@@ -71,6 +72,7 @@ class Library:
         self.captures_all = any(each.script.stays_on and each.script.remakes for each in known)
         self._also_held: dict[int, frozenset[int]] = {}
         self._covered: dict[tuple[int, int, int], bool] = {}
+        self._repeats: dict[int, dict[int, list[tuple[Known, int]]]] = {}
 
     def others(self, script: Script) -> Iterator[Known]:
         """All but ``script``."""
@@ -96,6 +98,22 @@ class Library:
             ):
                 return other
         return None
+
+    def repeats(self, script: Script) -> Mapping[int, Sequence[tuple[Known, int]]]:
+        """By the numbers of saved tensors which show new values in ``script``: other scripts, as far as they are alike,
+        in which they show an earlier one, each with the number of the tensor that did so first."""
+        key = id(script)
+        if key not in self._repeats:
+            found: dict[int, list[tuple[Known, int]]] = {}
+            for other in self.others(script):
+                savings = other.script.savings[: alike(script, other.script)]
+                shown: dict[int, int] = {}
+                for number, saving in enumerate(savings):
+                    earlier = shown.setdefault(saving.value, number)
+                    if earlier < number and script.savings[number].first:
+                        found.setdefault(number, []).append((other, earlier))
+            self._repeats[key] = found
+        return self._repeats[key]
 
     def larger(self, script: Script, event: int, tensor: torch.Tensor) -> Known | None:
         """The same, but that ``tensor`` is smaller than expected there; the script in which it is least so."""
@@ -145,15 +163,24 @@ def _can_run(script: Script, other: Script, first: int) -> bool:
     """Whether ``script`` can run steps of ``other`` from event ``first`` of both on. See `Library.covers`."""
     most = script.limit_bytes - script.resting_bytes
     names = {number: number for number in range(other.numbers[first])}
+    values, theirs = dict[int, int](), dict[int, int]()
     there, early, place = set(names), set[int](), first - 1
+    for number in names:
+        values.setdefault(script.savings[number].value, other.savings[number].value)
+        theirs.setdefault(other.savings[number].value, script.savings[number].value)
     for event in range(max(first - 1, 0), len(other.expected)):
         number = other.expected[event]
         if event >= first and number >= 0:
-            found = _next_save(script, place + 1, other.savings[number])
+            saved = other.savings[number]
+            found = _next_save(script, place + 1, saved, values)
             if found is None:
                 return False
             place = found
             names[number] = script.expected[place]
+            value = script.savings[names[number]].value
+            # Two values where one is planned for hold more, and one where there are two is not let go of.
+            if (values.setdefault(value, saved.value), theirs.setdefault(saved.value, value)) != (saved.value, value):
+                return False
             there.add(names[number])
         elif event >= first:
             place = _next_request(script, place, names[~number], there, early)
@@ -162,8 +189,16 @@ def _can_run(script: Script, other: Script, first: int) -> bool:
     return True
 
 
-def _next_save(script: Script, event: int, saving: Saving) -> int | None:
-    return next_like(script, event, lambda number: _look_alike(script.savings[number], saving))
+def _next_save(script: Script, event: int, saving: Saving, values: Mapping[int, int]) -> int | None:
+    """The save that a step goes on with, which compares values as far as they are held: `values` of the other script by
+    those of this one."""
+
+    def is_next(number: int) -> bool:
+        ours = script.savings[number]
+        is_known = ours.treatment != Treatment.KEEP and not ours.first
+        return _look_alike(ours, saving) and not (is_known and values.get(ours.value, saving.value) != saving.value)
+
+    return next_like(script, event, is_next)
 
 
 def _next_request(script: Script, event: int, number: int, there: Collection[int], early: set[int]) -> int:

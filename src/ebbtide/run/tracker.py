@@ -114,7 +114,7 @@ class Tracker(Keeper):
             return False
         saving = script.savings[number]
         like = is_like(tensor, saving)
-        if like and self._same_value(tensor, saving):
+        if like and self._same_value(tensor, saving) and self._saved_again(number, tensor) is None:
             self._is_sure()
             return True
         known = self._match(number, tensor) if self._exact else None
@@ -208,7 +208,20 @@ class Tracker(Keeper):
 
     def _match(self, number: int, tensor: torch.Tensor | None) -> Known | None:
         """Another script that agrees with all that happened so far, and with ``tensor`` or number that comes next."""
-        return self._library.agreeing(self.script, self._event, number, tensor)
+        again = self._saved_again(number, tensor) if tensor is not None else None
+        return again or self._library.agreeing(self.script, self._event, number, tensor)
+
+    def _saved_again(self, number: int, tensor: torch.Tensor) -> Known | None:
+        """A script that agrees with all that happened so far, and in which ``tensor`` shows the earlier value that it
+        does, where a new one is expected."""
+        others = self._library.repeats(self.script).get(number, ()) if self._exact else ()
+        until = self._event + 1
+        for known, earlier in others:
+            holding = self._holding(self.script.savings[earlier].value)
+            is_same = holding is not None and is_plain(tensor) and holding.knows(version_of(tensor))
+            if is_same and known.script.expected[:until] == self.script.expected[:until]:
+                return known
+        return None
 
     def _take_up(self, script: Script) -> None:
         """Follow ``script`` from here on."""
