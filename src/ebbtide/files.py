@@ -22,8 +22,7 @@ def write_whole(path: str | Path, data: bytes) -> None:
         else:
             _replace(target, data)
     except OSError as fault:
-        fault.filename, fault.filename2 = str(path), None
-        raise
+        raise OSError(fault.errno, fault.strerror, str(path)) from fault  # which may name two
 
 
 def _replace(target: Path, data: bytes) -> None:

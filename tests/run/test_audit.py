@@ -203,7 +203,7 @@ def test_steps_that_hold_too_much_now_and_then_are_warned_of(tmp_path: Path) -> 
             loop.step(0)
         plan = loop.memory.plan
         assert plan is not None
-        with pytest.warns(UserWarning, match="held .* more than others.*budget .* cannot be met"):
+        with pytest.warns(UserWarning, match="held .* more than is planned.*budget .* cannot be met"):
             loop.step(8 * SIZE)
         for _ in range(2 * loop.EACH):  # that is said once
             loop.step(8 * SIZE)
@@ -255,7 +255,7 @@ def test_gradients_that_are_there_before_a_step_count(each: int, limit: str, tmp
 def test_gradients_that_are_too_large_to_be_there_before_a_step_are_warned_of(tmp_path: Path) -> None:
     loop = Accumulating("100%", tmp_path, 4)
     loop.data = loop.data[:32]  # what steps hold are gradients, above all
-    with loop.memory, pytest.warns(UserWarning, match="held .* more than others.*budget .* cannot be met") as said:
+    with loop.memory, pytest.warns(UserWarning, match="held .* more than is planned.*budget .* cannot be met") as said:
         loop.peaks(40)
     assert len(said) == 1
 
