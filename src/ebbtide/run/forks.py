@@ -190,8 +190,8 @@ def _can_run(script: Script, other: Script, first: int) -> bool:
 
 
 def _next_save(script: Script, event: int, saving: Saving, values: Mapping[int, int]) -> int | None:
-    """The save that a step goes on with, which compares values as far as they are held: `values` of the other script by
-    those of this one."""
+    """The save that a step goes on with, which compares values as far as they are held: ``values`` are those of the
+    other script by those of this one."""
 
     def is_next(number: int) -> bool:
         ours = script.savings[number]

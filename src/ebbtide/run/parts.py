@@ -24,18 +24,21 @@ class Parts:
 
     What a step leaves out is known at its end, and to count it begins with it. So the step is counted that comes as
     long after such a step as that came after the last one of its kind or, if it is the first, of any.
+
+    Attributes:
+        due: the number of that step.
     """
 
     def __init__(self) -> None:
         self._fit: weakref.WeakKeyDictionary[Kind, tuple[Script, set[int]]] = weakref.WeakKeyDictionary()
         self._seen: collections.OrderedDict[int, int] = collections.OrderedDict()
         self._passes: collections.Counter[int] = collections.Counter()
-        self._last = self._due = -1
+        self._last = self.due = -1
         self._counts = 0
 
     def take(self, number: int) -> bool:
         """Whether to count step ``number``, which begins now."""
-        due = number == self._due and self._counts <= _COUNTS + _SHARE * number
+        due = number == self.due and self._counts <= _COUNTS + _SHARE * number
         self._counts += due
         return due
 
@@ -58,7 +61,7 @@ class Parts:
         if peak_bytes is not None and peak_bytes <= kind.plan.limit_bytes:
             fit.add(key)
         if key not in fit and last >= 0:
-            self._due = 2 * number - last
+            self.due = 2 * number - last
         self._last = self._seen[key] = number
         self._seen.move_to_end(key)
         if len(self._seen) > _MOST_SEEN:
@@ -67,8 +70,3 @@ class Parts:
             return "none"
         self._passes[key] += 1
         return "observe" if self._passes[key] == 1 and len(self._passes) <= _MOST_PASSES else "plan"
-
-    @property
-    def due(self) -> int:
-        """The number of the step to look at next."""
-        return self._due
