@@ -49,14 +49,15 @@ class Record:
             inside themselves, which the system sees.
         plain_rss_bytes, rss_bytes: the most over the timed steps, by the operating system.
         plain_default_seconds, plain_tuned_seconds: plain steps with glibc's own and with ebbtide's allocator settings.
-        plain_seconds: the smaller of the two in each round.
+        plain_seconds: the smaller of the two, of all rounds together: the smaller one of each round would often be the
+            one whose process happened to be quick.
         ratio: ``seconds / plain_seconds``.
         turn_ratio: the median, over turns, of a step's seconds by those of a plain step of the same turn: the same
             thing, less moved by a machine whose speed drifts.
         own_ratio: the same against plain steps in its own process, none for peers. Two processes that both run plain
             steps differ by 2 to 3 % for as long as they live; this tells that from what ebbtide costs.
         bound: a ratio that no plan can beat, on the planner's own figures.
-        all_seconds, all_plain_seconds: medians of each turn's steps; those of the quicker plain ones.
+        all_seconds, all_default_seconds, all_tuned_seconds: medians of each turn's steps; those of the plain ones.
         all_own_ratios: of each turn, see ``own_ratio``.
         gradients_identical, buffers_identical: bit for bit those of a plain step from the same state.
     """
@@ -86,7 +87,8 @@ class Record:
     gradients_identical: bool
     buffers_identical: bool
     all_seconds: list[float]
-    all_plain_seconds: list[float]
+    all_default_seconds: list[float]
+    all_tuned_seconds: list[float]
     all_own_ratios: list[float]
 
 
@@ -224,11 +226,9 @@ def _record(
     own_ratios: list[float],
 ) -> Record:
     worker = contender.worker
-    seconds = {each: statistics.median(map(_seconds, takes[each])) for each in takes}
     rss_bytes = {each: max(take["rss_bytes"] for take in takes[each]) for each in takes}
     default, tuned = (each.worker for each in plain)
-    quicker = default if seconds[default] < seconds[tuned] else tuned
-    all_seconds, all_plain_seconds = (list(map(_seconds, takes[each])) for each in (worker, quicker))
+    all_seconds, all_default, all_tuned = (list(map(_seconds, takes[each])) for each in (worker, default, tuned))
     facts = worker.ask("facts")
     # Last, for both leave a heap that a training loop would not: one runs a plain step in the worker's process.
     counted = worker.ask("count")
@@ -248,47 +248,47 @@ def _record(
         predicted_physical_bytes=facts.get("predicted_physical_bytes"),
         plain_rss_bytes=rss_bytes[default],
         rss_bytes=rss_bytes[worker],
-        plain_default_seconds=seconds[default],
-        plain_tuned_seconds=seconds[tuned],
-        plain_seconds=seconds[quicker],
-        seconds=seconds[worker],
         predicted_seconds=facts.get("predicted_seconds"),
-        ratio=seconds[worker] / seconds[quicker],
-        turn_ratio=_turn_ratio(all_seconds, all_plain_seconds),
-        own_ratio=statistics.median(own_ratios) if own_ratios else None,
         bound=None if bound_seconds is None else bound_seconds / facts["predicted_plain_seconds"],
         gradients_identical=same["gradients_identical"],
         buffers_identical=same["buffers_identical"],
-        all_seconds=all_seconds,
-        all_plain_seconds=all_plain_seconds,
-        all_own_ratios=own_ratios,
+        **_times(all_seconds, all_default, all_tuned, own_ratios),
     )
 
 
-def _turn_ratio(seconds: Sequence[float], plain_seconds: Sequence[float]) -> float:
-    return statistics.median(a / b for a, b in zip(seconds, plain_seconds, strict=True))
+def _times(
+    all_seconds: list[float], all_default: list[float], all_tuned: list[float], own_ratios: list[float]
+) -> dict[str, Any]:
+    """The fields of `Record` that follow from what each turn took."""
+    default, tuned = statistics.median(all_default), statistics.median(all_tuned)
+    seconds, plain, all_plain = statistics.median(all_seconds), *min((default, all_default), (tuned, all_tuned))
+    return {
+        "plain_default_seconds": default,
+        "plain_tuned_seconds": tuned,
+        "plain_seconds": plain,
+        "seconds": seconds,
+        "ratio": seconds / plain,
+        "turn_ratio": statistics.median(a / b for a, b in zip(all_seconds, all_plain, strict=True)),
+        "own_ratio": statistics.median(own_ratios) if own_ratios else None,
+        "all_seconds": all_seconds,
+        "all_default_seconds": all_default,
+        "all_tuned_seconds": all_tuned,
+        "all_own_ratios": own_ratios,
+    }
 
 
 def pooled(rounds: Sequence[Record]) -> Record:
     """One record of a case that was run several times, in new processes: times of all, bytes of the last."""
-    all_seconds = [seconds for record in rounds for seconds in record.all_seconds]
-    all_plain_seconds = [seconds for record in rounds for seconds in record.all_plain_seconds]
-    own_ratios = [ratio for record in rounds for ratio in record.all_own_ratios]
-    seconds, plain_seconds = statistics.median(all_seconds), statistics.median(all_plain_seconds)
     return dataclasses.replace(
         rounds[-1],
-        plain_default_seconds=statistics.median(record.plain_default_seconds for record in rounds),
-        plain_tuned_seconds=statistics.median(record.plain_tuned_seconds for record in rounds),
-        plain_seconds=plain_seconds,
-        seconds=seconds,
-        ratio=seconds / plain_seconds,
-        turn_ratio=_turn_ratio(all_seconds, all_plain_seconds),
-        own_ratio=statistics.median(own_ratios) if own_ratios else None,
         gradients_identical=all(record.gradients_identical for record in rounds),
         buffers_identical=all(record.buffers_identical for record in rounds),
-        all_seconds=all_seconds,
-        all_plain_seconds=all_plain_seconds,
-        all_own_ratios=own_ratios,
+        **_times(
+            [seconds for record in rounds for seconds in record.all_seconds],
+            [seconds for record in rounds for seconds in record.all_default_seconds],
+            [seconds for record in rounds for seconds in record.all_tuned_seconds],
+            [ratio for record in rounds for ratio in record.all_own_ratios],
+        ),
     )
 
 

@@ -71,7 +71,8 @@ RECORD = Record(
     gradients_identical=True,
     buffers_identical=True,
     all_seconds=[1.02],
-    all_plain_seconds=[1.0],
+    all_default_seconds=[1.1],
+    all_tuned_seconds=[1.0],
     all_own_ratios=[1.01],
 )
 
@@ -94,12 +95,14 @@ def test_rounds_are_pooled_turn_by_turn() -> None:
         RECORD,
         peak_bytes=580,
         all_seconds=[2.0, 2.2, 2.4],
-        all_plain_seconds=[2.0, 2.0, 2.0],
+        all_default_seconds=[1.9, 2.3, 2.3],  # one process was quick by chance
+        all_tuned_seconds=[2.0, 2.0, 2.0],
         all_own_ratios=[1.03, 1.0],
         buffers_identical=False,
     )
     record = pooled([RECORD, slow])
     assert (record.seconds, record.plain_seconds, record.peak_bytes) == (2.1, 2.0, 580)
+    assert (record.plain_default_seconds, record.plain_tuned_seconds) == pytest.approx((2.1, 2.0))
     assert (record.ratio, record.turn_ratio, record.own_ratio) == pytest.approx((1.05, (1.02 + 1.1) / 2, 1.01))
     assert (record.gradients_identical, record.buffers_identical) == (True, False)
     assert pooled([RECORD]).turn_ratio == RECORD.turn_ratio

@@ -209,6 +209,11 @@ def plain_peak_bytes(step: Step) -> int:
     return int(_plain_memory(Facts.of(step)).max(initial=step.resting_bytes))
 
 
+def plain_memory(step: Step) -> list[int]:
+    """Bytes held at each moment without a plan, resting ones included."""
+    return [int(size_bytes) for size_bytes in _plain_memory(Facts.of(step))]
+
+
 def _plain_memory(facts: Facts) -> Ints:
     step = facts.step
     change = np.zeros(step.moments + 1, dtype=np.int64)

@@ -25,9 +25,10 @@ that is like this one. If there is any way to leave out parts so that the rest a
    tensors than are saved, if to any, and is not used: see `Recipe.makes`.
 3. Little is learnt from such a step: that it came, and what of the plan is as it should be, as a step that leaves out
    nothing may never come again. What has to be compared before it is computed again, and does not come, moves out.
-4. What comes after the part that is left out may need memory that the larger kind makes room for only later. For a
-   known kind it is worked out before, event by event, whether there is enough; an unknown one may pass the limit,
-   which is found out by counting one now and then: see `ebbtide.run.parts`.
+4. What comes after the part that is left out may need memory that the larger kind makes room for only later, and what
+   the user keeps for longer may be away in the larger kind. For a known kind it is worked out before, event by event,
+   whether there is enough: see `ebbtide.run.covering`. An unknown one may pass the limit, which is found out by
+   counting one now and then: see `ebbtide.run.parts`.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import torch
 
 from ebbtide.observe.ledger import has_storage, sizes, storage_wrapper_count, use_count
+from ebbtide.run.covering import can_run, look_alike
 from ebbtide.run.holdings import ChangedError, Holding
 from ebbtide.run.script import Saving, Script, Treatment
 
@@ -132,7 +134,7 @@ class Library:
         what that expects, and it leaves them enough memory."""
         key = id(script), id(other), event
         if key not in self._covered:
-            self._covered[key] = _can_run(script, other, event)
+            self._covered[key] = can_run(script, other, event)
         return self._covered[key]
 
     def also_held(self, script: Script) -> frozenset[int]:
@@ -145,79 +147,6 @@ class Library:
                 found.update(held[: bisect.bisect_left(held, alike(script, other.script))] if held else ())
             self._also_held[key] = frozenset(n for n in found if script.savings[n].treatment == Treatment.KEEP)
         return self._also_held[key]
-
-
-def next_like(script: Script, event: int, is_next: Callable[[int], bool]) -> int | None:
-    """The first event, from ``event`` on and before anything is asked for, at which a tensor is saved that ``is_next``
-    says so of, by its number."""
-    for place in range(event, len(script.expected)):
-        number = script.expected[place]
-        if number < 0:
-            break
-        if is_next(number):
-            return place
-    return None
-
-
-def _can_run(script: Script, other: Script, first: int) -> bool:
-    """Whether ``script`` can run steps of ``other`` from event ``first`` of both on. See `Library.covers`."""
-    most = script.limit_bytes - script.resting_bytes
-    names = {number: number for number in range(other.numbers[first])}
-    values, theirs = dict[int, int](), dict[int, int]()
-    there, early, place = set(names), set[int](), first - 1
-    for number in names:
-        values.setdefault(script.savings[number].value, other.savings[number].value)
-        theirs.setdefault(other.savings[number].value, script.savings[number].value)
-    for event in range(max(first - 1, 0), len(other.expected)):
-        number = other.expected[event]
-        if event >= first and number >= 0:
-            saved = other.savings[number]
-            found = _next_save(script, place + 1, saved, values)
-            if found is None:
-                return False
-            place = found
-            names[number] = script.expected[place]
-            value = script.savings[names[number]].value
-            # Two values where one is planned for hold more, and one where there are two is not let go of.
-            if (values.setdefault(value, saved.value), theirs.setdefault(saved.value, value)) != (saved.value, value):
-                return False
-            there.add(names[number])
-        elif event >= first:
-            place = _next_request(script, place, names[~number], there, early)
-        if script.alive[max(place, 0)] + other.headroom[event] > most:
-            return False
-    return True
-
-
-def _next_save(script: Script, event: int, saving: Saving, values: Mapping[int, int]) -> int | None:
-    """The save that a step goes on with, which compares values as far as they are held: ``values`` are those of the
-    other script by those of this one."""
-
-    def is_next(number: int) -> bool:
-        ours = script.savings[number]
-        is_known = ours.treatment != Treatment.KEEP and not ours.first
-        return _look_alike(ours, saving) and not (is_known and values.get(ours.value, saving.value) != saving.value)
-
-    return next_like(script, event, is_next)
-
-
-def _next_request(script: Script, event: int, number: int, there: Collection[int], early: set[int]) -> int:
-    """At which event, after ``event``, a saved tensor is asked for, or that itself if another one comes before: what is
-    asked for ``early`` is passed by later, as is what is not ``there``."""
-    for place in range(event + 1, len(script.expected)):
-        other = ~script.expected[place]
-        if other == number:
-            return place
-        if other in early:
-            early.remove(other)
-        elif other in there:
-            break
-    early.add(number)
-    return event
-
-
-def _look_alike(one: Saving, two: Saving) -> bool:
-    return one.dtype is two.dtype and one.shape == two.shape
 
 
 def is_like(tensor: torch.Tensor, saving: Saving) -> bool:
@@ -243,7 +172,7 @@ def alike(one: Script, other: Script) -> int:
     if same < most or not most:
         return max(same - 1, 0)
     last, last_other = one.savings[most - 1], other.savings[most - 1]
-    return most - (not _look_alike(last, last_other))
+    return most - (not look_alike(last, last_other))
 
 
 def _begin_alike(one: Script, other: Script) -> bool:

@@ -18,6 +18,7 @@ from ebbtide.decisions import Decision, Offload, Plan, Recompute
 from ebbtide.errors import PlanError
 from ebbtide.plan.problem import replayable_from
 from ebbtide.run.calls import KnownOp
+from ebbtide.run.footprint import Footprint, footprint_of
 from ebbtide.run.stretches import next_saves, one_stretch, stretches
 from ebbtide.step import EXTERNAL, Absence, Event, Saved, Step
 
@@ -107,6 +108,7 @@ class Script:
         resting_bytes: alive at rest.
         alive: by event, bytes alive above those at rest.
         headroom: by event, bytes that the ops up to the next event take at most above what is alive at it.
+        footprint: what such steps hold without a plan, and what the plan has away.
         prefixes: by number of the saved tensor, a hash of those saved before it.
         held: numbers of the saved tensors that do not just stay, ascending.
         kept: by event: the form of the saved tensor that is expected, if all that happens there is that it is kept,
@@ -129,6 +131,7 @@ class Script:
     resting_bytes: int
     alive: tuple[int, ...]
     headroom: tuple[int, ...]
+    footprint: Footprint
     prefixes: tuple[int, ...]
     held: tuple[int, ...]
     kept: tuple[Form | None, ...]
@@ -190,6 +193,7 @@ def write_script(step: Step, plan: Plan, memory: Sequence[int], *, captures_all:
         resting_bytes=plan.resting_bytes,
         alive=tuple(memory[moment] - plan.resting_bytes for moment in step.event_moments()),
         headroom=_headroom(step, memory),
+        footprint=footprint_of(step, plan.decisions, memory),
         prefixes=_prefixes(step.saved),
         held=tuple(n for n, saving in enumerate(savings) if saving.treatment != Treatment.KEEP),
         kept=_kept(step.events, actions, savings),

@@ -20,7 +20,8 @@ from collections.abc import Callable
 import torch
 
 from ebbtide.run.capture import CaptureMode
-from ebbtide.run.forks import Known, Library, catch_up, is_like, is_smaller, next_like, remade_alike, renumbered
+from ebbtide.run.covering import next_like
+from ebbtide.run.forks import Known, Library, catch_up, is_like, is_smaller, remade_alike, renumbered
 from ebbtide.run.holdings import is_plain, version_of
 from ebbtide.run.keeper import Keeper
 from ebbtide.run.passes import in_pass

@@ -1,0 +1,136 @@
+"""Whether the plan of one kind of step can run steps of another, which save a part of what it expects.
+
+NOTE [What is held]
+At each event of such a step that is what the step holds without a plan, less what the plan that is followed has away
+and this step's user has let go of. What he keeps for longer than in steps of the plan's kind is there until then, and
+comes back as a second copy if it is fetched before. What recipes take, they take as in the plan.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from ebbtide.run.footprint import Gap
+from ebbtide.run.script import Saving, Script, Treatment
+
+
+def can_run(script: Script, other: Script, first: int) -> bool:
+    """Whether ``script`` can run steps of ``other`` from event ``first`` of both on: what they save is a part of what
+    that expects, and it leaves them enough memory. Time O(events)."""
+    found = _places(script, other, first)
+    if found is None:
+        return False
+    places, values = found
+    more = _held_more(script, other, places, values)
+    ours, theirs = script.footprint, other.footprint
+    for event, place in enumerate(places[first:], first):
+        held = theirs.plain[event] + ours.besides[max(place, 0)]
+        between = theirs.plain_between[event] + ours.besides_between[max(place, 0)]
+        if max(held, between) + more[event] > script.limit_bytes:
+            return False
+    return True
+
+
+def _places(script: Script, other: Script, first: int) -> tuple[list[int], dict[int, int]] | None:
+    """At which event of ``script`` a step of ``other`` is, by its own events, and what ``other`` calls the values of
+    ``script``; None if the step saves what is no part of what ``script`` expects."""
+    names = {number: number for number in range(other.numbers[first])}
+    values, theirs = dict[int, int](), dict[int, int]()
+    there, early, places = set(names), set[int](), list(range(first))
+    for number in names:
+        values.setdefault(script.savings[number].value, other.savings[number].value)
+        theirs.setdefault(other.savings[number].value, script.savings[number].value)
+    place = first - 1
+    for number in other.expected[first:]:
+        if number >= 0:
+            saved = other.savings[number]
+            found = _next_save(script, place + 1, saved, values)
+            if found is None:
+                return None
+            place = found
+            names[number] = script.expected[place]
+            value = script.savings[names[number]].value
+            # Two values where one is planned for hold more, and one where there are two is not let go of.
+            if (values.setdefault(value, saved.value), theirs.setdefault(saved.value, value)) != (saved.value, value):
+                return None
+            there.add(names[number])
+        else:
+            place = _next_request(script, place, names[~number], there, early)
+        places.append(place)
+    return places, values
+
+
+def _held_more(script: Script, other: Script, places: Sequence[int], values: Mapping[int, int]) -> list[int]:
+    """By event of ``other``: what its values take besides what they do without a plan, mostly less than nothing."""
+    change = [0] * (len(places) + 1)
+
+    def add(first: int, end: int, size_bytes: int) -> None:
+        if first < end:
+            change[first] += size_bytes
+            change[end] -= size_bytes
+
+    last = {other.savings[~number].value: event for event, number in enumerate(other.expected) if number < 0}
+    for value, named in values.items():
+        theirs = other.footprint.gaps.get(named, ())
+        for gap in script.footprint.gaps.get(value, ()):
+            if gap.stays:
+                continue
+            leaves, returns = (bisect.bisect_left(places, place) for place in (gap.leaves, gap.returns))
+            for each in theirs:
+                add(max(leaves, each.opens), min(returns, each.closes), -gap.size_bytes)
+            add(returns, _let_go(theirs, leaves, last.get(named, 0)), gap.size_bytes)
+    return list(itertools.accumulate(change[:-1]))
+
+
+def _let_go(gaps: Sequence[Gap], leaves: int, last: int) -> int:
+    """The event by which the user has let go of what leaves at event ``leaves``, or autograd, which asks for it
+    ``last`` of all."""
+    if any(gap.opens <= leaves < gap.closes for gap in gaps):
+        return leaves
+    return min((gap.opens for gap in gaps if gap.opens > leaves), default=last)
+
+
+def _next_save(script: Script, event: int, saving: Saving, values: Mapping[int, int]) -> int | None:
+    """The save that a step goes on with, which compares values as far as they are held: ``values`` are those of the
+    other script by those of this one."""
+
+    def is_next(number: int) -> bool:
+        ours = script.savings[number]
+        is_known = ours.treatment != Treatment.KEEP and not ours.first
+        return look_alike(ours, saving) and not (is_known and values.get(ours.value, saving.value) != saving.value)
+
+    return next_like(script, event, is_next)
+
+
+def next_like(script: Script, event: int, is_next: Callable[[int], bool]) -> int | None:
+    """The first event, from ``event`` on and before anything is asked for, at which a tensor is saved that ``is_next``
+    says so of, by its number."""
+    for place in range(event, len(script.expected)):
+        number = script.expected[place]
+        if number < 0:
+            break
+        if is_next(number):
+            return place
+    return None
+
+
+def _next_request(script: Script, event: int, number: int, there: Collection[int], early: set[int]) -> int:
+    """At which event, after ``event``, a saved tensor is asked for, or that itself if another one comes before: what is
+    asked for ``early`` is passed by later, as is what is not ``there``."""
+    for place in range(event + 1, len(script.expected)):
+        other = ~script.expected[place]
+        if other == number:
+            return place
+        if other in early:
+            early.remove(other)
+        elif other in there:
+            break
+    early.add(number)
+    return event
+
+
+def look_alike(one: Saving, two: Saving) -> bool:
+    """Whether both are of one type and shape."""
+    return one.dtype is two.dtype and one.shape == two.shape
