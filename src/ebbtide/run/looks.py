@@ -48,10 +48,11 @@ class Looks:
 
     def again(self, number: int, *, ops_only: bool) -> None:
         """Step ``number`` has left its plan, or if ``ops_only`` just run other ops: observe the next ones, unless too
-        many were observed in vain, and the one that comes as long after it as it came after the last such step."""
+        many were observed in vain, and the one that comes as long after it as it came after the last such step or, if
+        it is the first, after the loop began."""
         if not ops_only:
             self._left_at, gap = number, number - self._left_at
-            self._at = number + gap if gap <= number else -1
+            self._at = number + gap
         looks, share = (CHANGED_LOOKS, _VAIN_SHARE_OPS) if ops_only else (self._next, _VAIN_SHARE)
         if self._vain + looks <= _VAIN_LOOKS + share * (number + 1):
             self.left = looks

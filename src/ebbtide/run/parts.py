@@ -23,7 +23,8 @@ class Parts:
     """When to count steps which leave out some of what is planned for, and what to do once one has passed the limit.
 
     What a step leaves out is known at its end, and to count it begins with it. So the step is counted that comes as
-    long after such a step as that came after the last one of its kind or, if it is the first, of any.
+    long after such a step as that came after the last one of its kind or, if it is the first, of any or, if it is the
+    first of all, after the loop began.
 
     Attributes:
         due: the number of that step.
@@ -60,7 +61,7 @@ class Parts:
         last = self._seen.get(key, self._last)
         if peak_bytes is not None and peak_bytes <= kind.plan.limit_bytes:
             fit.add(key)
-        if key not in fit and last >= 0:
+        if key not in fit:
             self.due = 2 * number - last
         self._last = self._seen[key] = number
         self._seen.move_to_end(key)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ebbtide.observe.recorder import Recorder
 from ebbtide.observe.uncompiled import never_compiled
 from ebbtide.observe.wrapped import inside
 from ebbtide.run.allocator import Trimmer
-from ebbtide.run.holdings import Holding, Kept, View, is_plain, keep, only_held_once
+from ebbtide.run.holdings import Holding, Kept, View, is_plain, keep, only_held_once, view_of
 from ebbtide.run.hooks import go_late
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.wrapped import Handle, Outer, wrap_like
@@ -101,8 +101,8 @@ class SafePolicy:
         self._tier = tier
         self._other_bytes = other_bytes
         self._wrapper = storage_wrapper_count()
-        self._held: dict[int, weakref.ref[_CachedHolding]] = {}
-        self._cache: collections.OrderedDict[int, weakref.ref[_CachedHolding]] = collections.OrderedDict()
+        self._held: dict[int, weakref.ref[Holding]] = {}
+        self._cache: collections.OrderedDict[int, weakref.ref[Holding]] = collections.OrderedDict()
         self._last_live_bytes = 0
         self._growth_bytes = 0
         self.is_over = False
@@ -111,9 +111,22 @@ class SafePolicy:
         """Move nothing any more: the step is over, but its hooks are on still, in another thread."""
         self.is_over, self._limit_bytes = True, None
 
-    def assume(self, other_bytes: int) -> None:
-        """At least so many bytes are alive besides what is held here."""
-        self._other_bytes = max(self._other_bytes, other_bytes)
+    def take_over(self, held: Iterable[Holding], live_bytes: int, growth_bytes: int) -> None:
+        """A plan is left, and what it has ``held`` moves as if it had been saved here.
+
+        Args:
+            live_bytes: at least so many bytes are alive now.
+            growth_bytes: so many more are taken at most from one hook to the next, as far as the plan knows.
+        """
+        here = [holding for holding in held if holding.tensor is not None]
+        for holding in here:
+            self._held[holding.identity] = reference = weakref.ref(holding)
+            if holding.size_bytes >= LEAST_MOVED_BYTES:
+                self._cache[id(holding)] = reference
+        self._other_bytes = max(self._other_bytes, live_bytes - sum(holding.size_bytes for holding in here))
+        self._growth_bytes = max(self._growth_bytes, growth_bytes)
+        self._last_live_bytes = self._live_bytes()
+        self._make_room()
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -163,6 +176,8 @@ class SafePolicy:
             holding = self._hold(tensor, identity, number)
         elif holding.streams is not None:  # maybe on another stream
             self._tier().expect(tensor.device)
+        if not isinstance(holding, _CachedHolding):  # one that was taken over
+            return view_of(holding, tensor, number)
         view = _CachedView(holding, tensor, number, self)
         if recorder is not None:
             view.record = recorder.storage_of(number)
@@ -234,9 +249,9 @@ class SafePolicy:
         if self._trimmer is not None:
             self._trimmer.check(live - self._resting_bytes(), self._growth_bytes)
 
-    def _evict(self, holding: _CachedHolding) -> None:
+    def _evict(self, holding: Holding) -> None:
         holding.send(self._tier())
-        if holding.recorder is not None:
+        if isinstance(holding, _CachedHolding) and holding.recorder is not None:
             holding.recorder.storages.evicted(holding.record)
             holding.recorder.storages.held(holding.record, -1)
         holding.release()

@@ -7,8 +7,8 @@ script expects: see NOTE [Going over] and NOTE [Leaving out] in `ebbtide.run.for
 expected is no reason to leave, here or in the other script, as long as what was saved before the first such tensor is
 the same in both; nor are ops that are not the recorded ones, since the step may turn out to be of another kind: no more
 calls are captured then, and what they should make again moves out instead. Otherwise the plan is left: what is held
-stays valid (a holding never needs the script), new saves go to the safe policy, and what is asked for comes back on
-demand.
+stays valid (a holding never needs the script) and goes to the safe policy, as do new saves, and what is asked for comes
+back on demand.
 """
 
 from __future__ import annotations
@@ -300,6 +300,7 @@ class Tracker(Keeper):
         """Leave the plan. See NOTE [Leaving the plan]."""
         if not self.left:
             self.left = reason
-            self._safe.assume(self.script.alive_at(self._event))
+            held = [holding for value in self._held if (holding := self._holding(value)) is not None]
+            self._safe.take_over(held, self.script.alive_at(self._event), max(self.script.headroom, default=0))
             if self._capture is not None:
                 self._capture.forget()
