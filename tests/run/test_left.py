@@ -1,4 +1,4 @@
-"""A step that leaves its plan: what the plan has held moves out, as what is saved later does, before memory is short."""
+"""A step that leaves its plan: what that has held moves out, as what is saved later does, before memory is short."""
 
 from __future__ import annotations
 

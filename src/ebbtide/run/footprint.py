@@ -53,6 +53,11 @@ class Footprint:
     besides_between: tuple[int, ...]
     gaps: dict[int, tuple[Gap, ...]]
 
+    @property
+    def growth_bytes(self) -> int:
+        """What ops take at most from one event to the next."""
+        return max((most - alive for alive, most in zip(self.plain, self.plain_between, strict=True)), default=0)
+
 
 def footprint_of(step: Step, decisions: Sequence[Decision], memory: Sequence[int]) -> Footprint:
     """The footprint of ``step``.

@@ -301,6 +301,6 @@ class Tracker(Keeper):
         if not self.left:
             self.left = reason
             held = [holding for value in self._held if (holding := self._holding(value)) is not None]
-            self._safe.take_over(held, self.script.alive_at(self._event), max(self.script.headroom, default=0))
+            self._safe.take_over(held, self.script.alive_at(self._event), self.script.footprint.growth_bytes)
             if self._capture is not None:
                 self._capture.forget()
