@@ -295,8 +295,8 @@ class Conductor(Tracker):
     def retire(self, reason: str) -> None:
         """Leave the plan for good: the step is over, but its hooks are on still, in another thread."""
         with self._lock:
+            self._safe.retire()  # before it takes over what is held, which stays where it is
             self.leave(reason)
-            self._safe.retire()
 
     def _take_up(self, script: Script) -> None:
         super()._take_up(script)

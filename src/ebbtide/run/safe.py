@@ -118,7 +118,7 @@ class SafePolicy:
             live_bytes: at least so many bytes are alive now.
             growth_bytes: so many more are taken at most from one hook to the next, as far as the plan knows.
         """
-        here = [holding for holding in held if holding.tensor is not None]
+        here = [holding for holding in held if holding.tensor is not None and self._counts(holding.tensor)]
         for holding in here:
             self._held[holding.identity] = reference = weakref.ref(holding)
             if holding.size_bytes >= LEAST_MOVED_BYTES:
@@ -191,14 +191,17 @@ class SafePolicy:
         holding.fill(tensor)
         self._held[identity] = weakref.ref(holding)
         self.seen_bytes[tensor.device] += holding.size_bytes
-        counts = self._memory is None or self._memory.size_of(tensor.untyped_storage()) > 0
-        if counts and holding.size_bytes >= LEAST_MOVED_BYTES:
+        if self._counts(tensor) and holding.size_bytes >= LEAST_MOVED_BYTES:
             self._cache[id(holding)] = self._held[identity]
             if self._limit_bytes is not None:
                 holding.streams = self._tier().expect(tensor.device)
         if recorder is not None:
             recorder.storages.held(holding.record, 1)
         return holding
+
+    def _counts(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies in the memory that the limit is for."""
+        return self._memory is None or self._memory.size_of(tensor.untyped_storage()) > 0
 
     def _show(self, handle: Handle) -> torch.Tensor:
         if isinstance(handle, Outer) and isinstance(view := handle.view, _CachedView):

@@ -300,7 +300,7 @@ class Tracker(Keeper):
         """Leave the plan. See NOTE [Leaving the plan]."""
         if not self.left:
             self.left = reason
-            held = [holding for value in self._held if (holding := self._holding(value)) is not None]
-            self._safe.take_over(held, self.script.alive_at(self._event), self.script.footprint.growth_bytes)
             if self._capture is not None:
                 self._capture.forget()
+            held = [holding for value in self._held if (holding := self._holding(value)) is not None]
+            self._safe.take_over(held, self.script.alive_at(self._event), self.script.footprint.growth_bytes)
