@@ -23,8 +23,6 @@ pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans", "plans_stay"
 
 BLOCKS, WIDTH, BATCH = 8, 64, 256
 EVERY = tuple(range(BLOCKS))
-END = BLOCKS
-"""A place behind the last block, and behind the loss."""
 Keeps = Mapping[int, int]
 """Which blocks' outputs the user keeps, each until which block has run."""
 

@@ -18,7 +18,10 @@ from ebbtide.run.script import Saving, Script, Treatment
 
 def can_run(script: Script, other: Script, first: int) -> bool:
     """Whether ``script`` can run steps of ``other`` from event ``first`` of both on: what they save is a part of what
-    that expects, and it leaves them enough memory. Time O(events)."""
+    that expects, and it leaves them enough memory.
+
+    Both agree before ``first``. Time O(events + values x log events), where next to nothing is left out.
+    """
     found = _places(script, other, first)
     if found is None:
         return False
@@ -63,7 +66,12 @@ def _places(script: Script, other: Script, first: int) -> tuple[list[int], dict[
 
 
 def _held_more(script: Script, other: Script, places: Sequence[int], values: Mapping[int, int]) -> list[int]:
-    """By event of ``other``: what its values take besides what they do without a plan, mostly less than nothing."""
+    """By event of ``other``: bytes that its values take besides those without a plan, mostly less than none.
+
+    Args:
+        places: by event of ``other``, that of ``script``; ascending.
+        values: what ``other`` calls the values of ``script`` that it has.
+    """
     change = [0] * (len(places) + 1)
 
     def add(first: int, end: int, size_bytes: int) -> None:
@@ -80,13 +88,13 @@ def _held_more(script: Script, other: Script, places: Sequence[int], values: Map
             leaves, returns = (bisect.bisect_left(places, place) for place in (gap.leaves, gap.returns))
             for each in theirs:
                 add(max(leaves, each.opens), min(returns, each.closes), -gap.size_bytes)
-            add(returns, _let_go(theirs, leaves, last.get(named, 0)), gap.size_bytes)
+            add(returns, _gone_from(theirs, leaves, last.get(named, 0)), gap.size_bytes)
     return list(itertools.accumulate(change[:-1]))
 
 
-def _let_go(gaps: Sequence[Gap], leaves: int, last: int) -> int:
-    """The event by which the user has let go of what leaves at event ``leaves``, or autograd, which asks for it
-    ``last`` of all."""
+def _gone_from(gaps: Sequence[Gap], leaves: int, last: int) -> int:
+    """The event from which on only autograd has what the plan lets go of at event ``leaves``; if the user never lets go
+    of it, the one at which it is asked for ``last``."""
     if any(gap.opens <= leaves < gap.closes for gap in gaps):
         return leaves
     return min((gap.opens for gap in gaps if gap.opens > leaves), default=last)

@@ -17,9 +17,13 @@ from ebbtide.step import Absence, Step
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gap:
-    """An absence in events: from ``opens`` on until just before ``closes`` nothing but autograd has the value.
+    """An absence, in events.
 
-    From ``leaves`` on until just before ``returns`` the plan has it away; both are ``closes`` if it stays.
+    Attributes:
+        opens, closes: from the one on until just before the other nothing but autograd has the value.
+        leaves, returns: from the one on until just before the other the plan has it away; both are ``closes`` if it
+            stays.
+        size_bytes: of the value.
     """
 
     opens: int
