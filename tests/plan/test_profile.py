@@ -13,21 +13,26 @@ from ebbtide.machine import Link, Machine, Tier
 from ebbtide.plan import find_recipes, plain_peak_bytes, simulate, solve
 from ebbtide.plan.follow import Move, Trip, follow
 from ebbtide.plan.problem import Problem
-from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, profile
+from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, needs_of, profile
 from ebbtide.plan.recipes import deeper_recipes
 from ebbtide.step import Step
 from tests.plan.limits import limit_at
 from tests.plan.random_steps import KIB, MIB, Tape, disk_machine, lone_machine, network_step, random_step
 
 
+def ways(candidates: Candidates) -> list[list[int]]:
+    """The modes that each candidate may have."""
+    columns = zip(candidates.can_offload, candidates.can_recompute, candidates.deepest().tolist(), strict=True)
+    return [
+        [KEEP, *([OFFLOAD] * bool(possible)), *(range(RECOMPUTE, deepest + 1) if again else ())]
+        for possible, again, deepest in columns
+    ]
+
+
 def random_modes(candidates: Candidates, seed: int) -> list[int]:
     """Any possible mode for each candidate, by chance."""
     dice = random.Random(seed)
-    columns = zip(candidates.can_offload, candidates.can_recompute, candidates.deepest().tolist(), strict=True)
-    return [
-        dice.choice([KEEP, *([OFFLOAD] * bool(possible)), *(range(RECOMPUTE, deepest + 1) if again else ())])
-        for possible, again, deepest in columns
-    ]
+    return [dice.choice(possible) for possible in ways(candidates)]
 
 
 def with_deeper(step: Step, problem: Problem) -> Candidates:
@@ -56,7 +61,7 @@ def test_profile_is_what_the_simulator_finds(seed: int) -> None:
         elif mode == OFFLOAD:
             first, end = int(candidates.release[place]), int(candidates.closes[place])
             moves[number] = Trip("disk", int(candidates.out[place]), first, end)
-    found = profile(problem, candidates, np.array(modes, dtype=np.int8))
+    found = profile(needs_of(problem, candidates), np.array(modes, dtype=np.int8))
     course = follow(problem, moves)
     assert int(found.level.max()) == int(course.memory.max())
     assert (found.level <= course.memory).all()

@@ -47,6 +47,13 @@ class Bound:
     columns: int = 0
     merged: bool = False
 
+    @classmethod
+    def plain(cls, problem: Problem) -> Bound:
+        """What needs no program: no plan takes less than the step does without one."""
+        nothing = np.zeros(len(problem.step.absences))
+        seconds = min(problem.step.plain_seconds, float(problem.clock[-1]))
+        return cls(seconds, np.zeros(problem.step.moments), nothing, nothing)
+
 
 def lower_bound(
     step: Step,
@@ -72,12 +79,11 @@ def bound_of(
     problem: Problem, limit_bytes: int | Ints, *, banned: Set[int] = frozenset(), most_groups: int = MOST_GROUPS
 ) -> Bound:
     """`lower_bound` of a step and a machine that are indexed already; the limit may differ from moment to moment."""
-    nothing = np.zeros(len(problem.step.absences))
-    plain_seconds, moments = min(problem.step.plain_seconds, float(problem.clock[-1])), problem.step.moments
+    plain, moments = Bound.plain(problem), problem.step.moments
     if problem.resting_bytes <= np.min(limit_bytes) and bool((problem.plain <= limit_bytes).all()):
-        return Bound(plain_seconds, np.zeros(moments), nothing, nothing)
+        return plain
     if not moments or not problem.step.absences:
-        return Bound(math.inf, np.zeros(moments), nothing, nothing)
+        return dataclasses.replace(plain, seconds=math.inf)
     formulation = formulate(problem, limit_bytes, banned, most_groups)
     program = formulation.program
     rows, columns = len(program.row_lower), len(program.cost)
@@ -91,8 +97,8 @@ def bound_of(
         / formulation.unit_bytes,
     )
     delay = solution.value * formulation.unit_seconds
-    seconds = max(plain_seconds, (plain_seconds + delay) * (1 - ROUNDING))
-    offloaded, recomputed = nothing.copy(), nothing.copy()
+    seconds = max(plain.seconds, (plain.seconds + delay) * (1 - ROUNDING))
+    offloaded, recomputed = plain.offloaded.copy(), plain.recomputed.copy()
     for shares, pairs in ((offloaded, formulation.trips), (recomputed, formulation.replays)):
         np.add.at(shares, pairs[:, 0], solution.columns[pairs[:, 1]])
     return Bound(seconds, prices, offloaded, recomputed, rows, columns, formulation.merged)

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ebbtide.compiled import compiled
+from ebbtide.plan.lower import lower
 from ebbtide.plan.problem import Problem
-from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Mask, Modes
+from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Modes
 from ebbtide.plan.search import Found, Search
 from ebbtide.plan.select import Room
 
@@ -15,7 +17,7 @@ ATTEMPTS = ((True, 0.5), (False, 0.5), (True, 0.25), (False, 0.75))
 """Ways to choose that are tried for each peak: by worst moment or wherever memory is short; where to cut chains."""
 PRECISION = 1e-3
 """Share of the moved bytes within which the least peak is looked for."""
-LOWERING_SECONDS = 0.05
+LOWERING_SECONDS = 0.02
 """About how long small changes are tried in the end."""
 
 
@@ -45,32 +47,13 @@ def least_peak(problem: Problem, candidates: Candidates, tiers: Sequence[str]) -
 
 
 def _lowered(searcher: Search, start: Modes) -> Modes:
-    """Modes of a lower peak than those of ``start``, if changes of one or two of what could be absent at the worst
-    moment find some: what the halving missed, as it takes greedy choices alone."""
-    candidates, selector, random = searcher.candidates, searcher.selector, np.random.default_rng(0)
-    ways = _ways(candidates)
-    found = selector.profile(start)
-    modes, high = start, int(found.level.max())
-    for _ in range(int(LOWERING_SECONDS * 1e6 / searcher.costs()[1])):
-        moment = int(np.argmax(found.level))
-        near = np.flatnonzero((candidates.opens <= moment) & (moment <= candidates.closes))
-        if not near.size:
-            break
-        trial = modes.copy()
-        for place in random.choice(near, size=min(near.size, int(random.integers(1, 3))), replace=False).tolist():
-            trial[place] = random.choice(np.flatnonzero(ways[:, place]))
-        tried = selector.profile(trial)
-        if not tried.nested and int(tried.level.max()) <= high:
-            modes, high, found = trial, int(tried.level.max()), tried
-    return modes
-
-
-def _ways(candidates: Candidates) -> Mask:
-    """Which modes, as rows, each candidate may have."""
-    can_recompute, deepest = candidates.can_recompute, candidates.deepest()
-    kept = np.ones(len(deepest), dtype=np.bool_)
-    modes = np.arange(RECOMPUTE, int(deepest.max(initial=RECOMPUTE)) + 1)
-    return np.vstack((kept, candidates.can_offload, can_recompute & (modes[:, None] <= deepest)))
+    """Modes of a lower peak than those of ``start``, if small changes find some: what the halving missed, as it takes
+    greedy choices alone."""
+    selector = searcher.selector
+    deepest = np.where(selector.can_recompute, selector.deepest, 0)
+    can_offload = searcher.candidates.can_offload
+    lowered: Modes = compiled(lower)(selector.needs, can_offload, deepest, start, LOWERING_SECONDS * 1e6, 0)
+    return lowered
 
 
 def _peak(found: Found) -> int:

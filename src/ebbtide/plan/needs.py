@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,37 +12,43 @@ KEEP, OFFLOAD, RECOMPUTE = range(3)
 """Modes. `RECOMPUTE` is by a candidate's shortest recipe; each number above it is one of its deeper recipes."""
 
 
-def bring_back(
-    plain: Any,
-    headroom: Any,
-    modes: Any,
-    size_bytes: Any,
-    opens: Any,
-    closes: Any,
-    release: Any,
-    order: Any,
-    first_deeper: Any,
-    first_leaf: Any,
-    leaves: Any,
-    replay_seconds: Any,
-    replay_bytes: Any,
-) -> Any:
-    """Memory under ``modes`` with every release and load at its least.
+class Needs(NamedTuple):
+    """What is known of some candidates, as arrays.
 
-    It is one function because a recipe and what it waits for share all of the state; recursion is a stack in it.
-
-    Args:
+    Attributes:
         plain, headroom: per moment, bytes without a plan, and what workspaces of recomputed ops may take besides.
-        modes, size_bytes, opens, closes, release: per candidate.
+        size_bytes, opens, closes, release: per candidate.
         order: candidates by moment of need.
         first_deeper: per candidate the number of its first deeper recipe; that of the shortest is the candidate's own.
         first_leaf, leaves: per recipe where the candidates begin that it reads, with one entry more.
         replay_seconds: per recipe.
         replay_bytes: per recipe the most bytes, and the same with workspaces.
+    """
+
+    plain: Any
+    headroom: Any
+    size_bytes: Any
+    opens: Any
+    closes: Any
+    release: Any
+    order: Any
+    first_deeper: Any
+    first_leaf: Any
+    leaves: Any
+    replay_seconds: Any
+    replay_bytes: Any
+
+
+def bring_back(needs: Needs, modes: Any) -> Any:
+    """Memory under ``modes``, one for each candidate, with every release and load at its least.
+
+    It is one function because a recipe and what it waits for share all of the state; recursion is a stack in it.
 
     Returns:
         The columns of `Profile`, in its order.
     """
+    plain, size_bytes, opens, closes = needs.plain, needs.size_bytes, needs.opens, needs.closes
+    release, first_leaf = needs.release, needs.first_leaf
     moments, count = len(plain), len(modes)
     begin, end, parent = opens.copy(), closes.copy(), np.full(count, -1, np.int64)
     done, recipe = np.zeros(count, np.bool_), np.arange(count)
@@ -50,11 +56,11 @@ def bring_back(
         if modes[place] == OFFLOAD:
             begin[place] = release[place]
         elif modes[place] > RECOMPUTE:
-            recipe[place] = first_deeper[place] + modes[place] - RECOMPUTE - 1
+            recipe[place] = needs.first_deeper[place] + modes[place] - RECOMPUTE - 1
     extra_seconds, excess = np.zeros(moments), np.zeros(moments, np.int64)
     waiting, position = np.empty(DEEPEST_NESTING + 2, np.int64), np.empty(DEEPEST_NESTING + 2, np.int64)
     nested = False
-    for first in order:
+    for first in needs.order:
         if modes[first] < RECOMPUTE or done[first]:
             continue
         moment, added, high, depth = closes[first], 0, 0, 0
@@ -69,7 +75,7 @@ def bring_back(
                     position[depth] = first_leaf[recipe[place] + 1]
             if modes[place] >= RECOMPUTE:
                 if position[depth] < first_leaf[recipe[place] + 1]:
-                    leaf = leaves[position[depth]]
+                    leaf = needs.leaves[position[depth]]
                     position[depth] += 1
                     # A release happens after the recomputations of its own event: the value is still there in them.
                     away = begin[leaf] + (1 if modes[leaf] == OFFLOAD else 0) <= moment < closes[leaf]
@@ -77,9 +83,10 @@ def bring_back(
                         depth += 1
                         waiting[depth], position[depth], parent[leaf] = leaf, -1, place
                     continue
-                taken = max(replay_bytes[recipe[place], 0], replay_bytes[recipe[place], 1] - headroom[moment])
+                own_bytes, with_workspaces = needs.replay_bytes[recipe[place]]
+                taken = max(own_bytes, with_workspaces - needs.headroom[moment])
                 high = max(high, added + taken)
-                extra_seconds[moment] += replay_seconds[recipe[place]]
+                extra_seconds[moment] += needs.replay_seconds[recipe[place]]
             added += size_bytes[place]
             high = max(high, added)
             depth -= 1

@@ -20,7 +20,7 @@ from ebbtide.plan.caution import NO_CEILING
 from ebbtide.plan.needs import KEEP as KEEP
 from ebbtide.plan.needs import OFFLOAD as OFFLOAD
 from ebbtide.plan.needs import RECOMPUTE as RECOMPUTE
-from ebbtide.plan.needs import bring_back
+from ebbtide.plan.needs import Needs, bring_back
 from ebbtide.plan.problem import Facts, Floats, Ints, Problem
 from ebbtide.plan.replay import Replay, check_recipe
 
@@ -256,31 +256,21 @@ class Profile:
     nested: bool
 
 
-def profile(problem: Problem, candidates: Candidates, modes: Modes, headroom: Ints | None = None) -> Profile:
-    """Memory under ``modes``.
+def needs_of(problem: Problem, candidates: Candidates, headroom: Ints | None = None) -> Needs:
+    """What `profile` has to know besides modes.
 
     Args:
         problem: the problem.
         candidates: its candidates.
-        modes: one for each candidate.
         headroom: bytes per moment that workspaces of recomputed ops may take beyond the limit; None if they do not
             count.
     """
     if headroom is None:
         headroom = np.full(problem.step.moments, NO_CEILING, dtype=np.int64)
-    columns = compiled(bring_back)(
-        problem.plain,
-        headroom,
-        modes,
-        candidates.size_bytes,
-        candidates.opens,
-        candidates.closes,
-        candidates.release,
-        candidates.order,
-        candidates.first_deeper,
-        candidates.first_leaf,
-        candidates.leaves,
-        candidates.replay_seconds,
-        candidates.replay_bytes,
-    )
-    return Profile(*columns)
+    columns = (getattr(candidates, name) for name in Needs._fields[2:])
+    return Needs(problem.plain, headroom, *columns)
+
+
+def profile(needs: Needs, modes: Modes) -> Profile:
+    """Memory under ``modes``, one for each candidate."""
+    return Profile(*compiled(bring_back)(needs, modes))

@@ -10,7 +10,7 @@ import numpy as np
 from ebbtide.compiled import compiled
 from ebbtide.plan.caution import NO_CEILING
 from ebbtide.plan.problem import Floats, Ints, Problem
-from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Mask, Modes, Profile, profile
+from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Mask, Modes, Profile, needs_of, profile
 from ebbtide.plan.spans import add_between
 
 MIDDLE = 0.2
@@ -54,14 +54,14 @@ class Selector:
     """Fills and prunes modes for one problem and one `Room`."""
 
     def __init__(self, problem: Problem, candidates: Candidates, room: Room) -> None:
-        self.problem, self.candidates, self.room = problem, candidates, room
+        self.candidates, self.room, self.needs = candidates, room, needs_of(problem, candidates, room.headroom)
         self.can_recompute, self.deepest = candidates.can_recompute, candidates.deepest()
         self.profiles = self.cuts = 0
 
     def profile(self, modes: Modes) -> Profile:
         """Memory under ``modes``."""
         self.profiles += 1
-        return profile(self.problem, self.candidates, modes, self.room.headroom)
+        return profile(self.needs, modes)
 
     def fill(
         self, modes: Modes, prices: Prices, stay: Mask, peak_only: bool, pivot: float, deepen: bool = False

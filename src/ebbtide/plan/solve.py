@@ -69,7 +69,8 @@ def solve(
     """A fast plan for ``step`` that never holds more than ``limit_bytes``. The same arguments give the same plan.
 
     The plan says which time no plan within the limit can beat, under the same ``caution`` about workspaces; that takes
-    some 0.1 s for 1,000 ops, besides the search. Its own time is exact: that of transfers that end when predicted.
+    some 0.1 s for 1,000 ops, besides the search, unless the plan is as fast as the plain step. Its own time is exact:
+    that of transfers that end when predicted.
 
     Args:
         step: the observed step.
@@ -121,9 +122,11 @@ def solve(
         search = Search(problem, candidates, tiers, room, seed, caution)
         search.adopt(least.moves)
         search.start(deepen=search.has_deeper)
-    bound = bound_of(problem, search.room.cap, banned=banned)
     assert search.best is not None
-    enough_seconds = (1 + caution.near_share) * bound.seconds
+    bound, enough = Bound.plain(problem), 1 + caution.near_share
+    if search.best.course.seconds > enough * bound.seconds:
+        bound = bound_of(problem, search.room.cap, banned=banned)
+    enough_seconds = enough * bound.seconds
     if search.best.course.seconds > enough_seconds:
         if search.selector.cuts and search.best.course.seconds > DEEPEN_FAR * bound.seconds:
             search = _deepened(search, bound, limit_bytes, seed, banned)

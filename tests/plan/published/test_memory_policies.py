@@ -11,7 +11,7 @@ from ebbtide.decisions import Offload, Plan, Recompute
 from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.machine import Machine
 from ebbtide.plan import plain_peak_bytes, simulate
-from ebbtide.plan.profile import KEEP, OFFLOAD, profile
+from ebbtide.plan.profile import KEEP, OFFLOAD, needs_of, profile
 from ebbtide.plan.published.transfers import Ground
 from ebbtide.step import Step
 from tests.plan.limits import limit_at
@@ -103,7 +103,7 @@ def test_offload_all_reaches_the_least_that_offloading_can(seed: int) -> None:
     step, machine = random_step(seed, length=4 + seed), QUICK if seed % 2 else SLOW
     ground = Ground.of(step, machine, "offload all")
     modes = np.where(ground.candidates.can_offload, OFFLOAD, KEEP).astype(np.int8)
-    least = int(profile(ground.problem, ground.candidates, modes).level.max())
+    least = int(profile(needs_of(ground.problem, ground.candidates), modes).level.max())
     assert POLICIES["offload all"](step, machine, least).peak_bytes <= least
     with pytest.raises(BudgetError) as caught:
         POLICIES["offload all"](step, machine, least - 1)

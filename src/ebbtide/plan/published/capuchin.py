@@ -15,7 +15,7 @@ from ebbtide.errors import PolicyError
 from ebbtide.machine import Machine
 from ebbtide.plan.follow import Move, Trip, follow
 from ebbtide.plan.problem import Floats, Ints
-from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Modes, Profile, profile
+from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Modes, Profile, needs_of, profile
 from ebbtide.plan.published.layers import slot_after, slot_before
 from ebbtide.plan.published.switches import check_count
 from ebbtide.plan.published.transfers import Ground, Queues, clock_with, held_until
@@ -63,7 +63,8 @@ class _Choice:
         self.ground, self.candidates, self.limit_bytes = ground, ground.candidates, limit_bytes
         problem, candidates = ground.problem, ground.candidates
         self.modes: Modes = np.zeros(len(candidates.absence), dtype=np.int8)
-        self.found: Profile = profile(problem, candidates, self.modes)
+        self._needs = needs_of(problem, candidates)
+        self.found: Profile = profile(self._needs, self.modes)
         peak = int(np.argmax(problem.plain)) if problem.plain.size else 0
         self.places: list[int] = np.flatnonzero((candidates.opens <= peak) & (peak < candidates.closes)).tolist()
         self.swapped: list[int] = []
@@ -124,7 +125,7 @@ class _Choice:
     def _set(self, place: int, mode: int) -> None:
         """Choose ``mode``, unless recipes would then wait for each other too deeply."""
         self.modes[place] = mode
-        found = profile(self.ground.problem, self.candidates, self.modes)
+        found = profile(self._needs, self.modes)
         if found.nested:
             self.modes[place] = KEEP
             return

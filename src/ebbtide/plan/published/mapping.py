@@ -27,7 +27,7 @@ from ebbtide.decisions import Decision, Plan
 from ebbtide.machine import Link, Machine
 from ebbtide.plan.judged import judged
 from ebbtide.plan.problem import Problem
-from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Modes, profile
+from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Modes, needs_of, profile
 from ebbtide.plan.published.chain import ChainPlan, Fate, fates, store_all
 from ebbtide.plan.published.cut import Cut
 from ebbtide.plan.published.remembered import remembered
@@ -185,7 +185,7 @@ def _with(cut: Cut, recipes: dict[int, tuple[int, ...] | None], offloads: set[in
             modes[place] = RECOMPUTE
         elif number in offloads and candidates.can_offload[place]:
             modes[place] = OFFLOAD
-    found = profile(problem, candidates, modes)
+    found = profile(needs_of(problem, candidates), modes)
     peak_bytes = int(found.level.max(initial=problem.resting_bytes))
     return Mapped(problem, candidates, modes, columns, peak_bytes, found.nested)
 

@@ -18,7 +18,7 @@ from ebbtide.errors import PlanError, PolicyError
 from ebbtide.machine import Machine
 from ebbtide.plan.course import DEEPEST_NESTING
 from ebbtide.plan.follow import Move
-from ebbtide.plan.profile import OFFLOAD, RECOMPUTE, Profile, profile
+from ebbtide.plan.profile import OFFLOAD, RECOMPUTE, Profile, needs_of, profile
 from ebbtide.plan.published.layers import forward_readers, is_checkpoint, slot_after, slot_before, turn_moment
 from ebbtide.plan.published.switches import check_choice
 from ebbtide.plan.published.transfers import Ground, Queues, clock_with, held_until
@@ -72,7 +72,7 @@ def superneurons(
     modes = np.zeros(len(candidates.absence), dtype=np.int8)
     modes[sorted(dropped)] = RECOMPUTE
     modes[pool] = OFFLOAD
-    found = profile(ground.problem, candidates, modes)
+    found = profile(needs_of(ground.problem, candidates), modes)
     if found.nested:
         raise PolicyError(
             f"{method}: more than {DEEPEST_NESTING} cheap values follow one another without a checkpoint; recompute"

@@ -1,0 +1,65 @@
+"""Small changes to modes that bring the peak down, one after the other: the inner loop of `floor`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ebbtide.plan.needs import KEEP, OFFLOAD, RECOMPUTE, Needs, bring_back
+
+TRY_COST, CANDIDATE_COST, MOMENT_COST = 1.5, 0.02, 0.008
+"""Microseconds that trying a change takes on a common machine: once, for each candidate, for each moment."""
+ONE = 0.5
+"""How often one candidate is changed, else two."""
+NEAR = 0.8
+"""How often one is changed that could be absent at the worst moment, else any: with those alone, one in six small cases
+ended above the least peak."""
+
+
+def lower(needs: Needs, can_offload: Any, deepest: Any, start: Any, work: float, seed: int) -> Any:
+    """Change one or two candidates, as a rule of those that could be absent at the worst moment, and keep what does not
+    raise the peak.
+
+    Args:
+        needs: as in `bring_back`.
+        can_offload: per candidate, whether it may be offloaded.
+        deepest: per candidate the highest mode it may have, or 0 if it must not be computed again.
+        start: modes to start from.
+        work: about how long to go on, in microseconds of a common machine.
+        seed: seed of the random choices.
+
+    Returns:
+        Modes of the least peak found.
+    """
+    np.random.seed(seed)
+    modes, trial = start.copy(), start.copy()
+    level = bring_back(needs, modes)[0]
+    high, near = level.max(), np.empty(len(modes), np.int64)
+    cost = TRY_COST + CANDIDATE_COST * len(modes) + MOMENT_COST * len(level)
+    for _ in range(int(work / cost)):
+        moment, count = np.argmax(level), 0
+        for place in range(len(modes)):
+            trial[place] = modes[place]
+            if needs.opens[place] <= moment <= needs.closes[place]:
+                near[count] = place
+                count += 1
+        if not count:
+            break
+        for _ in range(1 if np.random.random() < ONE else 2):
+            place = near[np.random.randint(count)] if np.random.random() < NEAR else np.random.randint(len(modes))
+            trial[place] = _any_mode(can_offload[place], deepest[place])
+        tried, _, _, _, _, _, nested = bring_back(needs, trial)
+        if not nested and tried.max() <= high:
+            level, high = tried, tried.max()
+            modes, trial = trial, modes
+    return modes
+
+
+def _any_mode(can_offload: bool, deepest: int) -> int:
+    """One of the modes that a candidate may have."""
+    recipes = deepest - RECOMPUTE + 1 if deepest else 0
+    chosen: int = np.random.randint(1 + (1 if can_offload else 0) + recipes)
+    if chosen < recipes:
+        return RECOMPUTE + chosen
+    return OFFLOAD if chosen > recipes else KEEP
