@@ -40,6 +40,8 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile(os.environ.get("EBBTIDE_HYPOTHESIS", "ci"))
 
 
+QUICK_SECONDS = 0.02
+"""A search for plans that is good enough where only their effects matter."""
 _MANY_MODULES = 50
 _modules_at_freeze = 0
 
@@ -93,8 +95,8 @@ def modes_left() -> int:
 
 @pytest.fixture
 def quick_plans(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
-    """What plans now: for a twentieth of the usual time, good enough where only the effects of plans matter."""
-    quick = functools.partial(solve, seconds=0.05)
+    """What plans now."""
+    quick = functools.partial(solve, seconds=QUICK_SECONDS)
     monkeypatch.setattr("ebbtide.run.solving.solve", quick)
     return quick
 

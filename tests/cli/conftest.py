@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import pytest
 
 from ebbtide.cli import main
 from ebbtide.machine import Link, Machine, Tier
+from ebbtide.plan import solve
 from tests.cli.commands import SCRIPT, Failure
+from tests.conftest import QUICK_SECONDS
 
 
 @pytest.fixture
@@ -24,6 +27,13 @@ def failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         return capsys.readouterr().err.strip()
 
     return said
+
+
+@pytest.fixture
+def quick_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches are planned for with a short search each."""
+    quick = functools.partial(solve, seconds=QUICK_SECONDS)
+    monkeypatch.setattr("ebbtide.plan.batch.solve", lambda step, machine, limit, seconds: quick(step, machine, limit))
 
 
 @pytest.fixture

@@ -284,6 +284,7 @@ def test_no_part_of_a_file_stays_where_it_cannot_be_written(machine: Path, tmp_p
         assert not Path(command[-1]).exists()
 
 
+@pytest.mark.usefixtures("quick_batches")
 def test_paths_are_relative_to_where_the_command_is_called(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

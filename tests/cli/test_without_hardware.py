@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from pathlib import Path
@@ -12,7 +11,6 @@ from typer.testing import CliRunner
 
 from ebbtide.bundle import Bundle
 from ebbtide.cli import app
-from ebbtide.plan import solve
 from ebbtide.step import Step
 from tests.cli.commands import Failure, run
 
@@ -128,9 +126,8 @@ def test_what_has_no_frontier(machine: Path, tmp_path: Path, failure: Failure) -
     assert ".html, .png, .json" in result.output
 
 
-def test_the_largest_batch(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quick = functools.partial(solve, seconds=0.02)
-    monkeypatch.setattr("ebbtide.plan.batch.solve", lambda step, machine, limit, seconds: quick(step, machine, limit))
+@pytest.mark.usefixtures("quick_batches")
+def test_the_largest_batch(script: Path, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     arguments = ("--machine", "k40c", "--budget", "64MiB", "--overhead", "10%", "--between", "256,512")
     output = run("batch", f"{script}:batched", *arguments, "-o", plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +19,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 import ebbtide
-from ebbtide.run import kinds
+from ebbtide.plan import solve
+from ebbtide.run import kinds, solving
 from ebbtide.run.meter import PeakMeter
+from tests.conftest import QUICK_SECONDS
 from tests.run.harness import FAST_DISK, SLOW_DISK
 
 PROCESSES, STEPS, METERED = 2, 12, 11
@@ -241,10 +244,13 @@ def train(way: str, memory: ebbtide.Budget | None) -> Trained:
 def work(rank: int, directory: Path) -> None:
     """One of the processes: trains in all ways, plain and within a budget, and writes down what became of it."""
     torch.set_num_threads(1)
+    vars(solving)["solve"] = functools.partial(solve, seconds=QUICK_SECONDS)
     kinds.WORTH_SECONDS = math.inf  # no plan is replaced because a busy machine took other times
     dist.init_process_group("gloo", init_method=f"file://{directory / 'store'}", rank=rank, world_size=PROCESSES)
     for way in WAYS:
         runs = {"plain": train(way, None)}
+        gc.collect()
+        gc.freeze()  # what imports have made: each observed step would look at it
         for name, machine in MACHINES.items():
             verify = name == "moves"  # without, what is computed again is right from the first time on
             with ebbtide.Budget(LIMITS[way], spill=directory, machine=machine, verify=verify) as memory:

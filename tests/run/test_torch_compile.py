@@ -21,7 +21,9 @@ from tests.run.harness import FAST_DISK, SLOW_DISK
 
 STEPS = 6
 
-pytestmark = [  # PyTorch's own: of a tensor that has a graph, and where Inductor is imported
+pytestmark = [
+    pytest.mark.usefixtures("quick_plans"),
+    # PyTorch's own: of a tensor that has a graph, and where Inductor is imported
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
 ]
