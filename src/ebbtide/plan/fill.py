@@ -1,0 +1,126 @@
+"""The inner loop of `Selector.fill`: move what costs least until memory fits, compiled by numba."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ebbtide.plan.needs import KEEP, OFFLOAD, RECOMPUTE, Needs, bring_back
+
+MIDDLE = 0.2
+"""How far from the pivot a place to cut may be, as a share of all the bytes that are brought back too early."""
+
+
+class Wishes(NamedTuple):
+    """How to choose what moves, as arrays per candidate and numbers.
+
+    Attributes:
+        offload, recompute: seconds that each candidate is thought to cost if it is offloaded or recomputed.
+        can_offload: whether it may be offloaded.
+        deepest: the highest mode that it may have.
+        stay: whether it must not be moved if it is kept now.
+        peak_only: whether to value what is freed at the worst moment only, rather than wherever memory is short.
+        pivot: where to cut a chain of recipes that brings back too much at once, as a share of its bytes.
+        deepen: whether a chain is cut by deeper recipes, which make again what others bring back, before it is cut by
+            moving something in another way.
+    """
+
+    offload: Any
+    recompute: Any
+    can_offload: Any
+    deepest: Any
+    stay: Any
+    peak_only: bool
+    pivot: float
+    deepen: bool
+
+
+def fill_modes(needs: Needs, wishes: Wishes, cap: Any, locked: Any, modes: Any) -> Any:
+    """Move candidates, in place, until no moment holds more than ``cap``.
+
+    Args:
+        needs: as in `bring_back`.
+        wishes: how to choose.
+        cap: bytes allowed per moment.
+        locked: per candidate, whether it must not be computed again; more of them in the end.
+        modes: modes to start from.
+
+    Returns:
+        Memory as of `bring_back`; whether it fits; how many profiles and cuts that took.
+    """
+    profiles = cuts = 0
+    while True:
+        found = bring_back(needs, modes)
+        profiles += 1
+        over = found[0] - cap
+        moment, nested = int(np.argmax(over)), found[6]
+        if over[moment] <= 0 and not nested:
+            return found, True, profiles, cuts
+        if over[moment] > 0 and _move(needs, wishes, locked, over, moment, modes):
+            continue
+        cuts += 1
+        if not _cut(needs, wishes, locked, found[2], found[3], nested, moment, modes):
+            return found, False, profiles, cuts
+
+
+def _move(needs: Any, wishes: Any, locked: Any, over: Any, moment: int, modes: Any) -> bool:
+    """Move the cheapest kept candidates that free the worst moment; False if there are none."""
+    count, closes = len(modes), needs.closes
+    short = np.zeros(len(over) + 3)
+    for at in range(len(over)):
+        short[at + 1] = short[at] + max(over[at], 0)
+    short[-2:] = short[-3]
+    offload, recompute = np.full(count, np.inf), np.full(count, np.inf)
+    for place in range(count):
+        if modes[place] != KEEP or wishes.stay[place] or closes[place] <= moment:
+            continue
+        size, release, opens = float(needs.size_bytes[place]), needs.release[place], needs.opens[place]
+        if wishes.can_offload[place] and release <= moment:
+            gain = size if wishes.peak_only else size * (short[closes[place]] - short[release])
+            offload[place] = wishes.offload[place] / gain
+        if not locked[place] and opens <= moment:
+            gain = size if wishes.peak_only else size * (short[closes[place]] - short[opens])
+            recompute[place] = wishes.recompute[place] / gain
+    missing, moved = over[moment], False
+    for place in np.argsort(np.minimum(offload, recompute), kind="mergesort"):
+        if missing <= 0 or min(offload[place], recompute[place]) == np.inf:
+            break
+        modes[place] = OFFLOAD if offload[place] <= recompute[place] else RECOMPUTE
+        missing -= needs.size_bytes[place]
+        moved = True
+    return moved
+
+
+def _cut(needs: Any, wishes: Any, locked: Any, end: Any, parent: Any, nested: bool, moment: int, modes: Any) -> bool:
+    """Stop recomputing one candidate of those whose recipes bring back too much too early, or do it by a deeper
+    recipe; False if there is none.
+
+    It is one that brings back, directly or not, about the share ``pivot`` of what is too early, so that a chain
+    falls into two; the smallest of such.
+    """
+    count, closes = len(modes), needs.closes
+    early = (modes != KEEP) & (end <= moment) & (closes > moment)
+    if nested and not early.any():
+        early = modes != KEEP
+    brought, cause = np.where(early, needs.size_bytes, 0), (modes >= RECOMPUTE) & (closes == moment)
+    # A recipe reads older values than it makes, and candidates are in the order of their values: leaves come first.
+    for place in range(count):
+        if early[place] and parent[place] >= 0:
+            brought[parent[place]] += brought[place]
+            cause[parent[place]] = True
+    places = np.flatnonzero(cause)
+    deeper = places[modes[places] < wishes.deepest[places]]
+    if wishes.deepen and len(deeper):
+        places = deeper
+    elif not len(places):
+        return False
+    distance = np.abs(brought[places] / max(1, brought[places].max()) - wishes.pivot)
+    near = places[distance <= max(MIDDLE, distance.min())]
+    place = near[np.argmin(needs.size_bytes[near])]
+    if wishes.deepen and modes[place] < wishes.deepest[place]:
+        modes[place] += 1
+        return True
+    locked[place] = True
+    modes[place] = OFFLOAD if wishes.can_offload[place] else KEEP
+    return True
