@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-NOTICE = "ebbtide compiles its planner, once for this installation: some 15 seconds"
+NOTICE = "ebbtide compiles its planner, once for this installation: some 20 seconds"
 _log = logging.getLogger(__name__)
 
 

@@ -68,11 +68,11 @@ def _move(needs: Any, wishes: Any, locked: Any, over: Any, moment: int, modes: A
     """Move the cheapest kept candidates that free the worst moment; False if there are none."""
     count, closes = len(modes), needs.closes
     short = np.zeros(len(over) + 3)
-    for at in range(len(over)):
-        short[at + 1] = short[at] + max(over[at], 0)
-    short[-2:] = short[-3]
-    offload, recompute = np.full(count, np.inf), np.full(count, np.inf)
+    for at in range(len(over) + 2):
+        short[at + 1] = short[at] + (max(over[at], 0) if at < len(over) else 0)
+    offload, recompute, least = np.empty(count), np.empty(count), np.empty(count)
     for place in range(count):
+        offload[place] = recompute[place] = least[place] = np.inf
         if modes[place] != KEEP or wishes.stay[place] or closes[place] <= moment:
             continue
         size, release, opens = float(needs.size_bytes[place]), needs.release[place], needs.opens[place]
@@ -82,9 +82,10 @@ def _move(needs: Any, wishes: Any, locked: Any, over: Any, moment: int, modes: A
         if not locked[place] and opens <= moment:
             gain = size if wishes.peak_only else size * (short[closes[place]] - short[opens])
             recompute[place] = wishes.recompute[place] / gain
+        least[place] = min(offload[place], recompute[place])
     missing, moved = over[moment], False
-    for place in np.argsort(np.minimum(offload, recompute), kind="mergesort"):
-        if missing <= 0 or min(offload[place], recompute[place]) == np.inf:
+    for place in np.argsort(least, kind="mergesort"):
+        if missing <= 0 or least[place] == np.inf:
             break
         modes[place] = OFFLOAD if offload[place] <= recompute[place] else RECOMPUTE
         missing -= needs.size_bytes[place]
@@ -99,28 +100,45 @@ def _cut(needs: Any, wishes: Any, locked: Any, end: Any, parent: Any, nested: bo
     It is one that brings back, directly or not, about the share ``pivot`` of what is too early, so that a chain
     falls into two; the smallest of such.
     """
-    count, closes = len(modes), needs.closes
-    early = (modes != KEEP) & (end <= moment) & (closes > moment)
-    if nested and not early.any():
-        early = modes != KEEP
-    brought, cause = np.where(early, needs.size_bytes, 0), (modes >= RECOMPUTE) & (closes == moment)
+    brought, cause = _causes(needs, end, parent, nested, moment, modes)
+    only_deeper = False
+    for place in range(len(modes)):
+        only_deeper |= wishes.deepen and cause[place] and modes[place] < wishes.deepest[place]
+    most, nearest = 1, np.inf
+    for place in range(len(modes)):
+        cause[place] &= not only_deeper or modes[place] < wishes.deepest[place]
+        if cause[place]:
+            most = max(most, brought[place])
+    for place in range(len(modes)):
+        if cause[place]:
+            nearest = min(nearest, abs(brought[place] / most - wishes.pivot))
+    chosen = -1
+    for place in range(len(modes)):
+        is_near = cause[place] and abs(brought[place] / most - wishes.pivot) <= max(MIDDLE, nearest)
+        if is_near and (chosen < 0 or needs.size_bytes[place] < needs.size_bytes[chosen]):
+            chosen = place
+    if chosen < 0:
+        return False
+    if only_deeper:
+        modes[chosen] += 1
+    else:
+        locked[chosen] = True
+        modes[chosen] = OFFLOAD if wishes.can_offload[chosen] else KEEP
+    return True
+
+
+def _causes(needs: Any, end: Any, parent: Any, nested: bool, moment: int, modes: Any) -> Any:
+    """Bytes that each candidate brings back too early, directly or not, and whether it does."""
+    count, closes, whole = len(modes), needs.closes, nested
+    for place in range(count):
+        whole &= not (modes[place] != KEEP and end[place] <= moment < closes[place])
+    brought, cause = np.zeros(count, np.int64), np.zeros(count, np.bool_)
     # A recipe reads older values than it makes, and candidates are in the order of their values: leaves come first.
     for place in range(count):
-        if early[place] and parent[place] >= 0:
-            brought[parent[place]] += brought[place]
-            cause[parent[place]] = True
-    places = np.flatnonzero(cause)
-    deeper = places[modes[places] < wishes.deepest[places]]
-    if wishes.deepen and len(deeper):
-        places = deeper
-    elif not len(places):
-        return False
-    distance = np.abs(brought[places] / max(1, brought[places].max()) - wishes.pivot)
-    near = places[distance <= max(MIDDLE, distance.min())]
-    place = near[np.argmin(needs.size_bytes[near])]
-    if wishes.deepen and modes[place] < wishes.deepest[place]:
-        modes[place] += 1
-        return True
-    locked[place] = True
-    modes[place] = OFFLOAD if wishes.can_offload[place] else KEEP
-    return True
+        cause[place] |= modes[place] >= RECOMPUTE and closes[place] == moment
+        if modes[place] != KEEP and (whole or end[place] <= moment < closes[place]):
+            brought[place] += needs.size_bytes[place]
+            if parent[place] >= 0:
+                brought[parent[place]] += brought[place]
+                cause[parent[place]] = True
+    return brought, cause
