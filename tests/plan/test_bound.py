@@ -15,7 +15,16 @@ import pytest
 
 from ebbtide.decisions import Decision, Keep, Offload, Recompute
 from ebbtide.machine import Link, Machine, Tier
-from ebbtide.plan import NO_CAUTION, bound_program, find_recipes, least_peak_bytes, lower_bound, plain_peak_bytes, solve
+from ebbtide.plan import (
+    NO_CAUTION,
+    bound_program,
+    find_recipes,
+    least_peak_bytes,
+    linear,
+    lower_bound,
+    plain_peak_bytes,
+    solve,
+)
 from ebbtide.plan.follow import Move, follow
 from ebbtide.plan.linear import Program, solve_program
 from ebbtide.plan.problem import Facts, Problem
@@ -276,3 +285,27 @@ def test_what_a_recipe_reads_is_there_or_comes_back_or_is_made_again(monkeypatch
     weaker = lower_bound(step, machine, limit_bytes).seconds
     assert weaker == pytest.approx(step.plain_seconds)
     assert step.plain_seconds + 1.8 < bound <= best
+
+
+def test_none_is_sought_for_a_plan_as_fast_as_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        pytest.fail("a program was solved")
+
+    step, machine = network_step(12, size_bytes=MIB), disk_machine(1e13, 1e13, latency=1e-9)
+    limit_bytes = limit_at(step, 0.8)
+    expected = lower_bound(step, machine, limit_bytes).seconds
+    monkeypatch.setattr("ebbtide.plan.bound.solve_program", refuse)
+    plan = solve(step, machine, limit_bytes)
+    assert plan.binds
+    assert plan.bound_seconds is not None
+    assert plan.bound_seconds <= expected <= plan.seconds <= (1 + 1e-4) * plan.bound_seconds
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_both_methods_prove_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, machine = network_step(10, size_bytes=MIB, seed=seed), disk_machine(5e8, 2.5e8)
+    limit_bytes = limit_at(step, 0.4)
+    found = lower_bound(step, machine, limit_bytes)
+    assert 0 < found.columns <= linear.SMALL
+    monkeypatch.setattr(linear, "SMALL", 0)
+    assert lower_bound(step, machine, limit_bytes).seconds == pytest.approx(found.seconds, rel=1e-9)

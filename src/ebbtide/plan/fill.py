@@ -53,14 +53,15 @@ def fill_modes(needs: Needs, wishes: Wishes, cap: Any, locked: Any, modes: Any) 
     while True:
         found = bring_back(needs, modes)
         profiles += 1
-        over = found[0] - cap
-        moment, nested = int(np.argmax(over)), found[6]
+        level, _, end, parent, _, _, nested = found
+        over = level - cap
+        moment = int(np.argmax(over))
         if over[moment] <= 0 and not nested:
             return found, True, profiles, cuts
         if over[moment] > 0 and _move(needs, wishes, locked, over, moment, modes):
             continue
         cuts += 1
-        if not _cut(needs, wishes, locked, found[2], found[3], nested, moment, modes):
+        if not _cut(needs, wishes, locked, end, parent, nested, moment, modes):
             return found, False, profiles, cuts
 
 

@@ -101,8 +101,8 @@ class Solution:
 def solve_program(program: Assembled, seconds: float) -> Solution:
     """Minimise ``program`` for at most about ``seconds``; the answer is a bound even if the time was too short.
 
-    Programs of `SMALL` columns and less are solved by the dual simplex method, in a third to a half of the time that
-    the interior point method takes for them, which is used for larger ones, with a crossover to a vertex: on lower
+    Programs of `SMALL` columns and less are solved by the dual simplex method, in a third to two thirds of the time
+    that the interior point method takes for them, which is used for larger ones, with a crossover to a vertex: on lower
     bounds with 500 blocks it took a third of the dual simplex's time. Without the crossover it saved a tenth, but where
     presolve had solved most of a program, the multipliers that came back proved half of its value. Of HiGHS's two such
     methods it is the older one: where the newer is installed (`highspy-extras`), "ipm" takes that, which took twice as
