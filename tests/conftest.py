@@ -40,7 +40,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile(os.environ.get("EBBTIDE_HYPOTHESIS", "ci"))
 
 
-QUICK_SECONDS = 0.02
+QUICK_SECONDS = 0.05
 """A search for plans that is good enough where only their effects matter."""
 _MANY_MODULES = 50
 _modules_at_freeze = 0

@@ -29,15 +29,18 @@ class Steps(Chain):
     def __init__(self, at: int, *, forward: Act | None = None, backward: Act | None = None) -> None:
         super().__init__()
         self.at, self.in_forward, self.in_backward = at, forward, backward
+        # Made here, as they are modules of their own: where torch.compile was used, it is told in Python when one dies,
+        # and an interrupt is lost there.
+        self.head, self.tail = self.model[:6], self.model[6:]
 
     def forward(self, index: int) -> Tensor:
-        h = self.model[:6](self.data(index, 256, 64))
+        h = self.head(self.data(index, 256, 64))
         if index == self.at and self.in_forward is not None:
             self.in_forward()
         if index == self.at and self.in_backward is not None:
             act = self.in_backward
             h.register_hook(lambda grad: act())
-        return self.model[6:](h)
+        return self.tail(h)
 
     def attempt(self, guard: Guard) -> None:
         """Run step ``at``, which may fail; nothing is learnt from it."""
