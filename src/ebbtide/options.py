@@ -41,6 +41,8 @@ def writable(value: Any) -> Any:
     """A path, several or none. Those that no file can be written to are refused before the work, not after it."""
     for path in value if isinstance(value, list) else [] if value is None else [value]:
         folder = path.parent
+        if str(path) == "-":
+            raise typer.BadParameter("- means no file: name one, or /dev/stdout")
         if path.is_dir():
             raise typer.BadParameter(f"{path} is a directory; name a file in it")
         if not folder.is_dir():

@@ -207,7 +207,11 @@ def test_outputs_are_looked_at_before_the_work(
     """None of the inputs is there: whoever looks at these first says something else."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.html").mkdir()
-    for output, reason in (("nowhere/it.html", "there is no directory"), ("folder.html", "name a file in it")):
+    for output, reason in (
+        ("nowhere/it.html", "there is no directory"),
+        ("folder.html", "name a file in it"),
+        ("-", "or /dev/stdout"),
+    ):
         result = CliRunner().invoke(app, [*arguments, output])
         assert result.exit_code == 2
         assert reason in " ".join(result.output.replace("│", " ").split())

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from ebbtide.arguments import as_whole, check_instance
 from ebbtide.compiled import compiled
 from ebbtide.errors import ArgumentError
+from ebbtide.heaps import make_heap, take_least
 from ebbtide.step import MOST_BYTES
 
 Ints = npt.NDArray[np.int64]
@@ -175,9 +176,11 @@ def _skyline(born: Ints, dies: Ints, sizes: Ints, rank: Ints, bound_bytes: int) 
 def _first_fit(born: Ints, dies: Ints, sizes: Ints, rank: Ints, bound_bytes: int) -> tuple[Ints, int]:
     """Take the blocks by rank, each to the lowest gap that it fits in."""
     count = len(born)
-    order = np.argsort(rank)
+    order = np.empty(count, np.int64)
+    for block in range(count):
+        order[rank[block]] = block
     offsets = np.zeros(count, np.int64)
-    starts, ends = np.empty(count, np.int64), np.empty(count, np.int64)
+    starts, ends, lowest_first = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64)
     footprint = 0
     for k in range(count):
         block = order[k]
@@ -187,9 +190,12 @@ def _first_fit(born: Ints, dies: Ints, sizes: Ints, rank: Ints, bound_bytes: int
             if born[other] < dies[block] and dies[other] > born[block]:
                 starts[beside] = offsets[other]
                 ends[beside] = offsets[other] + sizes[other]
+                lowest_first[beside] = beside
                 beside += 1
+        make_heap(lowest_first, beside, starts)
         lowest = 0
-        for j in np.argsort(starts[:beside]):
+        for left in range(beside, 0, -1):
+            j = take_least(lowest_first, left, starts)
             if starts[j] - lowest >= sizes[block]:
                 break
             lowest = max(lowest, ends[j])

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ebbtide.heaps import make_heap, take_least
 from ebbtide.plan.needs import KEEP, OFFLOAD, RECOMPUTE, Needs, bring_back
 
 MIDDLE = 0.2
@@ -72,6 +73,7 @@ def _move(needs: Any, wishes: Any, locked: Any, over: Any, moment: int, modes: A
     for at in range(len(over) + 2):
         short[at + 1] = short[at] + (max(over[at], 0) if at < len(over) else 0)
     offload, recompute, least = np.empty(count), np.empty(count), np.empty(count)
+    cheapest, left = np.empty(count, np.int64), 0
     for place in range(count):
         offload[place] = recompute[place] = least[place] = np.inf
         if modes[place] != KEEP or wishes.stay[place] or closes[place] <= moment:
@@ -84,10 +86,14 @@ def _move(needs: Any, wishes: Any, locked: Any, over: Any, moment: int, modes: A
             gain = size if wishes.peak_only else size * (short[closes[place]] - short[opens])
             recompute[place] = wishes.recompute[place] / gain
         least[place] = min(offload[place], recompute[place])
+        if least[place] < np.inf:
+            cheapest[left] = place
+            left += 1
+    make_heap(cheapest, left, least)
     missing, moved = over[moment], False
-    for place in np.argsort(least, kind="mergesort"):
-        if missing <= 0 or least[place] == np.inf:
-            break
+    while left and missing > 0:
+        place = take_least(cheapest, left, least)
+        left -= 1
         modes[place] = OFFLOAD if offload[place] <= recompute[place] else RECOMPUTE
         missing -= needs.size_bytes[place]
         moved = True

@@ -16,7 +16,7 @@ from ebbtide.plan.caution import Caution
 from ebbtide.plan.follow import Moves
 from ebbtide.plan.problem import Floats, Ints, Problem
 from ebbtide.plan.profile import OFFLOAD, RECOMPUTE, Candidates, Modes, Profile, Trips
-from ebbtide.plan.spans import add_between
+from ebbtide.plan.spans import add_between, count_below, count_to
 
 
 class Scheduler:
@@ -95,8 +95,8 @@ def place_releases(
         free_seconds[link] = max(free_seconds[link], queued_seconds[rank]) + (1 + late[0]) * out_seconds[rank]
         copied = free_seconds[link] + late[1]
         first = begin[place]
-        last = slots[np.searchsorted(slots, end[place]) - 1]
-        position = min(np.searchsorted(slot_seconds, copied), len(slots) - 1)
+        last = slots[count_below(slots, end[place]) - 1]
+        position = min(count_below(slot_seconds, copied), len(slots) - 1)
         slot = max(first, min(last, slots[position]))
         release[rank] = slot
         add_between(level, first + busy[first], slot + busy[slot], size_bytes[place])
@@ -118,7 +118,7 @@ def place_releases(
             first, slot = begin[place], release[rank]
             until = slot + busy[slot]
             if slot > first and first + busy[first] <= moment < until:
-                position = np.searchsorted(slots, moment, side="right") - 1
+                position = count_to(slots, moment) - 1
                 if slots[position] + busy[slots[position]] > moment:
                     position -= 1
                 slot = max(first, slots[position]) if position >= 0 else first
@@ -151,12 +151,12 @@ def place_loads(
         wanted[rank] = free_until[link]
     for rank in order:
         place = queue[rank]
-        position = np.searchsorted(slot_seconds, wanted[rank], side="right") - 1
-        position = max(position, np.searchsorted(slots, release[rank], side="right"))
+        position = count_to(slot_seconds, wanted[rank]) - 1
+        position = max(position, count_to(slots, release[rank]))
         slot = slots[position] if position < len(slots) else end[place]
         for moment in range(end[place] - 1, slot - 1, -1):
             if cap[moment] - level[moment] < size_bytes[place]:
-                position = np.searchsorted(slots, moment, side="right")
+                position = count_to(slots, moment)
                 slot = slots[position] if position < len(slots) else end[place]
                 break
         if slot < end[place]:

@@ -1,6 +1,7 @@
-"""Loops in place of NumPy's assignments to slices, for compiled functions.
+"""Loops in place of NumPy's assignments to slices and searches, for compiled functions.
 
-numba checks the shapes of those, and takes seconds to compile what words the error, which the first plan waits for.
+numba checks the shapes of the former, and takes seconds to compile what words the error, or what the latter might be
+given, which the first plan waits for.
 """
 
 from __future__ import annotations
@@ -19,3 +20,27 @@ def copy_rows(source: Any, target: Any) -> None:
     for row in range(source.shape[0]):
         for place in range(source.shape[1]):
             target[row, place] = source[row, place]
+
+
+def count_below(ascending: Any, limit: Any) -> int:
+    """How many of the numbers are below ``limit``."""
+    first, last = 0, len(ascending)
+    while first < last:
+        middle = (first + last) // 2
+        if ascending[middle] < limit:
+            first = middle + 1
+        else:
+            last = middle
+    return first
+
+
+def count_to(ascending: Any, limit: Any) -> int:
+    """How many of the numbers are ``limit`` or below."""
+    first, last = 0, len(ascending)
+    while first < last:
+        middle = (first + last) // 2
+        if ascending[middle] <= limit:
+            first = middle + 1
+        else:
+            last = middle
+    return first
