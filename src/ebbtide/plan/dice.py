@@ -2,7 +2,7 @@
 
 numba has one generator for all compiled code of a thread, the user's included, which must not be seeded by a plan. This
 one is that of Park and Miller (Random number generators: good ones are hard to find, CACM 31 (10), 1988), with the
-multiplier that they took to in 1993: some ten thousand numbers of its period of 2^31 - 2 are drawn for a plan.
+multiplier that they took to in 1993. Its period of 2^31 - 2 is a thousand times what the longest searches draw.
 """
 
 from __future__ import annotations
