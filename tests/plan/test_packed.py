@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import statistics
 from pathlib import Path
 
 import pytest
@@ -22,14 +21,10 @@ MACHINE = disk_machine(2.9e9, 1.3e9, slowdown=0.16)
 
 
 class Watched:
-    """Plans, and keeps the moves of the search, those that come out, and what both take packed.
-
-    Looseness is how many times the bytes alive at once blocks take: of what comes out, and of what would if no less
-    time were left free.
-    """
+    """Plans, and keeps the moves of the search, those that come out, and what both take packed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._finished, self._monkeypatch = solving.finished, monkeypatch
+        self._finished = solving.finished
         monkeypatch.setattr(solving, "finished", self._watch)
 
     def _watch(self, search: Search) -> Moves:
@@ -39,15 +34,7 @@ class Watched:
         self.courses = search.best.course, search.follower.follow(self.after)
         moves = self.before, self.after
         self.packed = [self._packed(search, *pair) for pair in zip(moves, self.courses, strict=True)]
-        with self._monkeypatch.context() as patch:
-            patch.setattr("ebbtide.plan.finish.EASED", ())
-            uneased = self._finished(search)
-        self.looseness, self.looseness_uneased = self._looseness(search, self.after), self._looseness(search, uneased)
         return self.after
-
-    def _looseness(self, search: Search, moves: Moves) -> float:
-        course = search.follower.follow(moves)
-        return self._packed(search, moves, course) / (int(course.physical.max()) - self.resting_bytes)
 
     def _packed(self, search: Search, moves: Moves, course: Course) -> int:
         packed = packed_bytes(search.problem, search.follower.scene, moves, course)
@@ -76,20 +63,16 @@ def test_hardly_more_for_being_relaxed(path: Path, fraction: float, monkeypatch:
     assert watched.packed[1] <= 1.02 * watched.packed[0]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_where_blocks_do_not_pack_less_time_is_left_free(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How well the blocks of one plan pack is a matter of luck: of three plans it shows."""
+@pytest.mark.parametrize("fraction", [0.45, 0.5, 0.6])
+def test_where_blocks_do_not_pack_less_time_is_left_free(fraction: float, monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step.load(next(path for path in FIXTURES if path.name.startswith("resnet50")))
     machine = disk_machine(0.7e9, 0.7e9, slowdown=0.1)
-    watched, loose = Watched(monkeypatch), []
-    for fraction in (0.45, 0.5, 0.6):
-        solve(step, machine, limit_at(step, fraction), caution=Caution.of(machine, timed=True), seed=seed)
-        before, after = watched.courses
-        assert after.seconds <= before.seconds + 1e-9
-        loose.append((watched.looseness_uneased, watched.looseness))
-        assert loose[-1][1] <= min(loose[-1][0], 1.1)
-    uneased, eased = (statistics.mean(of_all) for of_all in zip(*loose, strict=True))
-    assert eased <= uneased - 0.015
+    watched = Watched(monkeypatch)
+    solve(step, machine, limit_at(step, fraction), caution=Caution.of(machine, timed=True))
+    before, after = watched.courses
+    assert after.seconds <= before.seconds + 1e-9
+    assert watched.packed[1] < watched.packed[0]
+    assert watched.packed[1] <= 1.06 * (int(after.physical.max()) - watched.resting_bytes)
 
 
 def test_on_paper_nothing_is_relaxed(monkeypatch: pytest.MonkeyPatch) -> None:
