@@ -4,8 +4,8 @@ Time left free around transfers is memory that is full while nobody needs it, an
 block that comes when others go finds no hole of its size: what does not pack is resident all the same. So a plan whose
 blocks do not pack is scheduled again with less time left free, down to as much as plans are compared by. That costs it
 nothing unless transfers are later still. Of ResNet-50 at 0.45, 0.5 and 0.6 of its bytes above rest, on a disk of
-0.7 GB/s, with six seeds each, blocks took 1.00 to 1.09 times the bytes alive at once so, 1.050 in the mean, not 1.05 to
-1.10, 1.076 in the mean.
+0.7 GB/s, with six seeds each, blocks took 1.01 to 1.09 times the bytes alive at once so, 1.043 in the mean, not 1.04 to
+1.10, 1.075 in the mean.
 """
 
 from __future__ import annotations
