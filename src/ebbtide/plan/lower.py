@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ebbtide.plan.dice import draw, draw_below, new_dice
 from ebbtide.plan.needs import KEEP, OFFLOAD, RECOMPUTE, Needs, bring_back
 
 TRY_COST, CANDIDATE_COST, MOMENT_COST = 1.5, 0.02, 0.008
@@ -32,7 +33,7 @@ def lower(needs: Needs, can_offload: Any, deepest: Any, start: Any, work: float,
     Returns:
         Modes of the least peak found.
     """
-    np.random.seed(seed)
+    dice = new_dice(seed)
     modes, trial = start.copy(), start.copy()
     level = bring_back(needs, modes)[0]
     high, near = level.max(), np.empty(len(modes), np.int64)
@@ -46,9 +47,9 @@ def lower(needs: Needs, can_offload: Any, deepest: Any, start: Any, work: float,
                 count += 1
         if not count:
             break
-        for _ in range(1 if np.random.random() < ONE else 2):
-            place = near[np.random.randint(count)] if np.random.random() < NEAR else np.random.randint(len(modes))
-            trial[place] = _any_mode(can_offload[place], deepest[place])
+        for _ in range(1 if draw(dice) < ONE else 2):
+            place = near[draw_below(dice, count)] if draw(dice) < NEAR else draw_below(dice, len(modes))
+            trial[place] = _any_mode(can_offload[place], deepest[place], dice)
         tried, _, _, _, _, _, nested = bring_back(needs, trial)
         if not nested and tried.max() <= high:
             level, high = tried, tried.max()
@@ -56,10 +57,10 @@ def lower(needs: Needs, can_offload: Any, deepest: Any, start: Any, work: float,
     return modes
 
 
-def _any_mode(can_offload: bool, deepest: int) -> int:
+def _any_mode(can_offload: bool, deepest: int, dice: Any) -> int:
     """One of the modes that a candidate may have."""
     recipes = deepest - RECOMPUTE + 1 if deepest else 0
-    chosen: int = np.random.randint(1 + (1 if can_offload else 0) + recipes)
+    chosen: int = draw_below(dice, 1 + (1 if can_offload else 0) + recipes)
     if chosen < recipes:
         return RECOMPUTE + chosen
     return OFFLOAD if chosen > recipes else KEEP

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ebbtide.plan.course import DONE, run_course, write_script
-from ebbtide.plan.spans import copy_rows
+from ebbtide.plan.dice import draw, draw_below, new_dice
+from ebbtide.plan.spans import copy_rows, count_below, count_to
 
 TIER, REPLAY, OUT, RELEASE, LOAD = range(5)
 """Rows of a plan: the columns of `Moves`, in their order."""
@@ -76,7 +77,7 @@ def walk(
     Returns:
         The fastest plan, its seconds, and the microseconds spent.
     """
-    np.random.seed(seed)
+    dice = new_dice(seed)
     moments, absences = len(scene.plain), start.shape[1]
     plain_seconds = scene.clock[moments]
     now, best, trial = start.copy(), start.copy(), start.copy()
@@ -84,9 +85,9 @@ def walk(
     best_seconds, spent = seconds, 0.0
     while spent < work and best_seconds > enough_seconds:
         copy_rows(now, trial)
-        _change_some(choices, trial, lost_at, scene.clock)
+        _change_some(choices, trial, lost_at, scene.clock, dice)
         heat = HEAT * (1.0 - spent / work) * (best_seconds - plain_seconds)
-        longest = seconds - heat * np.log(1.0 - np.random.random())
+        longest = seconds - heat * np.log(1.0 - draw(dice))
         taken, losses, reached, fits = _judged(scene, trial, limit_bytes, ceiling, longest)
         spent += PLAN_COST + ABSENCE_COST * absences + MOMENT_COST * reached
         if not fits:
@@ -110,25 +111,25 @@ def _judged(scene: Any, plan: Any, limit_bytes: int, ceiling: Any, longest: floa
     return levels[2][-1], np.concatenate((waited[0][:, 0], replayed[0][:, 1])), reached, fits
 
 
-def _change_some(choices: Any, plan: Any, lost_at: Any, clock: Any) -> None:
+def _change_some(choices: Any, plan: Any, lost_at: Any, clock: Any, dice: Any) -> None:
     """Change one to three candidates."""
     count = len(choices.absence)
     near = np.empty(0, np.int64)
-    if len(lost_at) and np.random.random() < LOCAL:
-        near = _nearest(choices, plan, lost_at[np.random.randint(len(lost_at))])
-    drawn = np.random.random()
+    if len(lost_at) and draw(dice) < LOCAL:
+        near = _nearest(choices, plan, lost_at[draw_below(dice, len(lost_at))])
+    drawn = draw(dice)
     for _ in range(1 if drawn < ONE else 2 if drawn < TWO else 3):
-        place = near[np.random.randint(len(near))] if len(near) else np.random.randint(count)
+        place = near[draw_below(dice, len(near))] if len(near) else draw_below(dice, count)
         number, deeper = choices.absence[place], choices.first_deeper[place + 1] - choices.first_deeper[place]
-        if plan[TIER, number] >= 0 and np.random.random() < 0.7:
-            _shift(choices, plan, place)
-        elif plan[REPLAY, number] >= 0 and deeper and np.random.random() < DEEPER:
-            plan[REPLAY, number] = _any_recipe(choices, place)
+        if plan[TIER, number] >= 0 and draw(dice) < 0.7:
+            _shift(choices, plan, place, dice)
+        elif plan[REPLAY, number] >= 0 and deeper and draw(dice) < DEEPER:
+            plan[REPLAY, number] = _any_recipe(choices, place, dice)
         else:
             kept = plan[TIER, number] < 0 and plan[REPLAY, number] < 0
             plan[TIER, number] = plan[REPLAY, number] = -1
-            if kept or np.random.random() < 0.5:
-                _move(choices, plan, place, clock)
+            if kept or draw(dice) < 0.5:
+                _move(choices, plan, place, clock, dice)
 
 
 def _nearest(choices: Any, plan: Any, moment: int) -> Any:
@@ -151,64 +152,73 @@ def _nearest(choices: Any, plan: Any, moment: int) -> Any:
     return found
 
 
-def _move(choices: Any, plan: Any, place: int, clock: Any) -> None:
+def _move(choices: Any, plan: Any, place: int, clock: Any, dice: Any) -> None:
     """Move what is kept, in any way there is."""
-    number, row = choices.absence[place], _any_tier(choices, place)
-    if choices.can_recompute[place] and (row < 0 or np.random.random() < 0.5):
+    number, row = choices.absence[place], _any_tier(choices, place, dice)
+    if choices.can_recompute[place] and (row < 0 or draw(dice) < 0.5):
         deeper = choices.first_deeper[place + 1] - choices.first_deeper[place]
-        plan[REPLAY, number] = _any_recipe(choices, place) if deeper and np.random.random() < DEEPER else place
+        plan[REPLAY, number] = _any_recipe(choices, place, dice) if deeper and draw(dice) < DEEPER else place
     elif row >= 0:
         release, closes = choices.release[place], choices.closes[place]
         plan[TIER, number] = choices.tiers[row]
         plan[OUT, number], plan[RELEASE, number] = choices.out[place], release
-        in_time = np.searchsorted(clock, clock[closes] - choices.in_seconds[row, place], side="right") - 1
-        plan[LOAD, number] = _slot(choices.slots, release + 1, closes, in_time, True)
+        in_time = count_to(clock, clock[closes] - choices.in_seconds[row, place]) - 1
+        plan[LOAD, number] = _slot(choices.slots, release + 1, closes, in_time, True, dice)
 
 
-def _any_recipe(choices: Any, place: int) -> int:
+def _any_recipe(choices: Any, place: int, dice: Any) -> int:
     """One of the recipes of a candidate."""
     first, last = choices.first_deeper[place], choices.first_deeper[place + 1]
-    chosen = np.random.randint(first - 1, last)
+    chosen = first - 1 + draw_below(dice, last - first + 1)
     return chosen if chosen >= first else place
 
 
-def _any_tier(choices: Any, place: int) -> int:
+def _any_tier(choices: Any, place: int, dice: Any) -> int:
     """A row of a tier that may take a candidate, or -1."""
-    rows = np.flatnonzero(choices.possible[:, place])
-    return rows[np.random.randint(len(rows))] if len(rows) else -1
+    possible = choices.possible
+    count = 0
+    for row in range(len(possible)):
+        count += possible[row, place]
+    if not count:
+        return -1
+    left = draw_below(dice, count)
+    row = 0
+    while left or not possible[row, place]:
+        left -= possible[row, place]
+        row += 1
+    return row
 
 
-def _shift(choices: Any, plan: Any, place: int) -> None:
+def _shift(choices: Any, plan: Any, place: int, dice: Any) -> None:
     """Put one of the three ticks of a trip elsewhere, or the value in another tier."""
     number, slots = choices.absence[place], choices.slots
     out, release, load = plan[OUT, number], plan[RELEASE, number], plan[LOAD, number]
-    kind = np.random.randint(4 if len(choices.tiers) > 1 else 3)
+    kind = draw_below(dice, 4 if len(choices.tiers) > 1 else 3)
     if kind == 0:
-        plan[OUT, number] = _slot(slots, choices.out[place], release - 1, out, False)
+        plan[OUT, number] = _slot(slots, choices.out[place], release - 1, out, False, dice)
     elif kind == 1:
-        plan[RELEASE, number] = _slot(slots, max(choices.release[place], out + 1), load - 1, release, False)
+        plan[RELEASE, number] = _slot(slots, max(choices.release[place], out + 1), load - 1, release, False, dice)
     elif kind == 2:
-        plan[LOAD, number] = _slot(slots, release + 1, choices.closes[place], load, True)
+        plan[LOAD, number] = _slot(slots, release + 1, choices.closes[place], load, True, dice)
     else:
-        plan[TIER, number] = choices.tiers[_any_tier(choices, place)]
+        plan[TIER, number] = choices.tiers[_any_tier(choices, place, dice)]
 
 
-def _slot(slots: Any, low: int, high: int, now: int, on_demand: bool) -> int:
+def _slot(slots: Any, low: int, high: int, now: int, on_demand: bool, dice: Any) -> int:
     """A slot from ``low`` to ``high``, more often one near ``now``; ``now`` if there is none.
 
     ``on_demand`` means that ``high`` itself may be chosen though it is no slot.
     """
-    first: Any = np.searchsorted(slots, low)
-    last: Any = np.searchsorted(slots, high + 1)
+    first, last = count_below(slots, low), count_to(slots, high)
     count = last - first + (1 if on_demand else 0)
     if count <= 0:
         return now
-    chosen: Any = np.searchsorted(slots, now) - first
-    if np.random.random() < 0.3:
-        chosen = np.random.randint(count)
+    chosen = count_below(slots, now) - first
+    if draw(dice) < 0.3:
+        chosen = draw_below(dice, count)
     else:
         way = 1
-        while np.random.random() < 0.5:
+        while draw(dice) < 0.5:
             way += 1
-        chosen = min(max(min(max(chosen, 0), count - 1) + (way if np.random.random() < 0.5 else -way), 0), count - 1)
+        chosen = min(max(min(max(chosen, 0), count - 1) + (way if draw(dice) < 0.5 else -way), 0), count - 1)
     return slots[first + chosen] if first + chosen < last else high
