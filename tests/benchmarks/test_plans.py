@@ -86,6 +86,19 @@ def test_tables_and_picture(cases: list[Case], tmp_path: Path) -> None:
     assert (tmp_path / "plans.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_bounds_are_raised_where_plans_are_far_from_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.plans.cases.FAR", 1.002)
+    found = cases_of("network", network_step(6), disk_machine(), 4.0, 0.02, 9.0)
+    raised = [case for case in found if case.whole_bound_seconds is not None]
+    assert raised == [case for case in found if case.gap > 1.002] != []
+    for case in raised:
+        assert case.whole_bound_seconds is not None
+        assert case.bound_seconds <= case.whole_bound_seconds <= case.solver_seconds
+    gaps = [case.whole_gap for case in raised if case.whole_gap is not None]
+    assert figures(found)["with whole recomputations in the bound, worst of those"] == max(gaps)
+    assert figure_table(found).row_count == len(figures(found))
+
+
 def test_a_policy_that_beats_the_solver_is_counted(cases: list[Case]) -> None:
     slower = dataclasses.replace(cases[-1], solver_seconds=1e9)
     met = [name for name, seconds in slower.policy_seconds.items() if seconds is not None]

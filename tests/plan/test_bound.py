@@ -24,9 +24,10 @@ from ebbtide.plan import (
     lower_bound,
     plain_peak_bytes,
     solve,
+    whole_bound,
 )
 from ebbtide.plan.follow import Move, follow
-from ebbtide.plan.linear import Program, solve_program
+from ebbtide.plan.linear import Program, solve_program, solve_whole
 from ebbtide.plan.problem import Facts, Problem
 from ebbtide.plan.recipes import deeper_recipes
 from ebbtide.plan.simulate import moves_of
@@ -90,7 +91,7 @@ def test_below_the_best_of_all_plans(seed: int, machine: Machine) -> None:
     for limit_bytes in sorted({peak for peak, _ in plans}):
         best = min(seconds for peak, seconds in plans if peak <= limit_bytes)
         bound = lower_bound(step, machine, limit_bytes).seconds
-        assert step.plain_seconds * LEAST <= bound <= best
+        assert step.plain_seconds * LEAST <= bound <= whole_bound(step, machine, limit_bytes, 9.0) <= best
     assert min(peak for peak, _ in plans) > 0
 
 
@@ -102,6 +103,7 @@ def test_below_plans_of_random_steps(seed: int, machine: Machine) -> None:
         plan = solve_or_least(step, machine, limit_at(step, fraction))
         for most_groups in (1000, 7, 2):
             assert lower_bound(step, machine, plan.limit_bytes, most_groups=most_groups).seconds <= plan.seconds
+        assert whole_bound(step, machine, plan.limit_bytes, 9.0) <= plan.seconds
 
 
 @pytest.mark.parametrize("path", FIXTURES, ids=lambda path: path.name)
@@ -209,6 +211,30 @@ def test_a_program_stopped_early_still_gives_a_bound() -> None:
     assert solve_program(whole, 1.0).value == pytest.approx(1.5)
     for multiplier in (-1.0, 0.0, 0.2, 0.5, 0.7, 5.0):
         assert whole.certify(np.array([multiplier])) <= 1.5
+
+
+def test_branch_and_bound() -> None:
+    program = Program()
+    x, y = program.columns(1, 1.0, cost=1.0), program.columns(1, 1.0, cost=3.0)
+    both = np.concatenate((x, y))
+    program.put(np.repeat(program.rows(1.5, np.inf, 1), 2), both, 1.0)
+    once = program.assemble()
+    assert solve_program(once, 1.0).value == pytest.approx(2.5)
+    assert solve_whole(once, y, 9.0) == pytest.approx(3.5)
+    assert solve_whole(once, both, 9.0) == pytest.approx(4.0)
+    assert solve_whole(once, both, 0.0) <= 4.0
+    program.put(program.rows(2.5, np.inf, 1), x, 1.0)
+    assert solve_whole(program.assemble(), both, 9.0) == math.inf
+
+
+def test_what_is_computed_again_is_so_whole() -> None:
+    """With all recomputations whole, the bound is as far as the plan goes here: it is the best one."""
+    step, machine = network_step(8, size_bytes=MIB, seed=2), lone_machine()
+    limit_bytes = limit_at(step, 0.7)
+    plan, seconds = solve(step, machine, limit_bytes, caution=NO_CAUTION), whole_bound(step, machine, limit_bytes, 9.0)
+    assert seconds <= plan.seconds == pytest.approx(seconds, rel=1e-6)
+    assert plan.bound_seconds is not None
+    assert plan.bound_seconds == lower_bound(step, machine, limit_bytes).seconds < 0.9995 * seconds
 
 
 def test_the_solver_prints_nothing(tmp_path: Path) -> None:

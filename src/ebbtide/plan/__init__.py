@@ -2,6 +2,7 @@
 
 from ebbtide.plan.bound import Bound as Bound
 from ebbtide.plan.bound import lower_bound as lower_bound
+from ebbtide.plan.bound import whole_bound as whole_bound
 from ebbtide.plan.caution import NO_CAUTION as NO_CAUTION
 from ebbtide.plan.caution import Caution as Caution
 from ebbtide.plan.frontier import least_peak_bytes as least_peak_bytes

@@ -110,22 +110,14 @@ def solve_program(program: Assembled, seconds: float) -> Solution:
     """
     import highspy
 
-    model = highspy.HighsLp()
     count, height = len(program.cost), len(program.row_lower)
-    model.num_col_, model.num_row_ = count, height
-    model.col_cost_, model.col_lower_, model.col_upper_ = program.cost, np.zeros(count), program.upper
-    model.row_lower_, model.row_upper_ = program.row_lower, program.row_upper
-    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    model.a_matrix_.start_ = np.searchsorted(program.rows, np.arange(height + 1)).astype(np.int32)
-    model.a_matrix_.index_ = program.columns.astype(np.int32)
-    model.a_matrix_.value_ = program.values
     solver = _silent_solver()()
     if count <= SMALL:
         solver.setOptionValue("solver", "simplex")
     elif solver.setOptionValue("solver", "ipx") != highspy.HighsStatus.kOk:
         solver.setOptionValue("solver", "ipm")  # older ones know no other, and not its name
     solver.setOptionValue("time_limit", seconds)
-    solver.passModel(model)
+    solver.passModel(_model(program))
     solver.run()
     if solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
         return Solution(math.inf, np.zeros(height), np.zeros(count))
@@ -136,6 +128,43 @@ def solve_program(program: Assembled, seconds: float) -> Solution:
     if len(columns) != count:
         columns = np.zeros(count)
     return Solution(program.certify(multipliers), multipliers, columns)
+
+
+def solve_whole(program: Assembled, whole: Ints, seconds: float) -> float:
+    """What HiGHS proves, by branch and bound for at most about ``seconds``, where the columns ``whole`` are 0 or 1.
+
+    A lower bound of the minimum but for HiGHS's tolerances, which nothing here makes up for; infinite if there is no
+    solution, and minus infinity if the time was too short for any.
+    """
+    import highspy
+
+    model = _model(program)
+    kinds = np.full(len(program.cost), highspy.HighsVarType.kContinuous)
+    kinds[whole] = highspy.HighsVarType.kInteger
+    model.integrality_ = kinds.tolist()
+    solver = _silent_solver()()
+    solver.setOptionValue("time_limit", seconds)
+    solver.passModel(model)
+    solver.run()
+    if solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
+        return math.inf
+    return float(solver.getInfo().mip_dual_bound)
+
+
+def _model(program: Assembled) -> Any:
+    """``program`` as HiGHS takes it."""
+    import highspy
+
+    model = highspy.HighsLp()
+    count, height = len(program.cost), len(program.row_lower)
+    model.num_col_, model.num_row_ = count, height
+    model.col_cost_, model.col_lower_, model.col_upper_ = program.cost, np.zeros(count), program.upper
+    model.row_lower_, model.row_upper_ = program.row_lower, program.row_upper
+    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    model.a_matrix_.start_ = np.searchsorted(program.rows, np.arange(height + 1)).astype(np.int32)
+    model.a_matrix_.index_ = program.columns.astype(np.int32)
+    model.a_matrix_.value_ = program.values
+    return model
 
 
 @functools.cache
