@@ -117,6 +117,16 @@ def runs(source: str) -> bool:
     percent=40,
     bandwidth=1e6,
 )
+@hypothesis.example(  # the same, where it is made again from an input, as the step goes over to a plan that keeps it
+    choices=[
+        *[(piece, 0, 0) for piece in (56, 40, 24)],
+        *[(36, 4, 2), (24, 0, 0), (57, 0, 0), (39, 0, 7), (75, 4, 0), (35, 0, 0), (85, 8, 0)],
+        *[(piece, 0, 0) for piece in (39, 17, 0)],
+    ],
+    seed=0,
+    percent=40,
+    bandwidth=1e6,
+)
 @hypothesis.example(  # one writes to what a value is made again from, and is refused before autograd comes to refuse it
     choices=[(67, 0, 0), (0, 0, 0), (0, 0, 0), (30, 0, 0), (34, 0, 0), (51, 0, 0), (84, 5, 0), (0, 0, 0)],
     seed=5237210,

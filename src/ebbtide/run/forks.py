@@ -41,6 +41,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 
+from ebbtide.errors import RecipeError
 from ebbtide.observe.ledger import has_storage, sizes, storage_wrapper_count, use_count
 from ebbtide.run.covering import can_run, look_alike
 from ebbtide.run.holdings import ChangedError, Holding
@@ -263,7 +264,7 @@ def catch_up(
     if missing:
         let_go(_ours_alone(held.values()))
     for holding in missing:
-        with contextlib.suppress(ChangedError):  # raised again if it is asked for, as PyTorch would
+        with contextlib.suppress(ChangedError, RecipeError):  # raised again if it is asked for, as PyTorch would
             holding.arrive()
         let_go(_ours_alone(held.values()))  # with what its recipe has read
 
