@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.plans.cases import FAR, FORWARDS, MACHINE, SHARES, Case, cases_of, source, step_names
 from benchmarks.plans.picture import draw
 from benchmarks.plans.tables import figure_table, figures, policy_table, step_tables
+from ebbtide.arguments import as_seconds
 
 DEFINITIONS = {
     "machine": f"{MACHINE} for networks of fake tensors, a disk's for recorded steps; its links replaced",
@@ -55,6 +56,8 @@ def main() -> None:
     names = arguments.steps.split(";")
     if unknown := set(names) - set(step_names()):
         parser.error(f"there are no steps {', '.join(sorted(unknown))}")
+    if as_seconds(arguments.whole) is None:
+        parser.error(f"--whole takes a number of seconds, 0 or more, not {arguments.whole}")
     started = time.perf_counter()
     cases = _all_cases(names, arguments.seconds, arguments.whole, arguments.processes)
     took = time.perf_counter() - started

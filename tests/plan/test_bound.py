@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from ebbtide.decisions import Decision, Keep, Offload, Recompute
+from ebbtide.errors import PlanError
 from ebbtide.machine import Link, Machine, Tier
 from ebbtide.plan import (
     NO_CAUTION,
@@ -235,6 +236,12 @@ def test_what_is_computed_again_is_so_whole() -> None:
     assert seconds <= plan.seconds == pytest.approx(seconds, rel=1e-6)
     assert plan.bound_seconds is not None
     assert plan.bound_seconds == lower_bound(step, machine, limit_bytes).seconds < 0.9995 * seconds
+
+
+@pytest.mark.parametrize("seconds", [-1.0, math.nan])
+def test_seconds_that_are_none(seconds: float) -> None:
+    with pytest.raises(PlanError, match="branch and bound takes some number of seconds"):
+        whole_bound(network_step(3), lone_machine(), 0, seconds)
 
 
 def test_the_solver_prints_nothing(tmp_path: Path) -> None:

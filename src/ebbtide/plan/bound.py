@@ -12,8 +12,10 @@ from collections.abc import Set
 
 import numpy as np
 
+from ebbtide.arguments import as_seconds
+from ebbtide.errors import PlanError
 from ebbtide.machine import Machine
-from ebbtide.plan.bound_program import formulate
+from ebbtide.plan.bound_program import Formulation, formulate
 from ebbtide.plan.linear import solve_program, solve_whole
 from ebbtide.plan.problem import Floats, Ints, Problem
 from ebbtide.step import Step
@@ -81,11 +83,18 @@ def bound_of(
     problem: Problem, limit_bytes: int | Ints, *, banned: Set[int] = frozenset(), most_groups: int = MOST_GROUPS
 ) -> Bound:
     """`lower_bound` of a step and a machine that are indexed already; the limit may differ from moment to moment."""
+    return _proved(problem, limit_bytes, banned, most_groups)[0]
+
+
+def _proved(
+    problem: Problem, limit_bytes: int | Ints, banned: Set[int], most_groups: int
+) -> tuple[Bound, Formulation | None]:
+    """The bound, and the program that proves it, if it took one."""
     plain, moments = Bound.plain(problem), problem.step.moments
     if problem.resting_bytes <= np.min(limit_bytes) and bool((problem.plain <= limit_bytes).all()):
-        return plain
+        return plain, None
     if not moments or not problem.step.absences:
-        return dataclasses.replace(plain, seconds=math.inf)
+        return dataclasses.replace(plain, seconds=math.inf), None
     formulation = formulate(problem, limit_bytes, banned, most_groups)
     program = formulation.program
     rows, columns = len(program.row_lower), len(program.cost)
@@ -103,7 +112,7 @@ def bound_of(
     offloaded, recomputed = plain.offloaded.copy(), plain.recomputed.copy()
     for shares, pairs in ((offloaded, formulation.trips), (recomputed, formulation.replays)):
         np.add.at(shares, pairs[:, 0], solution.columns[pairs[:, 1]])
-    return Bound(seconds, prices, offloaded, recomputed, rows, columns, formulation.merged)
+    return Bound(seconds, prices, offloaded, recomputed, rows, columns, formulation.merged), formulation
 
 
 def whole_bound(
@@ -116,15 +125,21 @@ def whole_bound(
 
     Args:
         step, machine, limit_bytes, banned: as in `lower_bound`.
-        seconds: about how long branch and bound may take, in seconds; the less, the weaker the bound.
+        seconds: about how long branch and bound may take; the less, the weaker the bound.
+
+    Returns:
+        The bound, in seconds; infinite if there is no plan.
+
+    Raises:
+        PlanError: if ``seconds`` is no such number.
     """
+    most_seconds = as_seconds(seconds)
+    if most_seconds is None:
+        raise PlanError(f"branch and bound takes some number of seconds, 0 or more, not {seconds!r}")
     problem = Problem.of(step, machine)
-    linear = bound_of(problem, limit_bytes, banned=banned)
-    if not linear.columns or linear.seconds == math.inf:
+    linear, formulation = _proved(problem, limit_bytes, banned, MOST_GROUPS)
+    if formulation is None or linear.seconds == math.inf or not len(formulation.replays):
         return linear.seconds
-    formulation = formulate(problem, limit_bytes, banned, MOST_GROUPS)
-    if not len(formulation.replays):
-        return linear.seconds
-    value = solve_whole(formulation.program, formulation.replays[:, 1], seconds)
+    value = solve_whole(formulation.program, formulation.replays[:, 1], most_seconds)
     delay = value * (1 - TOLERANCE) * formulation.unit_seconds
     return max(linear.seconds, (step.plain_seconds + delay) * (1 - ROUNDING))

@@ -264,7 +264,7 @@ def catch_up(
     if missing:
         let_go(_ours_alone(held.values()))
     for holding in missing:
-        with contextlib.suppress(ChangedError, RecipeError):  # raised again if it is asked for, as PyTorch would
+        with contextlib.suppress(ChangedError, RecipeError):  # raised again if it is asked for
             holding.arrive()
         let_go(_ours_alone(held.values()))  # with what its recipe has read
 
