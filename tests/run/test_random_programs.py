@@ -14,11 +14,13 @@ import hypothesis
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ebbtide.machine import Tier
 from tests.run.harness import Guard, Program, Record, paper_machine, run_plain, run_within
+from tests.run.pieces import MORE_PIECES
 from tests.run.programs import SAID_BY_PYTORCH
 
 pytestmark = [pytest.mark.usefixtures("nothing_left", "quick_plans"), *SAID_BY_PYTORCH]
@@ -116,6 +118,7 @@ PIECES = [
     "{a}.sum().backward(retain_graph=True)",
 ]
 """Statements; ``t`` is a new name, ``a`` and ``b`` are tensors that are there. What does not run is left out."""
+EVERY_PIECE = [*PIECES, *MORE_PIECES]
 
 PENALTY = "loss = loss + torch.autograd.grad(loss, w0, create_graph=True)[0].square().mean()"
 Choice = tuple[int, int, int]
@@ -185,7 +188,7 @@ def write(choices: list[Choice], penalty: bool = False) -> str:
         for piece, first, second in choices:
             names = list(there)
             a, b = names[-1 - first % len(names)], names[-1 - second % len(names)]
-            line = PIECES[piece].format(t=f"t{len(lines)}", a=a, b=b)
+            line = EVERY_PIECE[piece].format(t=f"t{len(lines)}", a=a, b=b)
             after = _after(line, there, fixed)
             if after is not None:
                 there = after
@@ -225,7 +228,7 @@ def check(source: str, limit: int | str, bandwidth: float, latency: float, passe
 
 @hypothesis.given(
     choices=st.lists(
-        st.tuples(st.integers(0, len(PIECES) - 1), st.integers(0, 9), st.integers(0, 9)), min_size=8, max_size=30
+        st.tuples(st.integers(0, len(EVERY_PIECE) - 1), st.integers(0, 9), st.integers(0, 9)), min_size=8, max_size=30
     ),
     percent=st.integers(30, 95),
     bandwidth=st.sampled_from([1e6, 1e8, 1e9, 1e10, 1e12]),
@@ -283,10 +286,10 @@ def test_pasted_programs(case: tuple[str, str, float, float, int], tmp_path: Pat
     check(*case, spill=tmp_path)
 
 
-@pytest.mark.parametrize("piece", range(len(PIECES)), ids=PIECES)
+@pytest.mark.parametrize("piece", range(len(EVERY_PIECE)), ids=EVERY_PIECE)
 def test_every_piece_gets_used(piece: int) -> None:
     """After one of the others at least."""
-    for before in range(len(PIECES)):
+    for before in range(len(EVERY_PIECE)):
         if len(write([(before, 0, 1), (piece, 0, 1)]).splitlines()) > len(write([(before, 0, 1)]).splitlines()):
             return
     pytest.fail("no program contains it")
