@@ -147,6 +147,9 @@ class Absence:
     This is read as: value ``value`` may leave at any event at or after moment ``opens`` and must be there again at
     moment ``closes``, the event at which autograd asks for it. Where a graph is kept for several backward passes, a
     value has a gap before each of them that asks for it.
+
+    A *final* absence is one that closes with the step, after its last moment: a graph holds the value until then, and
+    nothing asks for it any more.
     """
 
     value: int
@@ -186,6 +189,10 @@ class Step:
     def plain_seconds(self) -> float:
         """Duration of the step without a plan: the sum over its ops."""
         return math.fsum(op.duration_seconds for op in self.ops)
+
+    def is_final(self, absence: Absence) -> bool:
+        """Whether nothing asks for the value of ``absence`` any more."""
+        return absence.closes >= self.moments
 
     def op_moments(self) -> list[int]:
         """Moment of each op, by tick."""
@@ -270,10 +277,10 @@ def _check_step(step: Step, name: str) -> None:
         if not last <= event.tick <= count or not 0 <= event.saved < len(step.saved):
             raise RecordError(f"{name}: event {number} is impossible: {event}")
         last = event.tick
-    asked = {index + event.tick for index, event in enumerate(step.events) if event.kind == "unpack"}
+    ends = {index + event.tick for index, event in enumerate(step.events) if event.kind == "unpack"} | {moments}
     for number, absence in enumerate(step.absences):
         exists = 0 <= absence.value < len(step.values) and 0 <= absence.opens < absence.closes
-        if not exists or absence.closes not in asked:
+        if not exists or absence.closes not in ends:
             raise RecordError(f"{name}: absence {number} is impossible: {absence}")
 
 

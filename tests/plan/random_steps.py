@@ -45,6 +45,7 @@ class _Storage:
     values: list[int]
     needs: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     unpacks: list[int] = dataclasses.field(default_factory=list)
+    stays: bool = False
 
 
 class Tape:
@@ -118,10 +119,14 @@ class Tape:
         """The program holds ``value`` until moment ``until``."""
         self.storages[self.storage_of[value]].needs.append((self.moment, until))
 
+    def retain(self, saved: int) -> None:
+        """A graph has a saved tensor to the end, and nothing asks for it any more."""
+        self.storages[self.storage_of[self.saved[saved][0]]].stays = True
+
     def step(self) -> Step:
         """The step."""
         end = self.moment
-        dies = [min(end, max([need for _, need in s.needs] + [s.born + 1])) for s in self.storages]
+        dies = [end if s.stays else min(end, max([n for _, n in s.needs] + [s.born + 1])) for s in self.storages]
         absences = []
         shown = {moment: value for value, moments in self.saved for moment in moments}
         for storage, gone in zip(self.storages, dies, strict=True):
@@ -149,6 +154,9 @@ class Tape:
             opens = max(end for start, end in storage.needs if start < closes)
             if opens < closes < gone:
                 found.append(Absence(shown[closes], opens, closes))
+        opens = max((end for _, end in storage.needs), default=gone)
+        if storage.stays and opens < gone:
+            found.append(Absence(storage.values[-1], opens, gone))
         return found
 
     def _storage(self, size_bytes: int, born: int) -> int:
@@ -164,8 +172,9 @@ class Tape:
         return number
 
 
-def random_step(seed: int, length: int = 8) -> Step:
-    """A small program with everything the simulator has rules for, then its backward pass."""
+def random_step(seed: int, length: int = 8, *, retained: float = 0.0) -> Step:
+    """A small program with everything the simulator has rules for, then its backward pass, after which a share of what
+    was saved is ``retained`` by its graph. Of that, some is never asked for."""
     dice = random.Random(seed)
     tape = Tape()
     live = [tape.external(dice.randrange(1, 5) * 16 * KIB) for _ in range(2)]
@@ -184,7 +193,12 @@ def random_step(seed: int, length: int = 8) -> Step:
         if dice.random() < 0.15:
             tape.hold(live[-1], tape.moment + dice.randrange(1, 12))
     gradient = live[-1]
+    kept = {saved for node in nodes for saved in node if retained and dice.random() < retained}
+    unasked = {saved for saved in kept if dice.random() < 0.3}
+    for saved in kept:
+        tape.retain(saved)
     for node in reversed(nodes):
+        node[:] = [saved for saved in node if saved not in unasked]
         for saved in node:
             tape.unpack(saved)
             if dice.random() < 0.2:

@@ -95,6 +95,7 @@ class Walk:
                 self.written[number] = self.send(number, self.machine.fast, decision.tier, 0.0)
         for number, decision in sorted(offloads, key=lambda pair: (self.step.absences[pair[0]].closes, pair[0])):
             late = self.moment >= self.step.absences[number].closes
+            late = late or self.step.is_final(self.step.absences[number])
             if decision.load == tick and not late and self.storage(number) not in self.there:
                 self.load(number, decision)
 

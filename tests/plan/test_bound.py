@@ -51,14 +51,19 @@ def every_decision(step: Step, number: int, *, deeper: bool = True) -> Iterator[
     """All that may be done with an absence: every choice of ticks, its shortest recipe and perhaps the deeper ones."""
     absence = step.absences[number]
     slots = {event.tick: moment for event, moment in zip(step.events, step.event_moments(), strict=True)}
+    never = len(step.ops)
+    if step.is_final(absence):
+        slots[never] = step.moments
     packed = min(
         moment
         for moment, event in zip(step.event_moments(), step.events, strict=True)
         if step.saved[event.saved].value == absence.value
     )
+    packed = max([packed, *(a.closes for a in step.absences if a.value == absence.value and a.closes <= absence.opens)])
     yield Keep()
     for out, release, load in itertools.permutations(slots, 3):
-        if packed <= slots[out] < slots[release] >= absence.opens and slots[release] < slots[load] <= absence.closes:
+        left = packed <= slots[out] < slots[release] >= absence.opens
+        if left and slots[release] < slots[load] <= absence.closes and (load == never or not step.is_final(absence)):
             yield Offload("disk", out, release, load)
     recipe = find_recipes(step)[number]
     if recipe is not None:

@@ -129,9 +129,12 @@ def test_bytes_are_free_between_gone_and_back(step: Step, data: dict[str, Any]) 
 
 
 def test_decisions_in_words(step: Step) -> None:
-    assert decision_words(step, Keep()) == "stays"
-    assert decision_words(step, Offload("disk", 3, 5, 90)) == "disk: out at op 3, free at 5, back at 90"
-    again = decision_words(step, Recompute((0, 1)))
+    absence = step.absences[0]
+    assert decision_words(step, absence, Keep()) == "stays"
+    assert decision_words(step, absence, Offload("disk", 3, 5, 90)) == "disk: out at op 3, free at 5, back at 90"
+    final = dataclasses.replace(absence, closes=step.moments)
+    assert decision_words(step, final, Offload("disk", 3, 5, 99)) == "disk: out at op 3, free at 5, not asked for again"
+    again = decision_words(step, absence, Recompute((0, 1)))
     assert again.startswith("computed again by convolution, native_batch_norm in ")
 
 

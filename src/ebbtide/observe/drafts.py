@@ -104,17 +104,19 @@ class ValueDraft:
 
 
 def absences_of(
-    all_saved: Sequence[Saved], values: Sequence[ValueDraft], passes: Mapping[int, int]
+    all_saved: Sequence[Saved], values: Sequence[ValueDraft], passes: Mapping[int, int], moments: int
 ) -> tuple[Absence, ...]:
     """For each saved value the gaps, in moments, from when only autograd held it to when autograd asked for it.
 
     The first gap of a value lies before it is first asked for, others between backward passes. What one pass asks for
-    several times comes back for the first of them and stays until the last.
+    several times comes back for the first of them and stays until the last. What outlives the step has a final one
+    behind that, if the step has a backward pass: else one comes later, which will ask for all of it.
 
     Args:
         all_saved: all saved tensors of a step.
         values: drafts of its values; saved tensors name them by place.
         passes: by moment at which something was asked for, the number of the backward pass that did.
+        moments: of the step.
     """
     asked: dict[int, set[int]] = {}
     written_later: set[int] = set()
@@ -124,12 +126,15 @@ def absences_of(
             written_later.add(storage.number)
         asked.setdefault(saved.value, set()).update(saved.unpacked)
     absences = []
-    for value, moments in sorted(asked.items()):
+    for value, requests in sorted(asked.items()):
         storage = values[value].storage
         external = values[storage.versions[0]].maker == EXTERNAL
         if not external and storage.number not in written_later:
-            gaps = _gaps(storage.alone, sorted(moments), passes)
+            gaps = _gaps(storage.alone, sorted(requests), passes)
             absences += [Absence(value, opens, closes) for opens, closes in gaps]
+            alone = storage.alone[-1] if storage.alone else NEVER
+            if passes and storage.dies < 0 and alone > max(requests, default=NEVER):
+                absences.append(Absence(value, alone, moments))
     return tuple(absences)
 
 

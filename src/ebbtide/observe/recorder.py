@@ -378,7 +378,8 @@ class Recorder(DispatchMode):
             Saved(s.value, s.dtype, s.shape, s.stride, s.offset, tuple(self._unpacked[n]))
             for n, s in enumerate(self._saved)
         )
-        step = Step(ops, values, saved, tuple(self._events), absences_of(saved, self.storages.values, self._passes))
+        absences = absences_of(saved, self.storages.values, self._passes, moments)
+        step = Step(ops, values, saved, tuple(self._events), absences)
         if self._memory is None:
             return step
         return with_everything_allocated(dataclasses.replace(step, device=self._memory.device.type))

@@ -61,7 +61,7 @@ def absences_of(problem: Problem, banned: Set[int]) -> tuple[Absences, Floats]:
     order = np.argsort(every.size, kind="stable")
     moved_bytes = np.cumsum(every.size[order])
     above_rest = float(problem.plain.max(initial=0) - problem.resting_bytes)
-    small = order[moved_bytes <= NEGLIGIBLE * above_rest]
+    small = np.union1d(order[moved_bytes <= NEGLIGIBLE * above_rest], np.flatnonzero(problem.spans.final[every.number]))
     plain = problem.plain.astype(np.float64)
     change = np.zeros(step.moments + 1)
     np.subtract.at(change, every.opens[small], every.size[small])

@@ -26,6 +26,7 @@ class Scene(NamedTuple):
         clock, plain, workspace: per moment, as in `Problem`.
         opens, closes, size_bytes, storage: per absence; storages are numbered from 0 to ``storages - 1``.
         storages: how many there are.
+        final: per absence, whether what is loaded as it closes takes no time: see `ebbtide.plan.finals`.
         links: per tier latency, bandwidth, slowdown and seconds of compute of the link out, then of the link in.
         late: how much longer transfers take, as a share and in seconds: a row for those out, one for those back.
         first_leaf, leaves: per recipe where its leaves begin, with one entry more than recipes; leaves as storages.
@@ -41,6 +42,7 @@ class Scene(NamedTuple):
     size_bytes: Any
     storage: Any
     storages: int
+    final: Any
     links: Any
     late: Any
     first_leaf: Any
@@ -114,6 +116,7 @@ def run_course(scene: Any, script: Any, tier: Any, replay: Any, limit_bytes: int
     """
     clock, plain, workspace, links, late = scene.clock, scene.plain, scene.workspace, scene.links, scene.late
     size_bytes, storage, first_leaf, leaves = scene.size_bytes, scene.storage, scene.first_leaf, scene.leaves
+    final, closes = scene.final, scene.closes
     replay_seconds, replay_bytes, storages = scene.replay_seconds, scene.replay_bytes, scene.storages
     moments, absences = len(plain), len(size_bytes)
     memory, physical = np.empty(moments, np.int64), np.empty(moments, np.int64)
@@ -168,9 +171,11 @@ def run_course(scene: Any, script: Any, tier: Any, replay: Any, limit_bytes: int
                         start = max(now, free[here, way])
                         if way == 1:
                             start = max(start, written[number])
-                        end = start + (1.0 + late[way, 0]) * seconds + late[way, 1]
+                        end = start
+                        if way == 0 or not final[number] or moment < closes[number]:
+                            end += (1.0 + late[way, 0]) * seconds + late[way, 1]
+                            delay += links[here, RATES * way + 2] * seconds + links[here, RATES * way + 3]
                         free[here, way] = end
-                        delay += links[here, RATES * way + 2] * seconds + links[here, RATES * way + 3]
                         transfers[sent, 0], transfers[sent, 1] = number, way
                         transfer_times[sent, 0], transfer_times[sent, 1], transfer_times[sent, 2] = now, start, end
                         sent += 1

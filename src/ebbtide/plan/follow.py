@@ -176,6 +176,7 @@ class Follower:
             size_bytes=spans.size_bytes,
             storage=spans.storage,
             storages=len(spans.storages),
+            final=spans.final,
             links=np.array(links, dtype=np.float64).reshape(-1, 2 * RATES),
             late=caution.late * EXPECTED,
             first_leaf=first_leaf,

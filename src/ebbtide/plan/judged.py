@@ -8,10 +8,14 @@ import numpy as np
 
 from ebbtide.decisions import Decision, Plan
 from ebbtide.errors import BudgetError
+from ebbtide.plan.finals import ADVICE
 from ebbtide.plan.follow import Course, follow
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.simulate import moves_of
 from ebbtide.units import format_bytes
+
+WORTH_SHARE = 0.05
+"""Share of what a step holds above rest from which on it is worth a word that nothing asks for it."""
 
 
 def judged(
@@ -70,6 +74,12 @@ def budget_error(problem: Problem, least: Course, limit_bytes: int, policy: str 
     )
     if step.ops and all(op.phase == "forward" for op in step.ops):
         message += ". The step has no backward pass: call backward() within it, or all that it saves has to stay"
+    idle_bytes = 0 if problem.routes else int(problem.spans.size_bytes[problem.spans.final].sum())
+    if idle_bytes > WORTH_SHARE * (reachable - problem.resting_bytes):
+        message += (
+            f". Graphs hold {format_bytes(idle_bytes)} to the end of the step that no backward pass asks for any more:"
+            f" {ADVICE}"
+        )
     return BudgetError(
         message, limit_bytes=limit_bytes, reachable_bytes=reachable, tick=max(tick, 0), op=op, module=module
     )

@@ -5,15 +5,18 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from ebbtide.machine import Link, Machine, check_machine
+from ebbtide.plan.finals import final_absences, with_ends
 from ebbtide.step import EXTERNAL, Step, check_step
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,6 +130,7 @@ class Spans:
     Attributes:
         opens, closes: moments.
         size_bytes: of the value.
+        final: whether it is a final absence: see NOTE [Final absences] in `ebbtide.plan.finals`.
         storage: the number of its storage among ``storages``.
         storages: the storages that have absences, numbered from 0.
     """
@@ -134,18 +138,20 @@ class Spans:
     opens: Ints
     closes: Ints
     size_bytes: Ints
+    final: Mask
     storage: Ints
     storages: dict[int, int]
 
     @classmethod
-    def of(cls, step: Step) -> Spans:
-        """Those of ``step``."""
+    def of(cls, step: Step, final: Sequence[int] = ()) -> Spans:
+        """Those of ``step``, of which ``final`` are the numbers of the final ones."""
         values = [step.values[absence.value] for absence in step.absences]
         storages = {storage: place for place, storage in enumerate(dict.fromkeys(value.storage for value in values))}
         return cls(
             np.array([absence.opens for absence in step.absences], dtype=np.int64),
             np.array([absence.closes for absence in step.absences], dtype=np.int64),
             np.array([value.size_bytes for value in values], dtype=np.int64),
+            np.isin(np.arange(len(values)), np.array(final, dtype=np.int64)),
             np.array([storages[value.storage] for value in values], dtype=np.int64),
             storages,
         )
@@ -183,6 +189,9 @@ class Problem:
         """Index ``step`` and ``machine``. Raises `RecordError` if one of them cannot be."""
         check_step(step)
         check_machine(machine)
+        final = final_absences(step)
+        if final:
+            step = with_ends(step)
         facts = Facts.of(step)
         durations = np.zeros(step.moments)
         workspace = np.zeros(step.moments, dtype=np.int64)
@@ -195,12 +204,12 @@ class Problem:
             for tier in machine.slow_tiers()
         }
         plain = _plain_memory(facts)
-        rest, outs, spans = step.resting_bytes, _earliest_outs(facts), Spans.of(step)
+        rest, outs, spans = step.resting_bytes, _earliest_outs(facts), Spans.of(step, final)
         return cls(facts, machine, routes, clock, plain, workspace, rest, outs, spans)
 
     @property
     def step(self) -> Step:
-        """The step."""
+        """The step, with the events at which its final absences close."""
         return self.facts.step
 
 

@@ -22,10 +22,10 @@ from ebbtide.plan.needs import OFFLOAD as OFFLOAD
 from ebbtide.plan.needs import RECOMPUTE as RECOMPUTE
 from ebbtide.plan.needs import Needs, bring_back
 from ebbtide.plan.problem import Facts, Floats, Ints, Problem
+from ebbtide.plan.problem import Mask as Mask
 from ebbtide.plan.replay import Replay, check_recipe
 
 Modes = npt.NDArray[np.int8]
-Mask = npt.NDArray[np.bool_]
 
 SMALLEST_BYTES = 32 * 1024
 """Smaller values are kept: their bytes do not matter, their latency would."""
@@ -90,7 +90,7 @@ class Candidates:
             out=outs,
             release=releases,
             out_seconds=_transfer_seconds(out_link, sizes),
-            in_seconds=_transfer_seconds(in_link, sizes),
+            in_seconds=np.where(problem.spans.final[numbers], 0.0, _transfer_seconds(in_link, sizes)),
             can_offload=_offloadable(problem, tier, sizes, in_time),
             ops=ops,
             first_deeper=np.full(len(numbers) + 1, len(numbers), dtype=np.int64),
@@ -154,12 +154,15 @@ class Trips:
         routes, places = [problem.routes[tier] for tier in tiers], list(problem.routes)
         out_seconds = np.array([_transfer_seconds(out, sizes) for out, _ in routes]).reshape(shape)
         in_seconds = np.array([_transfer_seconds(back, sizes) for _, back in routes]).reshape(shape)
-        lost_seconds = [[[link.lost_seconds(size) for size in sizes.tolist()] for link in route] for route in routes]
+        in_seconds[:, problem.spans.final[candidates.absence]] = 0.0
+        lost = [[[link.lost_seconds(size) for size in sizes.tolist()] for link in route] for route in routes]
+        lost_seconds = np.array(lost, dtype=np.float64).reshape(len(tiers), 2, len(sizes))
+        lost_seconds[:, 1, problem.spans.final[candidates.absence]] = 0.0
         return cls(
             tiers=np.array([places.index(tier) for tier in tiers], dtype=np.int64),
             out_seconds=out_seconds,
             in_seconds=in_seconds,
-            compute_seconds=np.array(lost_seconds, dtype=np.float64).reshape(len(tiers), 2, len(sizes)).sum(axis=1),
+            compute_seconds=lost_seconds.sum(axis=1),
             possible=np.array([_offloadable(problem, tier, sizes, in_time) for tier in tiers], np.bool_).reshape(shape),
         )
 

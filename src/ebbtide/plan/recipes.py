@@ -18,7 +18,8 @@ NEAREST = 4
 
 
 def find_recipes(step: Step, banned: Set[int] = frozenset()) -> list[tuple[int, ...] | None]:
-    """For each absence the ticks of the ops that make its value again, in order, or None if that cannot be done.
+    """For each absence the ticks of the ops that make its value again, in order; None if that cannot be done, or if
+    nothing asks for it.
 
     A recipe goes back from the value's maker to values that are there when the absence closes: external ones and ones
     saved earlier, neither written since. It is the cheapest one there is: reading such a value costs no op.
@@ -29,7 +30,7 @@ def find_recipes(step: Step, banned: Set[int] = frozenset()) -> list[tuple[int, 
     """
     facts = Facts.of(step)
     never = {step.absences[number].value for number in banned}
-    return [recipe_of(facts, absence, never) for absence in step.absences]
+    return [None if step.is_final(absence) else recipe_of(facts, absence, never) for absence in step.absences]
 
 
 def deeper_recipes(

@@ -49,18 +49,24 @@ def simulate(step: Step, machine: Machine, decisions: Sequence[Decision]) -> Out
     """
     problem = Problem.of(step, machine)
     course = follow(problem, moves_of(problem, decisions))
-    peak_moment = int(np.argmax(course.memory)) if step.moments else 0
+    peak_moment = int(np.argmax(course.memory[: step.moments])) if step.moments else 0
     return Outcome(
         peak_bytes=int(course.memory[peak_moment]) if step.moments else step.resting_bytes,
         peak_moment=peak_moment,
-        physical_peak_bytes=int(course.physical.max()) if step.moments else step.resting_bytes,
+        physical_peak_bytes=int(course.physical[: step.moments].max()) if step.moments else step.resting_bytes,
         seconds=course.seconds,
-        memory=course.memory.tolist(),
-        compute_seconds=course.starts.tolist(),
-        transfers=tuple(course.transfers),
+        memory=course.memory[: step.moments].tolist(),
+        compute_seconds=course.starts[: step.moments].tolist(),
+        transfers=tuple(each for each in course.transfers if not _is_end(problem, each)),
         stalls=tuple(course.stalls),
         recomputations=tuple(course.recomputations),
     )
+
+
+def _is_end(problem: Problem, transfer: Transfer) -> bool:
+    """Whether a transfer stands for none: rule 2 of NOTE [Final absences] in `ebbtide.plan.finals`."""
+    loaded_in_no_time = transfer.direction == "in" and transfer.end_seconds == transfer.start_seconds
+    return loaded_in_no_time and bool(problem.spans.final[transfer.absence])
 
 
 def moves_of(problem: Problem, decisions: Sequence[Decision]) -> list[Move]:
@@ -91,6 +97,8 @@ def _move(problem: Problem, number: int, decision: Decision) -> Move:
     if problem.step.values[absence.value].storage in problem.facts.external:
         raise PlanError(f"absence {number}: value {absence.value} is external and cannot leave")
     if isinstance(decision, Recompute):
+        if problem.spans.final[number]:
+            raise PlanError(f"absence {number}: nothing asks for value {absence.value} again, to be computed for that")
         try:
             return check_recipe(problem.facts, absence.value, decision.ops, problem.machine.replay_seconds)
         except PlanError as fault:
@@ -107,7 +115,8 @@ def _trip(problem: Problem, number: int, decision: Offload) -> Trip:
         if tick not in problem.facts.slot_of_tick:
             raise PlanError(f"absence {number}: nothing can be done at tick {tick}, it has no event")
         moments.append(problem.facts.slot_of_tick[tick])
-    out, release, load = moments[0], moments[1], min(moments[2], absence.closes)
+    out, release = moments[:2]
+    load = absence.closes if problem.spans.final[number] else min(moments[2], absence.closes)
     if earliest is None or not earliest <= out < release or release < absence.opens or release >= load:
         raise PlanError(
             f"absence {number}: copied out at moment {out}, released at {release}, loaded at {load}; it can be copied"
@@ -125,8 +134,8 @@ def decisions_of(problem: Problem, moves: Sequence[Move], recipes: Sequence[tupl
         if move is None:
             decisions.append(Keep())
         elif isinstance(move, Trip):
-            on_demand = move.load == problem.step.absences[number].closes
-            load = events[move.load].tick if on_demand else ticks[move.load]
+            on_demand = move.load == problem.step.absences[number].closes or problem.spans.final[number]
+            load = events[problem.step.absences[number].closes].tick if on_demand else ticks[move.load]
             decisions.append(Offload(move.tier, ticks[move.out], ticks[move.release], load))
         else:
             recipe = recipes[number]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections.abc import Set
 
 import numpy as np
@@ -12,6 +14,7 @@ from ebbtide.errors import BudgetError, PlanError, PolicyError
 from ebbtide.machine import Machine
 from ebbtide.plan.bound import Bound, bound_of
 from ebbtide.plan.caution import Caution
+from ebbtide.plan.finals import with_finals_kept, without_finals
 from ebbtide.plan.finish import finished
 from ebbtide.plan.floor import least_peak, lowest_peak
 from ebbtide.plan.follow import follow
@@ -94,7 +97,23 @@ def solve(
     search_seconds = as_seconds(seconds)
     if search_seconds is None:
         raise PlanError(f"a search takes some number of seconds, 0 or more, not {seconds!r}")
-    problem = Problem.of(step, machine)
+    asked = [number for number, absence in enumerate(step.absences) if not step.is_final(absence)]
+    if len(asked) < len(step.absences):
+        without = {place for place, number in enumerate(asked) if number in banned}
+        problem = Problem.of(without_finals(step), machine)
+        with contextlib.suppress(BudgetError):
+            plan = _solved(problem, limit_bytes, search_seconds, seed, without, caution)
+            bound_seconds = bound_of(Problem.of(step, machine), limit_bytes, banned=banned).seconds
+            decisions = with_finals_kept(step, plan.decisions)
+            return dataclasses.replace(plan, decisions=decisions, bound_seconds=min(plan.seconds, bound_seconds))
+    return _solved(Problem.of(step, machine), limit_bytes, search_seconds, seed, banned, caution)
+
+
+def _solved(
+    problem: Problem, limit_bytes: int, search_seconds: float, seed: int, banned: Set[int], caution: Caution | None
+) -> Plan:
+    """`solve` for a step and a machine that are indexed."""
+    step, machine = problem.step, problem.machine
     plain_peak = int(problem.plain.max(initial=problem.resting_bytes))
     if plain_peak <= limit_bytes:
         bound_seconds = bound_of(problem, limit_bytes).seconds
@@ -102,7 +121,8 @@ def solve(
     if not step.ops:
         raise budget_error(problem, follow(problem, [None] * len(step.absences)), limit_bytes)
     caution = Caution.of(machine) if caution is None else caution
-    recipes = find_recipes(step, banned)
+    found = find_recipes(step, banned)
+    recipes = [None if final else recipe for recipe, final in zip(found, problem.spans.final.tolist(), strict=True)]
     tiers = list(problem.routes)
     candidates = Candidates.of(problem, tiers[0] if tiers else None, recipes)
     ceiling = caution.ceiling_bytes(limit_bytes, problem.resting_bytes)
@@ -171,6 +191,8 @@ def _try_published(search: Search, machine: Machine, bound: Bound, work: float) 
     from ebbtide.plan.published.registry import POLICIES
 
     problem, room = search.problem, search.room
+    if problem.spans.final.any():
+        return  # nobody published what to do with those
     leave, absences = _fewest_to_leave(problem, room.limit_bytes), len(problem.step.absences)
     assert search.best is not None
     far, refused = search.best.course.seconds > FAR * bound.seconds, set[str]()

@@ -15,6 +15,7 @@ from rich.text import Text
 from ebbtide.decisions import Decision, Keep, Offload, Plan, Recompute
 from ebbtide.machine import Machine
 from ebbtide.measured import Measured
+from ebbtide.plan.finals import ADVICE
 from ebbtide.step import EXTERNAL, Step
 from ebbtide.units import format_bytes, format_seconds
 
@@ -81,10 +82,12 @@ _COUNTERS = tuple(field.name for field in dataclasses.fields(Row) if field.name 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TierUse:
-    """What goes to one slow tier and back: bytes in one direction, and how long each link is busy."""
+    """What goes to one slow tier and back: bytes out, those of them that nothing asks for again, and how long each link
+    is busy."""
 
     name: str
     size_bytes: int
+    idle_bytes: int
     out_seconds: float
     in_seconds: float
 
@@ -229,22 +232,28 @@ def _row_of(saved: SavedValue) -> Row:
 
 
 def _tier_uses(step: Step, machine: Machine, decisions: tuple[Decision, ...]) -> Iterator[TierUse]:
-    sizes: dict[str, list[int]] = {}
+    sizes: dict[str, tuple[list[int], list[int]]] = {}
     for absence, decision in zip(step.absences, decisions, strict=True):
         if isinstance(decision, Offload):
-            sizes.setdefault(decision.tier, []).append(step.values[absence.value].size_bytes)
-    for name, moved in sizes.items():
+            stay_out = step.is_final(absence)
+            sizes.setdefault(decision.tier, ([], []))[stay_out].append(step.values[absence.value].size_bytes)
+    for name, (moved, idle) in sizes.items():
         out, back = machine.link(machine.fast, name), machine.link(name, machine.fast)
-        yield TierUse(name, sum(moved), sum(map(out.seconds, moved)), sum(map(back.seconds, moved)))
+        out_seconds, in_seconds = sum(map(out.seconds, moved + idle)), sum(map(back.seconds, moved))
+        yield TierUse(name, sum(moved + idle), sum(idle), out_seconds, in_seconds)
 
 
 def tier_lines(summary: Summary) -> list[str]:
-    """One sentence for each slow tier in use."""
-    return [
+    """One sentence for each slow tier in use, and what to do where much goes to them for nothing."""
+    lines = [
         f"to {use.name} and back: {format_bytes(use.size_bytes)}, "
         f"link busy {format_seconds(use.out_seconds)} out, {format_seconds(use.in_seconds)} in"
         for use in summary.tiers
     ]
+    idle_bytes = sum(use.idle_bytes for use in summary.tiers)
+    if idle_bytes:
+        lines.append(f"{format_bytes(idle_bytes)} of it stay there, as no backward pass asks for them: {ADVICE}")
+    return lines
 
 
 def host_lines(summary: Summary) -> list[str]:

@@ -15,7 +15,7 @@ from ebbtide.machine import Machine
 from ebbtide.plan import Outcome, simulate
 from ebbtide.report.pages import template
 from ebbtide.report.summary import SavedValue, Summary, saved_values, short_name, summarise, tier_lines
-from ebbtide.step import Step
+from ebbtide.step import Absence, Step
 from ebbtide.units import format_bytes, format_seconds
 
 _MOST_VALUES = 10
@@ -128,9 +128,9 @@ def _absent(step: Step, decisions: Sequence[Decision], planned: Outcome) -> dict
                 "op": short_name(op.name),
                 "module": op.module,
                 "bytes": value.size_bytes,
-                "decision": decision_words(step, decision),
+                "decision": decision_words(step, absence, decision),
                 "gone": _microsecond(times[gone]),
-                "back": _microsecond(back[index]),
+                "back": _microsecond(planned.seconds if step.is_final(absence) else back[index]),
             }
     return described
 
@@ -148,13 +148,14 @@ def _stalls(planned: Outcome) -> list[dict[str, Any]]:
     return bars
 
 
-def decision_words(step: Step, decision: Decision) -> str:
+def decision_words(step: Step, absence: Absence, decision: Decision) -> str:
     """A decision as one reads it."""
     match decision:
         case Keep():
             return "stays"
         case Offload(tier, out, release, load):
-            return f"{tier}: out at op {out}, free at {release}, back at {load}"
+            back = "not asked for again" if step.is_final(absence) else f"back at {load}"
+            return f"{tier}: out at op {out}, free at {release}, {back}"
         case Recompute(ops):
             names = ", ".join(short_name(step.ops[tick].name) for tick in ops)
             seconds = sum(step.ops[tick].duration_seconds for tick in ops)
@@ -170,7 +171,7 @@ def _biggest(step: Step, plan: Plan) -> list[tuple[SavedValue, str, str]]:
             continue
         absence = step.absences[saved.absence]
         ops = _tick(step, absence.closes) - _tick(step, absence.opens)
-        rows.append((saved, decision_words(step, plan.decisions[saved.absence]), f"{ops} ops"))
+        rows.append((saved, decision_words(step, absence, plan.decisions[saved.absence]), f"{ops} ops"))
     return rows
 
 

@@ -115,5 +115,6 @@ def _gap(step: Step, absence: Absence, decision: Decision, moments: Sequence[int
     if isinstance(decision, Keep):
         leaves = closes
     elif isinstance(decision, Offload):
-        leaves, returns = last_at[decision.release], min(last_at[decision.load], closes)
+        leaves = last_at[decision.release]
+        returns = closes if step.is_final(absence) else min(last_at[decision.load], closes)
     return Gap(opens, closes, leaves, returns, step.values[absence.value].size_bytes)

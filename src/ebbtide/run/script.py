@@ -349,7 +349,7 @@ def _actions(step: Step, decisions: Sequence[Decision]) -> tuple[Actions | None,
         if isinstance(decision, Offload):
             at(decision.release).releases.append(absence.value)
             at(decision.out).outs.append((absence.value, decision.tier))
-            if moments[last_at[decision.load]] < absence.closes:
+            if not step.is_final(absence) and moments[last_at[decision.load]] < absence.closes:
                 at(decision.load).loads.append((absence.closes, absence.value))
     for absence, event in _dropped_later(step, decisions).items():
         agendas[event].drops.append(absence.value)

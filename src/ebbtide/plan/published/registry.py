@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import get_args
 
+from ebbtide.decisions import Plan
 from ebbtide.errors import PolicyError
+from ebbtide.machine import Machine
+from ebbtide.plan.finals import with_finals_kept, without_finals
 from ebbtide.plan.frontier import Planner
 from ebbtide.plan.published.autoswap import Score, autoswap
 from ebbtide.plan.published.beaumont import dynamic_program, greedy
@@ -19,28 +24,43 @@ from ebbtide.plan.published.pofo import pofo
 from ebbtide.plan.published.rotor import rotor
 from ebbtide.plan.published.superneurons import superneurons
 from ebbtide.plan.published.vdnn import vdnn
+from ebbtide.step import Step
+
+
+def _about_what_is_asked_for(policy: Callable[..., Plan]) -> Planner:
+    """``policy`` for steps that may have final absences, of which no paper says anything: their values stay."""
+
+    @functools.wraps(policy.func if isinstance(policy, partial) else policy)
+    def planned(step: Step, machine: Machine, limit_bytes: int) -> Plan:
+        plan = policy(without_finals(step), machine, limit_bytes)
+        return dataclasses.replace(plan, decisions=with_finals_kept(step, plan.decisions))
+
+    return planned
+
+
+_PUBLISHED: dict[str, Callable[..., Plan]] = {
+    "offload-all": offload_all,
+    "vdnn-all": partial(vdnn, offload="all"),
+    "vdnn-conv": partial(vdnn, offload="conv"),
+    "vdnn-dyn": partial(vdnn, offload="dyn"),
+    "hascoet-conv": partial(hascoet, layers="conv"),
+    "hascoet-all": partial(hascoet, layers="all"),
+    "beaumont-greedy": greedy,
+    "beaumont-dp": dynamic_program,
+    **{f"autoswap-{score}": partial(autoswap, score=score) for score in get_args(Score)},
+    "superneurons-offload": partial(superneurons, offload="checkpoints", recompute="none"),
+    "superneurons-recompute": partial(superneurons, offload="none", recompute="cost"),
+    "superneurons-both": partial(superneurons, offload="checkpoints", recompute="cost"),
+    "superneurons-cache": partial(superneurons, offload="cache", recompute="cost"),
+    "capuchin": capuchin,
+    "rotor": rotor,
+    "pofo": pofo,
+    "every-block": every_block,
+    "square-root": square_root,
+}
 
 POLICIES: Mapping[str, Planner] = MappingProxyType(
-    {
-        "offload-all": offload_all,
-        "vdnn-all": partial(vdnn, offload="all"),
-        "vdnn-conv": partial(vdnn, offload="conv"),
-        "vdnn-dyn": partial(vdnn, offload="dyn"),
-        "hascoet-conv": partial(hascoet, layers="conv"),
-        "hascoet-all": partial(hascoet, layers="all"),
-        "beaumont-greedy": greedy,
-        "beaumont-dp": dynamic_program,
-        **{f"autoswap-{score}": partial(autoswap, score=score) for score in get_args(Score)},
-        "superneurons-offload": partial(superneurons, offload="checkpoints", recompute="none"),
-        "superneurons-recompute": partial(superneurons, offload="none", recompute="cost"),
-        "superneurons-both": partial(superneurons, offload="checkpoints", recompute="cost"),
-        "superneurons-cache": partial(superneurons, offload="cache", recompute="cost"),
-        "capuchin": capuchin,
-        "rotor": rotor,
-        "pofo": pofo,
-        "every-block": every_block,
-        "square-root": square_root,
-    }
+    {name: _about_what_is_asked_for(policy) for name, policy in _PUBLISHED.items()}
 )
 """The policies with the switches that their papers compare; docs/policies.md lists all switches."""
 

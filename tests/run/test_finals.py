@@ -1,0 +1,188 @@
+"""What graphs hold to the end of a step leaves where no plan meets the limit without that; it is never lost."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ebbtide
+from ebbtide.decisions import Offload
+from ebbtide.run.backends.threads import InlineBackend
+from ebbtide.run.meter import PeakMeter
+from tests.run.backends.test_programs import TIERS, streams
+from tests.run.harness import FAST_DISK, SLOW_DISK, Guard, Program, Record, once, run_plain, run_within
+from tests.run.programs import mlp
+
+pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
+
+BATCH = 1024
+MACHINES = {"fast": FAST_DISK, "slow": SLOW_DISK}
+
+
+class Retained(Program):
+    """A loop that keeps its graph for no reason, until the next step makes another one."""
+
+    def build(self) -> nn.Module:
+        return mlp(64, 128, 128, 128, 128, 16)
+
+    def compute(self, index: int, guard: Guard) -> Record:
+        with guard():
+            self.last = self.model(self.data(index, BATCH, 64)).square().mean()
+            self.last.backward(retain_graph=True)
+        return {"loss": self.last}
+
+
+class Dropped(Program):
+    """The same with dropout, whose masks nothing can make again."""
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(*[each for _ in range(5) for each in (nn.Linear(128, 128), nn.GELU(), nn.Dropout(0.2))])
+
+    def compute(self, index: int, guard: Guard) -> Record:
+        with guard():
+            self.last = self.model(self.data(index, BATCH, 128)).square().mean()
+            self.last.backward(retain_graph=True)
+        return {"loss": self.last}
+
+
+class Looked(Program):
+    """A loop that looks at what the model says of other data, with gradients on, and keeps that."""
+
+    def build(self) -> nn.Module:
+        return mlp(64, 128, 128, 128, 128, 16)
+
+    def compute(self, index: int, guard: Guard) -> Record:
+        with guard():
+            self.seen = self.model(self.data(1000 + index, BATCH, 64))
+            loss = self.model(self.data(index, BATCH, 64)).square().mean()
+            loss.backward()
+        return {"loss": loss, "seen": self.seen}
+
+
+class AskedLater(Program):
+    """A loop that goes through its graph once more after the step, now and then."""
+
+    steady = False
+
+    def build(self) -> nn.Module:
+        return mlp(64, 128, 128, 128, 128, 16)
+
+    def compute(self, index: int, guard: Guard) -> Record:
+        with guard():
+            y = self.model(self.data(index, BATCH, 64))
+            y.square().mean().backward(retain_graph=True)
+        if index % 2:
+            y.abs().sum().backward()
+        return {"y": y}
+
+
+class AskedNow(Program):
+    """A loop that goes through its graph once more within the step, now and then."""
+
+    steady = False
+
+    def build(self) -> nn.Module:
+        return mlp(64, 128, 128, 128, 128, 16)
+
+    def compute(self, index: int, guard: Guard) -> Record:
+        with guard():
+            self.y = self.model(self.data(index, BATCH, 64))
+            self.y.square().mean().backward(retain_graph=True)
+            if index in (4, 6):
+                self.y.abs().sum().backward(retain_graph=True)
+        return {"y": self.y}
+
+
+class AskedByAnotherStep(Program):
+    """A loop of two steps: the second one goes through the graph of the first one, and one of its own."""
+
+    steady = False
+
+    def build(self) -> nn.Module:
+        return nn.ModuleList([mlp(64, 128, 128, 128, 16), mlp(16, 128, 128, 16)])
+
+    def compute(self, index: int, guard: Guard) -> Record:
+        first, second = self.model
+        with guard():
+            y = first(self.data(index, BATCH, 64))
+            loss = y.square().mean()
+            loss.backward(retain_graph=True)
+        with guard():
+            (loss + second(y).square().mean()).backward()
+        return {"loss": loss}
+
+
+PROGRAMS: list[Callable[[], Program]] = [Retained, Dropped, Looked, AskedLater, AskedNow, AskedByAnotherStep]
+
+
+@once
+def plain(build: Callable[[], Program]) -> list[Record]:
+    """What plain PyTorch computes."""
+    return run_plain(build)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("limit", ["60%", "35%"])
+@pytest.mark.parametrize("build", PROGRAMS)
+def test_identical(build: Callable[[], Program], limit: str, machine: str, tmp_path: Path) -> None:
+    trial = run_within(build, plain(build), limit, MACHINES[machine], tmp_path)
+    if build in (Retained, Dropped, Looked):
+        assert trial.states[-1] == "planned"
+        assert any(isinstance(decision, Offload) for decision in trial.decisions)
+
+
+@pytest.mark.parametrize("kind", TIERS)
+@pytest.mark.parametrize("build", PROGRAMS)
+def test_identical_on_streams(build: Callable[[], Program], kind: str, tmp_path: Path) -> None:
+    with InlineBackend(PROGRAMS.index(build)) as backend:
+        run_within(build, plain(build), "50%", FAST_DISK, tmp_path, streams(backend, kind, tmp_path))
+
+
+@pytest.mark.parametrize("keeps", [Retained, Looked])
+def test_half_of_the_peak_is_enough(keeps: Callable[[], Program], tmp_path: Path) -> None:
+    """Of what plain PyTorch needs, though nothing but the graph makes it need so much."""
+    program = keeps()
+    with ebbtide.Budget("50%", spill=tmp_path, machine=FAST_DISK) as memory:
+
+        @contextlib.contextmanager
+        def metered() -> Iterator[None]:
+            with PeakMeter() as meter, memory.step():
+                yield
+            peaks.append(meter.peak_bytes)
+
+        peaks: list[int] = []
+        for index in range(6):
+            program.run(index, metered)
+        assert memory.plan is not None
+        assert max(peaks[2:]) <= memory.plan.limit_bytes < 0.51 * memory.plan.plain_peak_bytes
+        step = memory.observed
+        assert step is not None
+        pairs = zip(step.absences, memory.plan.decisions, strict=True)
+        finals = [decision for absence, decision in pairs if step.is_final(absence)]
+        assert any(isinstance(decision, Offload) for decision in finals)
+        assert "torch.no_grad()" in str(memory.report())
+
+
+def test_what_left_for_good_is_asked_for_after_the_budget_is_closed(tmp_path: Path) -> None:
+    def gradients(guard: Guard) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, data = mlp(64, 128, 128, 128, 128, 16), torch.randn(BATCH, 64)
+        for _ in range(6):
+            model.zero_grad()
+            with guard():
+                loss = model(data).square().mean()
+                loss.backward(retain_graph=True)
+        model.zero_grad()
+        loss.backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    expected = gradients(contextlib.nullcontext)
+    with ebbtide.Budget("40%", spill=tmp_path, machine=FAST_DISK) as memory:
+        found = gradients(memory.step)
+        assert memory.state == "planned"
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
