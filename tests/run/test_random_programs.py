@@ -144,7 +144,7 @@ class Pieces(nn.Module):
 
 
 class Written(Program):
-    """Runs source text that computes ``loss`` from ``x`` and ``index``; ``keeps``: and has its graph till the next one."""
+    """Runs source text that computes ``loss`` from ``x`` and ``index``, and may keep its graph into the next step."""
 
     def __init__(self, source: str, passes: int = 1, steady: bool = True, keeps: bool = False) -> None:
         self.code = compile(source, "<random program>", "exec")

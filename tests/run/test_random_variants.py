@@ -22,7 +22,7 @@ from ebbtide.errors import BudgetError
 from ebbtide.machine import Tier
 from tests.run.harness import HELD_MORE, Guard, Record, compare, paper_machine, rightly_warned_step, run_plain
 from tests.run.programs import SAID_BY_PYTORCH
-from tests.run.test_random_programs import PIECES, Choice, Written, write
+from tests.run.test_random_programs import PIECES, Choice, Written, let_go, write
 
 pytestmark = [pytest.mark.usefixtures("nothing_left", "quick_plans"), *SAID_BY_PYTORCH]
 
@@ -48,10 +48,10 @@ FOLLOWED = [(piece, 0, 0) for piece in (0, 63, 0, 15, 0, 53, 0, 30, 59)]
 class Varied(Written):
     """Runs, at step ``index``, the source text whose number ``turns`` has there."""
 
-    def __init__(self, sources: list[str], turns: list[int]) -> None:
+    def __init__(self, sources: list[str], turns: list[int], keeps: bool = False) -> None:
         self.codes = [compile(source, f"<variant {number}>", "exec") for number, source in enumerate(sources)]
         self.turns = turns
-        super().__init__(sources[0], steady=False)
+        super().__init__(sources[0], steady=False, keeps=keeps)
 
     def compute(self, index: int, guard: Guard) -> Record:
         self.code = self.codes[self.turns[index]]
@@ -92,30 +92,40 @@ def runs(source: str) -> bool:
     seed=st.integers(0, 2**32),
     percent=st.integers(40, 95),
     bandwidth=st.sampled_from([1e6, 1e6, 1e8, 1e9, 1e12]),
+    every=st.sampled_from([0, 3, 4, 99]),
+    keeps=st.sampled_from([False, False, True]),
 )
 @hypothesis.example(  # one variant holds what the others, which save the same, do not: it is warned of
     choices=[(0, 0, 0), (0, 0, 0), (3, 0, 0), (48, 3, 0), *[(0, 0, 0)] * 11, (0, 0, 3)],
     seed=40,
     percent=40,
     bandwidth=1e6,
+    every=0,
+    keeps=False,
 )
 @hypothesis.example(  # one holds more of large blocks, at a time when there is less of small ones: no limit is passed
     choices=[(0, 0, 0), (0, 0, 0), (2, 2, 2), (33, 0, 0), (0, 0, 0), (0, 2, 0), (0, 0, 0), (0, 0, 0)],
     seed=0,
     percent=40,
     bandwidth=1e6,
+    every=0,
+    keeps=False,
 )
 @hypothesis.example(  # one writes to what the plan it goes over to has been made to drop: its backward pass is refused
     choices=[*FOLLOWED, (0, 9, 0), (0, 0, 0), (63, 6, 0)],
     seed=284,
     percent=40,
     bandwidth=1e6,
+    every=0,
+    keeps=False,
 )
 @hypothesis.example(  # one writes to what a dropped value is made again from: its forward pass is not refused
     choices=FOLLOWED,
     seed=0,
     percent=40,
     bandwidth=1e6,
+    every=0,
+    keeps=False,
 )
 @hypothesis.example(  # the same, where it is made again from an input, as the step goes over to a plan that keeps it
     choices=[
@@ -126,23 +136,30 @@ def runs(source: str) -> bool:
     seed=0,
     percent=40,
     bandwidth=1e6,
+    every=0,
+    keeps=False,
 )
 @hypothesis.example(  # one writes to what a value is made again from, and is refused before autograd comes to refuse it
     choices=[(67, 0, 0), (0, 0, 0), (0, 0, 0), (30, 0, 0), (34, 0, 0), (51, 0, 0), (84, 5, 0), (0, 0, 0)],
     seed=5237210,
     percent=40,
     bandwidth=1e6,
+    every=0,
+    keeps=False,
 )
-def test_variants_in_random_turns(choices: list[Choice], seed: int, percent: int, bandwidth: float) -> None:
+def test_variants_in_random_turns(
+    choices: list[Choice], seed: int, percent: int, bandwidth: float, every: int, keeps: bool
+) -> None:
     dice = random.Random(seed)
     sources = [write(choices), *(variant(dice, choices) for _ in range(dice.randrange(1, 4)))]
+    sources = [let_go(source, every) for source in sources] if every else sources
     sources = [source for source in sources if runs(source)]
     hypothesis.assume(len(sources) > 1)
     turns = [0] * dice.randrange(7)
     while len(turns) < STEPS:
         turns += [dice.randrange(len(sources))] * dice.choice([1, 1, 2, 4])
-    hypothesis.note("\n--\n".join(sources) + f"\n{turns}")
-    expected = run_plain(lambda: Varied(sources, turns), STEPS)
+    hypothesis.note("\n--\n".join(sources) + f"\n{turns}, keeps={keeps}")
+    expected = run_plain(lambda: Varied(sources, turns, keeps), STEPS)
     machine = paper_machine("ram", Tier("disk", "disk"), bandwidth_bytes_per_second=bandwidth, latency_seconds=1e-4)
     limit: int | str = f"{percent}%"
     for _ in range(2 * len(sources)):  # the largest kind may come late
@@ -150,12 +167,12 @@ def test_variants_in_random_turns(choices: list[Choice], seed: int, percent: int
             with tempfile.TemporaryDirectory() as spill:
                 budget = functools.partial(ebbtide.Budget, limit, spill=Path(spill), machine=machine)
                 try:
-                    check(Varied(sources, turns), expected, budget())
+                    check(Varied(sources, turns, keeps), expected, budget())
                 except UserWarning as warned:
                     if not re.match(HELD_MORE, str(warned)):
                         raise
                     # A variant may hold more than another one that saves the same, but then it is so.
-                    check(Varied(sources, turns), expected, budget(), metered=True)
+                    check(Varied(sources, turns, keeps), expected, budget(), metered=True)
             return
         except BudgetError as refused:
             limit = int(refused.reachable_bytes * 1.02)
