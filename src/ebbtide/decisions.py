@@ -27,7 +27,7 @@ class Offload:
     ``Offload("disk", out=12, release=15, load=80)`` is read as: at tick 12 queue its copy to the disk; at tick 15
     wait until that copy is done and free its bytes; at tick 80 take its bytes again and queue the copy back. Whoever
     needs it waits until that copy is done. If ``load`` is the tick at which it is needed, the load is queued when it
-    is asked for.
+    is asked for. In a final absence nothing comes back, whatever it says.
     """
 
     tier: str

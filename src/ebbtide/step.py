@@ -148,8 +148,8 @@ class Absence:
     moment ``closes``, the event at which autograd asks for it. Where a graph is kept for several backward passes, a
     value has a gap before each of them that asks for it.
 
-    A *final* absence is one that closes with the step, after its last moment: a graph holds the value until then, and
-    nothing asks for it any more.
+    A *final* absence closes as the value dies, which may be after the step's last moment: a graph holds it until then,
+    and nothing asks for it any more.
     """
 
     value: int
@@ -192,7 +192,7 @@ class Step:
 
     def is_final(self, absence: Absence) -> bool:
         """Whether nothing asks for the value of ``absence`` any more."""
-        return absence.closes >= self.moments
+        return absence.closes >= self.values[absence.value].dies
 
     def op_moments(self) -> list[int]:
         """Moment of each op, by tick."""
@@ -277,10 +277,10 @@ def _check_step(step: Step, name: str) -> None:
         if not last <= event.tick <= count or not 0 <= event.saved < len(step.saved):
             raise RecordError(f"{name}: event {number} is impossible: {event}")
         last = event.tick
-    ends = {index + event.tick for index, event in enumerate(step.events) if event.kind == "unpack"} | {moments}
+    asked = {index + event.tick for index, event in enumerate(step.events) if event.kind == "unpack"}
     for number, absence in enumerate(step.absences):
         exists = 0 <= absence.value < len(step.values) and 0 <= absence.opens < absence.closes
-        if not exists or absence.closes not in ends:
+        if not exists or absence.closes not in asked | {step.values[absence.value].dies}:
             raise RecordError(f"{name}: absence {number} is impossible: {absence}")
 
 

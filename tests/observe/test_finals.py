@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 import torch
 from torch import Tensor, nn
 
@@ -22,8 +24,8 @@ def finals(step: Step) -> int:
     found = [absence for absence in step.absences if step.is_final(absence)]
     for absence in found:
         asked = [moment for saved in step.saved if saved.value == absence.value for moment in saved.unpacked]
-        assert max(asked, default=-1) < absence.opens < absence.closes == step.moments
-        assert step.values[absence.value].dies == step.moments
+        assert max(asked, default=-1) < absence.opens < absence.closes == step.values[absence.value].dies
+        assert any(absence.opens <= moment < absence.closes for moment in step.event_moments())
         others = [other for other in step.absences if other.value == absence.value and not step.is_final(other)]
         assert all(other.closes < absence.opens for other in others)
     return sum(step.values[absence.value].size_bytes == BATCH * WIDTH * 4 for absence in found)
@@ -65,11 +67,25 @@ def test_a_step_without_a_backward_pass_has_none() -> None:
 def test_a_graph_that_ends_within_the_step() -> None:
     net, x = model(), torch.randn(BATCH, WIDTH)
 
-    def step() -> None:
-        net(x)
-        net(x).square().mean().backward(retain_graph=True)
+    def look() -> float:
+        y = net(x).square()
+        return y.mean().item()
 
-    assert finals(observe_step(step)) == 0
+    def train() -> float:
+        loss = net(x).square().mean()
+        loss.backward(retain_graph=True)
+        return loss.item()
+
+    def step() -> None:
+        look()
+        train()
+        x.exp()
+
+    step_ = observe_step(step)
+    assert finals(step_) == 2 * LAYERS - 1 + 2 * LAYERS  # what is saved last in the first one lives to no other event
+    ends = collections.Counter(absence.closes for absence in step_.absences if step_.is_final(absence))
+    assert len(ends) == 2
+    assert max(ends) < step_.moments
 
 
 def test_what_somebody_holds_has_none() -> None:

@@ -11,6 +11,7 @@ from ebbtide.step import EXTERNAL, Absence, Event, Op, Replay, Saved, Step, Valu
 
 KIB = 1024
 MIB = 1024 * 1024
+NO_END = 1 << 60
 
 
 def disk_machine(
@@ -45,7 +46,7 @@ class _Storage:
     values: list[int]
     needs: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     unpacks: list[int] = dataclasses.field(default_factory=list)
-    stays: bool = False
+    stays: int = 0
 
 
 class Tape:
@@ -119,14 +120,14 @@ class Tape:
         """The program holds ``value`` until moment ``until``."""
         self.storages[self.storage_of[value]].needs.append((self.moment, until))
 
-    def retain(self, saved: int) -> None:
-        """A graph has a saved tensor to the end, and nothing asks for it any more."""
-        self.storages[self.storage_of[self.saved[saved][0]]].stays = True
+    def retain(self, saved: int, until: int = NO_END) -> None:
+        """A graph has a saved tensor until moment ``until``, and nothing asks for it any more."""
+        self.storages[self.storage_of[self.saved[saved][0]]].stays = until
 
     def step(self) -> Step:
         """The step."""
         end = self.moment
-        dies = [end if s.stays else min(end, max([n for _, n in s.needs] + [s.born + 1])) for s in self.storages]
+        dies = [min(end, max([need for _, need in s.needs] + [s.born + 1, s.stays])) for s in self.storages]
         absences = []
         shown = {moment: value for value, moments in self.saved for moment in moments}
         for storage, gone in zip(self.storages, dies, strict=True):
@@ -154,7 +155,7 @@ class Tape:
             opens = max(end for start, end in storage.needs if start < closes)
             if opens < closes < gone:
                 found.append(Absence(shown[closes], opens, closes))
-        opens = max((end for _, end in storage.needs), default=gone)
+        opens = max((need for _, need in storage.needs), default=gone)
         if storage.stays and opens < gone:
             found.append(Absence(storage.values[-1], opens, gone))
         return found
@@ -196,7 +197,7 @@ def random_step(seed: int, length: int = 8, *, retained: float = 0.0) -> Step:
     kept = {saved for node in nodes for saved in node if retained and dice.random() < retained}
     unasked = {saved for saved in kept if dice.random() < 0.3}
     for saved in kept:
-        tape.retain(saved)
+        tape.retain(saved, dice.choice([NO_END, tape.moment, tape.moment + dice.randrange(1, 20)]))
     for node in reversed(nodes):
         node[:] = [saved for saved in node if saved not in unasked]
         for saved in node:

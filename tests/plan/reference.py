@@ -81,7 +81,7 @@ class Walk:
     def run_event(self, index: int) -> None:
         tick = self.step.events[index].tick
         for number, absence in enumerate(self.step.absences):
-            if absence.closes == self.moment:
+            if absence.closes == self.moment and not self.step.is_final(absence):
                 self.present(absence.value, number)
         if index + 1 < len(self.step.events) and self.step.events[index + 1].tick == tick:
             return

@@ -187,6 +187,6 @@ def test_frontier() -> None:
 def test_they_are_written_and_read() -> None:
     step = retained_step()
     assert Step.from_document(step.document(), "step") == step
-    beyond = dataclasses.replace(step.absences[-1], closes=step.moments + 1)
+    beyond = dataclasses.replace(step.absences[-1], closes=step.moments - 1)
     with pytest.raises(RecordError, match=r"absence \d+ is impossible"):
         check_step(dataclasses.replace(step, absences=(*step.absences[:-1], beyond)))

@@ -64,6 +64,32 @@ class Looked(Program):
         return {"loss": loss, "seen": self.seen}
 
 
+class Functions(Program):
+    """What `Retained` and `Looked` do, in functions whose graphs end with them, before the optimizer's step."""
+
+    def build(self) -> nn.Module:
+        return mlp(64, 128, 128, 128, 128, 16)
+
+    def look(self, index: int) -> float:
+        y = self.model(self.data(1000 + index, BATCH, 64))
+        return float(y.square().mean().item())
+
+    def train(self, index: int) -> Tensor:
+        loss = self.model(self.data(index, BATCH, 64)).square().mean()
+        loss.backward(retain_graph=True)
+        return loss.detach()
+
+    def compute(self, index: int, guard: Guard) -> Record:
+        with guard():
+            seen = self.look(index)
+            loss = self.train(index)
+            self.optimizer.step()
+        return {"loss": loss, "seen": torch.tensor(seen)}
+
+    def update(self) -> None:
+        self.optimizer.zero_grad()
+
+
 class AskedLater(Program):
     """A loop that goes through its graph once more after the step, now and then."""
 
@@ -117,7 +143,7 @@ class AskedByAnotherStep(Program):
         return {"loss": loss}
 
 
-PROGRAMS: list[Callable[[], Program]] = [Retained, Dropped, Looked, AskedLater, AskedNow, AskedByAnotherStep]
+PROGRAMS: list[Callable[[], Program]] = [Retained, Dropped, Looked, Functions, AskedLater, AskedNow, AskedByAnotherStep]
 
 
 @once
@@ -131,7 +157,7 @@ def plain(build: Callable[[], Program]) -> list[Record]:
 @pytest.mark.parametrize("build", PROGRAMS)
 def test_identical(build: Callable[[], Program], limit: str, machine: str, tmp_path: Path) -> None:
     trial = run_within(build, plain(build), limit, MACHINES[machine], tmp_path)
-    if build in (Retained, Dropped, Looked):
+    if build in (Retained, Dropped, Looked, Functions):
         assert trial.states[-1] == "planned"
         assert any(isinstance(decision, Offload) for decision in trial.decisions)
 

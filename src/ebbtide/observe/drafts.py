@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Mapping, Sequence
 
 from ebbtide.observe.clock import Span
@@ -104,19 +105,19 @@ class ValueDraft:
 
 
 def absences_of(
-    all_saved: Sequence[Saved], values: Sequence[ValueDraft], passes: Mapping[int, int], moments: int
+    all_saved: Sequence[Saved], values: Sequence[ValueDraft], passes: Mapping[int, int], events: Sequence[int], end: int
 ) -> tuple[Absence, ...]:
     """For each saved value the gaps, in moments, from when only autograd held it to when autograd asked for it.
 
     The first gap of a value lies before it is first asked for, others between backward passes. What one pass asks for
-    several times comes back for the first of them and stays until the last. What outlives the step has a final one
-    behind that, if the step has a backward pass: else one comes later, which will ask for all of it.
+    several times comes back for the first of them and stays until the last. Behind that a value has a final one if
+    it lives on to some event, and if the step has a backward pass: else one comes later, which will ask for all of it.
 
     Args:
         all_saved: all saved tensors of a step.
         values: drafts of its values; saved tensors name them by place.
         passes: by moment at which something was asked for, the number of the backward pass that did.
-        moments: of the step.
+        events, end: the moments of the events, ascending, and the one after the last of the step.
     """
     asked: dict[int, set[int]] = {}
     written_later: set[int] = set()
@@ -132,10 +133,14 @@ def absences_of(
         if not external and storage.number not in written_later:
             gaps = _gaps(storage.alone, sorted(requests), passes)
             absences += [Absence(value, opens, closes) for opens, closes in gaps]
-            alone = storage.alone[-1] if storage.alone else NEVER
-            if passes and storage.dies < 0 and alone > max(requests, default=NEVER):
-                absences.append(Absence(value, alone, moments))
+            opens, dies = storage.alone[-1] if storage.alone else NEVER, storage.dies if storage.dies >= 0 else end
+            if passes and opens > max(requests, default=NEVER) and _any_between(events, opens, dies):
+                absences.append(Absence(value, opens, dies))
     return tuple(absences)
+
+
+def _any_between(moments: Sequence[int], begin: int, end: int) -> bool:
+    return bisect.bisect_left(moments, begin) < bisect.bisect_left(moments, end)
 
 
 def _gaps(alone: Sequence[int], asked: Sequence[int], passes: Mapping[int, int]) -> Iterator[tuple[int, int]]:

@@ -378,7 +378,8 @@ class Recorder(DispatchMode):
             Saved(s.value, s.dtype, s.shape, s.stride, s.offset, tuple(self._unpacked[n]))
             for n, s in enumerate(self._saved)
         )
-        absences = absences_of(saved, self.storages.values, self._passes, moments)
+        asked_or_saved = [index + event.tick for index, event in enumerate(self._events)]
+        absences = absences_of(saved, self.storages.values, self._passes, asked_or_saved, moments)
         step = Step(ops, values, saved, tuple(self._events), absences)
         if self._memory is None:
             return step

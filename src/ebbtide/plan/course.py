@@ -26,7 +26,7 @@ class Scene(NamedTuple):
         clock, plain, workspace: per moment, as in `Problem`.
         opens, closes, size_bytes, storage: per absence; storages are numbered from 0 to ``storages - 1``.
         storages: how many there are.
-        final: per absence, whether what is loaded as it closes takes no time: see `ebbtide.plan.finals`.
+        final: per absence, whether its value dies as it closes: see `ebbtide.plan.finals`.
         links: per tier latency, bandwidth, slowdown and seconds of compute of the link out, then of the link in.
         late: how much longer transfers take, as a share and in seconds: a row for those out, one for those back.
         first_leaf, leaves: per recipe where its leaves begin, with one entry more than recipes; leaves as storages.
@@ -54,7 +54,8 @@ class Scene(NamedTuple):
 def write_script(scene: Any, tier: Any, replay: Any, out: Any, release: Any, load: Any) -> Any:
     """What is to be done, in order, as rows of moment, phase, absence; columns are as in `Moves`.
 
-    Within a phase of a moment, loads are ordered by moment of need, everything by number of absence.
+    The value of a final absence goes as that closes. Within a phase of a moment, loads are ordered by moment of need,
+    everything by number of absence.
     """
     opens, closes, moments = scene.opens, scene.closes, len(scene.plain)
     rows, size = np.empty((4 * len(closes), 3), np.int64), 0
@@ -62,7 +63,7 @@ def write_script(scene: Any, tier: Any, replay: Any, out: Any, release: Any, loa
     for number in range(len(closes)):
         if tier[number] < 0 and replay[number] < 0:
             continue
-        rows[size, 0], rows[size, 1], rows[size, 2] = closes[number], NEED, number
+        rows[size, 0], rows[size, 1], rows[size, 2] = closes[number], GONE if scene.final[number] else NEED, number
         size += 1
         if replay[number] >= 0:
             rows[size, 0], rows[size, 1], rows[size, 2] = opens[number], GONE, number
@@ -116,7 +117,7 @@ def run_course(scene: Any, script: Any, tier: Any, replay: Any, limit_bytes: int
     """
     clock, plain, workspace, links, late = scene.clock, scene.plain, scene.workspace, scene.links, scene.late
     size_bytes, storage, first_leaf, leaves = scene.size_bytes, scene.storage, scene.first_leaf, scene.leaves
-    final, closes = scene.final, scene.closes
+    final = scene.final
     replay_seconds, replay_bytes, storages = scene.replay_seconds, scene.replay_bytes, scene.storages
     moments, absences = len(plain), len(size_bytes)
     memory, physical = np.empty(moments, np.int64), np.empty(moments, np.int64)
@@ -138,6 +139,14 @@ def run_course(scene: Any, script: Any, tier: Any, replay: Any, limit_bytes: int
         while row < len(script) and script[row, 0] == moment and ending == DONE:
             phase, number = script[row, 1], script[row, 2]
             row += 1
+            if phase == GONE and final[number]:
+                # It dies here and does not come back: `plain` is without it from now on.
+                if state[number] == AWAY:
+                    offset += size_bytes[number]
+                    high = physical_high = offset
+                state[number] = PRESENT
+                absent[storage[number]] = -1
+                continue
             if phase in (GONE, RELEASE):
                 if phase == RELEASE:
                     seconds = written[number] - (clock[moment] + delay)
@@ -171,11 +180,9 @@ def run_course(scene: Any, script: Any, tier: Any, replay: Any, limit_bytes: int
                         start = max(now, free[here, way])
                         if way == 1:
                             start = max(start, written[number])
-                        end = start
-                        if way == 0 or not final[number] or moment < closes[number]:
-                            end += (1.0 + late[way, 0]) * seconds + late[way, 1]
-                            delay += links[here, RATES * way + 2] * seconds + links[here, RATES * way + 3]
+                        end = start + (1.0 + late[way, 0]) * seconds + late[way, 1]
                         free[here, way] = end
+                        delay += links[here, RATES * way + 2] * seconds + links[here, RATES * way + 3]
                         transfers[sent, 0], transfers[sent, 1] = number, way
                         transfer_times[sent, 0], transfer_times[sent, 1], transfer_times[sent, 2] = now, start, end
                         sent += 1

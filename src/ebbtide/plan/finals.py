@@ -1,11 +1,11 @@
-"""Final absences: what a graph holds to the end of a step, though nothing asks for it any more.
+"""Final absences: what a graph holds, though nothing asks for it any more.
 
 NOTE [Final absences]
 1. A graph that is kept with ``retain_graph=True`` holds what it saved after the last backward pass through it; one that
    was made outside of `torch.no_grad` holds what it saved though no pass comes. Such values can move out; as the loop
    may ask for them after the step, they are never dropped to be computed again.
-2. For planning, each final absence closes at an event of its own behind all else, as its value dies. The load there
-   takes no memory, no time, and costs nothing: in a step that runs there is none, nor that event.
+2. A final absence closes as its value dies. The load there takes no memory, no time, and costs nothing: in a step that
+   runs there is none. Where the value outlives the step, that is at an event of its own behind all else, for planning.
 3. Plans without them come first: only where none meets the limit, values leave that the loop may want after the step.
 """
 
@@ -27,7 +27,7 @@ def final_absences(step: Step) -> list[int]:
 
 
 def without_finals(step: Step) -> Step:
-    """``step`` without its final absences: what they are of stays to the end."""
+    """``step`` without its final absences: what they are of stays until it dies."""
     absences = tuple(absence for absence in step.absences if not step.is_final(absence))
     return step if len(absences) == len(step.absences) else dataclasses.replace(step, absences=absences)
 
@@ -39,8 +39,8 @@ def with_finals_kept(step: Step, decisions: Sequence[Decision]) -> tuple[Decisio
 
 
 def with_ends(step: Step) -> Step:
-    """``step`` with an event at which each final absence closes: rule 2 of NOTE [Final absences]."""
-    numbers = final_absences(step)
+    """``step`` with an event at which each absence closes that outlives it: rule 2 of NOTE [Final absences]."""
+    numbers = [number for number, absence in enumerate(step.absences) if absence.closes >= step.moments]
     absences, values = list(step.absences), list(step.values)
     saved_as = {saved.value: number for number, saved in enumerate(step.saved)}
     events: list[Event] = []

@@ -190,8 +190,7 @@ class Problem:
         check_step(step)
         check_machine(machine)
         final = final_absences(step)
-        if final:
-            step = with_ends(step)
+        step = with_ends(step) if final else step
         facts = Facts.of(step)
         durations = np.zeros(step.moments)
         workspace = np.zeros(step.moments, dtype=np.int64)

@@ -57,16 +57,10 @@ def simulate(step: Step, machine: Machine, decisions: Sequence[Decision]) -> Out
         seconds=course.seconds,
         memory=course.memory[: step.moments].tolist(),
         compute_seconds=course.starts[: step.moments].tolist(),
-        transfers=tuple(each for each in course.transfers if not _is_end(problem, each)),
+        transfers=tuple(course.transfers),
         stalls=tuple(course.stalls),
         recomputations=tuple(course.recomputations),
     )
-
-
-def _is_end(problem: Problem, transfer: Transfer) -> bool:
-    """Whether a transfer stands for none: rule 2 of NOTE [Final absences] in `ebbtide.plan.finals`."""
-    loaded_in_no_time = transfer.direction == "in" and transfer.end_seconds == transfer.start_seconds
-    return loaded_in_no_time and bool(problem.spans.final[transfer.absence])
 
 
 def moves_of(problem: Problem, decisions: Sequence[Decision]) -> list[Move]:
@@ -111,12 +105,13 @@ def _trip(problem: Problem, number: int, decision: Offload) -> Trip:
     if decision.tier not in problem.routes:
         raise PlanError(f"absence {number}: the machine has no slow tier {decision.tier!r} with links both ways")
     moments = []
-    for tick in (decision.out, decision.release, decision.load):
+    final = bool(problem.spans.final[number])
+    for tick in (decision.out, decision.release) if final else (decision.out, decision.release, decision.load):
         if tick not in problem.facts.slot_of_tick:
             raise PlanError(f"absence {number}: nothing can be done at tick {tick}, it has no event")
         moments.append(problem.facts.slot_of_tick[tick])
     out, release = moments[:2]
-    load = absence.closes if problem.spans.final[number] else min(moments[2], absence.closes)
+    load = absence.closes if final else min(moments[2], absence.closes)
     if earliest is None or not earliest <= out < release or release < absence.opens or release >= load:
         raise PlanError(
             f"absence {number}: copied out at moment {out}, released at {release}, loaded at {load}; it can be copied"
@@ -134,8 +129,12 @@ def decisions_of(problem: Problem, moves: Sequence[Move], recipes: Sequence[tupl
         if move is None:
             decisions.append(Keep())
         elif isinstance(move, Trip):
-            on_demand = move.load == problem.step.absences[number].closes or problem.spans.final[number]
-            load = events[problem.step.absences[number].closes].tick if on_demand else ticks[move.load]
+            if problem.spans.final[number]:
+                load = len(problem.step.ops)
+            elif move.load == problem.step.absences[number].closes:  # on demand
+                load = events[move.load].tick
+            else:
+                load = ticks[move.load]
             decisions.append(Offload(move.tier, ticks[move.out], ticks[move.release], load))
         else:
             recipe = recipes[number]

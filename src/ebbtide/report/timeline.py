@@ -130,7 +130,7 @@ def _absent(step: Step, decisions: Sequence[Decision], planned: Outcome) -> dict
                 "bytes": value.size_bytes,
                 "decision": decision_words(step, absence, decision),
                 "gone": _microsecond(times[gone]),
-                "back": _microsecond(planned.seconds if step.is_final(absence) else back[index]),
+                "back": _microsecond(times[absence.closes] if step.is_final(absence) else back[index]),
             }
     return described
 
