@@ -280,7 +280,7 @@ def _check_step(step: Step, name: str) -> None:
     asked = {index + event.tick for index, event in enumerate(step.events) if event.kind == "unpack"}
     for number, absence in enumerate(step.absences):
         exists = 0 <= absence.value < len(step.values) and 0 <= absence.opens < absence.closes
-        if not exists or absence.closes not in asked | {step.values[absence.value].dies}:
+        if not exists or not (absence.closes in asked or absence.closes == step.values[absence.value].dies):
             raise RecordError(f"{name}: absence {number} is impossible: {absence}")
 
 

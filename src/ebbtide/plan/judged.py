@@ -76,10 +76,7 @@ def budget_error(problem: Problem, least: Course, limit_bytes: int, policy: str 
         message += ". The step has no backward pass: call backward() within it, or all that it saves has to stay"
     idle_bytes = 0 if problem.routes else int(problem.spans.size_bytes[problem.spans.final].sum())
     if idle_bytes > WORTH_SHARE * (reachable - problem.resting_bytes):
-        message += (
-            f". Graphs hold {format_bytes(idle_bytes)} to the end of the step that no backward pass asks for any more:"
-            f" {ADVICE}"
-        )
+        message += f". Graphs hold {format_bytes(idle_bytes)} that no backward pass asks for any more: {ADVICE}"
     return BudgetError(
         message, limit_bytes=limit_bytes, reachable_bytes=reachable, tick=max(tick, 0), op=op, module=module
     )

@@ -121,8 +121,7 @@ def _solved(
     if not step.ops:
         raise budget_error(problem, follow(problem, [None] * len(step.absences)), limit_bytes)
     caution = Caution.of(machine) if caution is None else caution
-    found = find_recipes(step, banned)
-    recipes = [None if final else recipe for recipe, final in zip(found, problem.spans.final.tolist(), strict=True)]
+    recipes = find_recipes(step, banned)
     tiers = list(problem.routes)
     candidates = Candidates.of(problem, tiers[0] if tiers else None, recipes)
     ceiling = caution.ceiling_bytes(limit_bytes, problem.resting_bytes)
