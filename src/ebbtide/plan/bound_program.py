@@ -28,7 +28,8 @@ seconds and ``w + h`` its delay, ``h`` being what recomputation and slowed compu
    whose plain bytes fit, and those of ops that hold less than an earlier op of the block with fewer values recomputed.
 8. No value counts for more bytes than the limit is exceeded by anywhere: where such a value is away, nothing else has
    to be, so the rows of memory stay true, and a value's transfers take their full time.
-9. Values so small that all of them together are `NEGLIGIBLE` count as absent for free whenever they could be.
+9. Values so small that all of them together are `NEGLIGIBLE` count as absent for free whenever they could be, and so do
+   those of final absences.
 10. Values leave and come back whole. Those of at least `LARGE` of the largest are counted: at a moment at which, with
    all others absent that can be, bytes are still missing, as many of them are absent as it takes of the largest. ``n``
    of them count as away from release to load; a link's seconds for them are worked on after they were taken, whole.
