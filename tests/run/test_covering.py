@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import ebbtide
+from ebbtide.decisions import Decision, Keep, Offload, Plan
 from ebbtide.machine import Machine
 from ebbtide.run.covering import can_run
 from ebbtide.run.forks import Library
 from ebbtide.run.kinds import Kind
 from ebbtide.run.meter import PeakMeter
 from ebbtide.run.script import Script
+from ebbtide.step import Step
 from tests.run.harness import FAST_DISK, SLOW_DISK
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans", "plans_stay")
@@ -112,6 +115,35 @@ def test_the_memory_that_is_worked_out_is_the_memory_that_is_taken(
     assert peak_bytes <= least_limit(whole, part)
     if machine is FAST_DISK:
         assert peak_bytes == least_limit(whole, part)
+
+
+@pytest.mark.parametrize("released", [13, 15, 18])
+@pytest.mark.parametrize("keeps", [{}, {0: 5, 1: 5, 2: 5}, {2: 3, 3: 7}], ids=["none kept", "three kept", "two kept"])
+def test_what_is_kept_as_a_plan_lets_go_of_it_counts_once(
+    released: int, keeps: Keeps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_plans: Callable[..., Plan]
+) -> None:
+    """Whichever plan it is; those that are found follow from what ops took."""
+    times = [(3, 7, 106), (6, 12, 78), (9, released, 78), (12, 18, 64), (15, 24, 50), (18, 24, 36)]
+    decisions: tuple[Decision, ...] = (*(Offload("disk", *each) for each in times), Keep(), Keep())
+
+    def plan_of(step: Step, *arguments: Any, **options: Any) -> Plan:
+        plan = quick_plans(step, *arguments, **options)
+        return dataclasses.replace(plan, decisions=decisions) if len(step.absences) == len(decisions) else plan
+
+    monkeypatch.setattr("ebbtide.run.solving.solve", plan_of)
+    model, blocks = Kept(nn.Tanh), EVERY[:6] + EVERY[7:]
+    with ebbtide.Budget("70%", spill=tmp_path, machine=FAST_DISK) as budget:
+        for _ in range(5):
+            run(budget, model, blocks, keeps)
+        for _ in range(5):
+            run(budget, model, EVERY, {})
+        whole, part = scripts_of(budget)
+        monkeypatch.setattr(Library, "covers", lambda *_: True)
+        for _ in range(2):
+            peak_bytes = run(budget, model, blocks, keeps)
+            run(budget, model, EVERY, {})
+        assert [measured.left for measured in budget.measured[-4:]] == [""] * 4
+    assert peak_bytes == least_limit(whole, part)
 
 
 @pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["moves", "recomputes"])

@@ -3,7 +3,9 @@
 NOTE [What is held]
 At each event of such a step that is what the step holds without a plan, less what the plan that is followed has away
 and this step's user has let go of. What he keeps for longer than in steps of the plan's kind is there until then, and
-comes back as a second copy if it is fetched before. What recipes take, they take as in the plan.
+comes back as a second copy if it is fetched before. What recipes take, they take as in the plan. What the plan lets go
+of at an event is there at first, besides what is left then; not so where the user keeps it, as it is counted anyway,
+nor where the step has no such value.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ def can_run(script: Script, other: Script, first: int) -> bool:
     if found is None:
         return False
     places, values = found
-    more = _held_more(script, other, places, values)
+    more, twice = _held_more(script, other, places, values), _counted_twice(script, other, places, values)
     ours, theirs = script.footprint, other.footprint
     for event, place in enumerate(places[first:], first):
-        held = theirs.plain[event] + ours.besides[max(place, 0)]
+        held = theirs.plain[event] + ours.besides[max(place, 0)] - twice.get(event, 0)
         between = theirs.plain_between[event] + ours.besides_between[max(place, 0)]
         if max(held, between) + more[event] > script.limit_bytes:
             return False
@@ -90,6 +92,22 @@ def _held_more(script: Script, other: Script, places: Sequence[int], values: Map
                 add(max(leaves, each.opens), min(returns, each.closes), -gap.size_bytes)
             add(returns, _gone_from(theirs, leaves, last.get(named, 0)), gap.size_bytes)
     return list(itertools.accumulate(change[:-1]))
+
+
+def _counted_twice(script: Script, other: Script, places: Sequence[int], values: Mapping[int, int]) -> dict[int, int]:
+    """By event of ``other``: bytes among those besides that its user keeps, or that it does not have."""
+    moved = [(value, gap) for value, gaps in script.footprint.gaps.items() for gap in gaps if not gap.stays]
+    fetched = {gap.returns for _, gap in moved}
+    twice = dict[int, int]()
+    for value, gap in moved:
+        event = bisect.bisect_left(places, gap.leaves)
+        # Where something is saved and nothing fetched, what lingers is all that is counted besides.
+        is_alone = gap.lingers and script.expected[gap.leaves] >= 0 and gap.leaves not in fetched
+        if is_alone and event < len(places) and places[event] == gap.leaves:
+            theirs = other.footprint.gaps.get(values[value], ()) if value in values else ()
+            if not any(each.opens <= event < each.closes for each in theirs):
+                twice[event] = twice.get(event, 0) + gap.size_bytes
+    return twice
 
 
 def _gone_from(gaps: Sequence[Gap], leaves: int, last: int) -> int:

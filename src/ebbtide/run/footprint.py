@@ -24,6 +24,7 @@ class Gap:
         leaves, returns: from the one on until just before the other the plan has it away; both are ``closes`` if it
             stays.
         size_bytes: of the value.
+        lingers: whether the plan has it there still at the beginning of the event from which on it is away.
     """
 
     opens: int
@@ -31,6 +32,7 @@ class Gap:
     leaves: int
     returns: int
     size_bytes: int
+    lingers: bool
 
     @property
     def stays(self) -> bool:
@@ -117,4 +119,5 @@ def _gap(step: Step, absence: Absence, decision: Decision, moments: Sequence[int
     elif isinstance(decision, Offload):
         leaves = last_at[decision.release]
         returns = closes if step.is_final(absence) else min(last_at[decision.load], closes)
-    return Gap(opens, closes, leaves, returns, step.values[absence.value].size_bytes)
+    lingers = isinstance(decision, Offload)
+    return Gap(opens, closes, leaves, returns, step.values[absence.value].size_bytes, lingers)
