@@ -194,7 +194,8 @@ class TestGraph:
         h, _ = ebbtide.scan(cell, torch.ones(5), range(n), memory=memory)
         h.sum().backward()
         choice = choose(n, states(1, torch.ones(5)), 0.0, 0.0, memory)
-        assert sum(calls.values()) == choice.forward_steps + 1 + n
+        # Once more, step 0 has shown what it writes to.
+        assert sum(calls.values()) == 1 + choice.forward_steps + 1 + n
 
 
 @hypothesis.settings(max_examples=25)
@@ -202,7 +203,8 @@ class TestGraph:
 def test_random_cells(data: st.DataObject) -> None:
     """Ops, what feeds them, what is in the state, put out, watched, truncated: all at random.
 
-    Cells may close over a part of state 0 and an input, and states may hold a tensor twice. Left out are states with a
+    Cells may close over a part of state 0 and an input, and write to a tensor that they read; states may hold a tensor
+    twice. Left out are states with a
     tensor that was there before the step: to the plain loop it is one tensor, here it is several, so that three or more
     gradients of it add up in another order.
     """
@@ -219,6 +221,7 @@ def test_random_cells(data: st.DataObject) -> None:
     needs = draw(st.lists(st.booleans(), min_size=parts + 2, max_size=parts + 2))
     dtype = draw(st.sampled_from([torch.float32, torch.float64]))
     closed_over = draw(st.integers(0, n - 1))
+    writes = draw(st.booleans())
     starts = draw(st.lists(st.integers(0, parts - 1), min_size=parts, max_size=parts))
 
     def program(loop: Loop) -> tuple[Any, list[Tensor]]:
@@ -228,9 +231,12 @@ def test_random_cells(data: st.DataObject) -> None:
         made_first = [torch.randn(4, 4, dtype=dtype, requires_grad=need) for need in needs[:parts]]
         start = [made_first[k] for k in starts]
         xs = [torch.randn(4, 4, dtype=dtype, requires_grad=needs[-1]) for _ in range(n)]
+        mean = torch.zeros(4, 4, dtype=dtype)
 
         def cell(state: list[Tensor], x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
             values = [*state, x, weight, made, torch.rand(4, 4, dtype=dtype), start[0], xs[closed_over]]
+            if writes:
+                values[parts + 3] = mean.lerp_(x.detach(), 0.3).clone()
             for op, (left, right) in zip(ops, sources, strict=True):
                 values.append(op(values[left], values[right]).sin())
             return [values[k] for k in picked], [values[k] for k in put_out]
@@ -240,7 +246,7 @@ def test_random_cells(data: st.DataObject) -> None:
         loss = sum((part.square().sum() for part in tree_leaves((watch, final))), start=torch.zeros((), dtype=dtype))
         if loss.requires_grad:
             loss.backward()
-        return (final, ys), [weight, *start, *xs]
+        return (final, ys, mean), [weight, *start, *xs]
 
     truncate = draw(st.one_of(st.none(), st.integers(1, 5)))
     compare(program, memory=states(count, *[torch.zeros(4, 4, dtype=dtype)] * parts), truncate=truncate, check=True)

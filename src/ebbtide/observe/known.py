@@ -26,7 +26,7 @@ MOST_BYTES = 2**19
 
 UNKNOWN = object()
 """Instead of a result that depends on what is not known."""
-_LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 """What `torch.tensor` calls on the real tensor that it has made of numbers."""
 
 
@@ -60,7 +60,7 @@ class KnownValues:
 
     def follow(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> None:
         """Do to the values what an ATen call did to their fake tensors; ``made`` is its fake result."""
-        if func in _LIFTS and type(args[0]) is torch.Tensor:
+        if func in LIFTS and type(args[0]) is torch.Tensor:
             self.learn(made, args[0])
             return
         written = list(_written(func, args, kwargs)) if self._values else []

@@ -63,6 +63,15 @@ def is_partly_written(func: Any) -> bool:
     return getattr(getattr(func, "_schema", None), "name", "") in _PARTLY_WRITTEN
 
 
+@cache
+def running_statistics(func: Any) -> tuple[int, ...]:
+    """Positions of the running statistics that a batch norm is given, and writes in training mode."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or schema.name.partition("::")[2] not in _BATCH_NORM | _GATHERING:
+        return ()
+    return tuple(i for i, a in enumerate(schema.arguments) if a.name in ("running_mean", "running_var"))
+
+
 def _is_written(argument: Any) -> bool:
     return argument.alias_info is not None and bool(argument.alias_info.is_write)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +26,7 @@ from ebbtide.sequence.tensors import State, TensorLayout, bytes_of, detached, re
 Cell = Callable[[Any, Any], tuple[Any, Any]]
 _LEAF_TYPES = (Tensor, int, type(None))
 _LEAF: TreeSpec = tree_flatten(None)[1]
+_NOWHERE = contextlib.nullcontext()
 _NOTHING: tuple[list[Any], TreeSpec] = ([None], _LEAF)
 
 
@@ -64,8 +67,8 @@ class CellChain:
         inputs: Inputs,
         layout: TensorLayout,
         *,
-        truncate: int | None,
-        check: bool,
+        truncate: int | None = None,
+        check: bool = False,
     ) -> None:
         self.outside = Outside()
         self.results: list[Tensor] = []
@@ -183,15 +186,15 @@ class CellChain:
             self._passed_on |= {result: number for result, number in self._just_passed_on.items() if number not in gone}
             self._just_passed_on = {}
 
-    def trial(self, state: State) -> State:
-        """Run step 0, leaving no trace."""
-        with _disable_current_modes():
+    def trial(self, state: State, inside: AbstractContextManager[Any] = _NOWHERE) -> State:
+        """Run step 0, ``inside`` a context. No trace is left but in what the layout does not know to be written to."""
+        with _disable_current_modes(), inside:
             return self._run_unseen(state, 0)
 
     def _run_unseen(self, state: State, step: int) -> State:
         checksums, self._checksums = self._checksums, None
         try:
-            with self._layout.generators.preserved():
+            with self._layout.surroundings.preserved():
                 return self._run(state, step).following
         finally:
             self._checksums = checksums

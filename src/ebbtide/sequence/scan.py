@@ -13,6 +13,7 @@ from typing import Any, SupportsIndex, cast
 import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_leaves
 
 from ebbtide.arguments import as_directories
 from ebbtide.errors import SequenceError
@@ -29,6 +30,7 @@ from ebbtide.sequence.schedules import Record, Reverse
 from ebbtide.sequence.spill import Spill, SpillFiles, open_spill
 from ebbtide.sequence.steps import versions_of
 from ebbtide.sequence.store import StateStore
+from ebbtide.sequence.surroundings import Watch
 from ebbtide.sequence.tensors import State, TensorLayout, detached
 from ebbtide.sequence.trial import Trial
 
@@ -56,8 +58,9 @@ def scan(
 
     Args:
         cell: gives the next state and an output, any pytree (or None). It is called again for the same step, and must
-            then do the same: all that changes from step to step must be in the state or the input. Random numbers of
-            PyTorch are drawn again as they were. It must not alter its state or its input in place.
+            then do the same: all that changes from step to step must be in the state, in the input, or in tensors
+            outside that it writes to in step 0 already, as batch norm does, which have their values of then. Random
+            numbers of PyTorch are drawn again as they were. It must not alter its state or its input in place.
         state: state 0, a pytree of tensors. All states have the same structure, shapes, types and devices.
         inputs: any iterable. What can be indexed is, anew for each run of a step; of others the items are kept.
         memory: for the states held between steps, in RAM; bytes, or such as ``"256MiB"``. What one step and its graph
@@ -87,11 +90,10 @@ def scan(
     if not torch.is_grad_enabled():
         return _plain(cell, state, steps)
     layout = TensorLayout(state)
+    memory_slots(layout.size_bytes, memory)  # it is told before anything runs that there is too little
     start = detached(layout.flatten(state, 0))
-    if parametrize._cache_enabled:
-        with layout.generators.preserved():  # whatever it caches is to be made outside the steps, which share it
-            cell(layout.unflatten(start), steps[0])
-    sweep = _Sweep(cell, start, steps, layout, memory, directories, truncate, check, progress)
+    layout, scene = _surveyed(cell, state, start, steps, layout)
+    sweep = _Sweep(cell, start, steps, layout, scene, memory, directories, truncate, check, progress)
     sweep.forward()
     if not sweep.chain.results:
         sweep.close()
@@ -118,6 +120,27 @@ def _indexed(inputs: Iterable[Any]) -> Inputs:
     if hasattr(inputs, "__getitem__") and hasattr(inputs, "__len__") and not isinstance(inputs, (list, Mapping)):
         return cast(Inputs, inputs)
     return tuple(inputs)
+
+
+def _surveyed(
+    cell: Cell, state: Any, start: State, inputs: Inputs, layout: TensorLayout
+) -> tuple[TensorLayout, _Scene]:
+    """How states lie with what the cell writes to besides, and what steps are to run under: step 0 shows it."""
+    first = inputs[0]
+    own = (*start, *tree_leaves(first))
+    cached = Watch(own)
+    if parametrize._cache_enabled:
+        with layout.surroundings.preserved(), cached:  # what it caches is to be made outside the steps, which share it
+            cell(layout.unflatten(start), first)
+    scene, watch = _Scene(layout.device_types), Watch(own)
+    chain = CellChain(cell, (first,) if isinstance(inputs, (tuple, Tensor)) else [first], layout)
+    try:
+        with scene.set():
+            chain.trial(start, watch)
+    finally:
+        written = watch.put_back()
+        cached.put_back(written)
+    return TensorLayout(state, written), scene
 
 
 def _plain(cell: Cell, state: Any, inputs: Inputs) -> tuple[Any, list[Any]]:
@@ -163,6 +186,7 @@ class _Sweep:
         start: State,
         inputs: Inputs,
         layout: TensorLayout,
+        scene: _Scene,
         memory: int | str,
         spill: Sequence[Path],
         truncate: int | None,
@@ -177,9 +201,9 @@ class _Sweep:
         self._spill = spill
         self._check = check
         self._progress = progress
-        self._scene = _Scene(layout.device_types)
-        self._start_generators = layout.generators.read()
-        self._turn_generators = self._start_generators
+        self._scene = scene
+        self._start_surroundings = layout.surroundings.read()
+        self._turn_surroundings = self._start_surroundings
         self._course: Course | None = None
         self._resources = contextlib.ExitStack()
         self._files: SpillFiles | None = None
@@ -192,7 +216,7 @@ class _Sweep:
         with self._scene.set():
             try:
                 self._to_the_turn()
-                self._turn_generators = self._layout.generators.read()
+                self._turn_surroundings = self._layout.surroundings.read()
                 assert self._executor is not None
                 self._turn_versions = versions_of(self._executor.working)
                 # Tensors of its own: this run is the first of the last step, and gradients go back through another.
@@ -203,15 +227,15 @@ class _Sweep:
 
     def back(self, grads: tuple[Tensor | None, ...]) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Reverse every step; gradients of what is outside and of state 0. Nothing is left after it."""
-        with self._scene.set(), self._layout.generators.preserved(), self.chain.outside.fenced():
+        with self._scene.set(), self._layout.surroundings.preserved(), self.chain.outside.fenced():
             try:
                 if self._executor is not None and versions_of(self._executor.working) != self._turn_versions:
                     self.close()  # it is what a step has put out, too, and who has that has altered it
                 if self._executor is None:
-                    self._layout.generators.set(self._start_generators)
+                    self._layout.surroundings.set(self._start_surroundings)
                     self._to_the_turn()
                 else:
-                    self._layout.generators.set(self._turn_generators)
+                    self._layout.surroundings.set(self._turn_surroundings)
                 assert self._executor is not None
                 self.chain.begin_reverse(grads)
                 self._executor.run(self._watched(self._records, forward=False))

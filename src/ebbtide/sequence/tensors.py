@@ -1,8 +1,7 @@
-"""How a state of tensors, and that of the random generators, lies in one block of memory."""
+"""How a state of tensors, and what goes with it, lies in one block of memory."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
@@ -12,20 +11,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch._ops import _len_torch_dispatch_stack_pre_dispatch
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from ebbtide.errors import SequenceError
 from ebbtide.observe.wrapped import is_subclass, is_wrapper
 from ebbtide.sequence.blocks import Block
+from ebbtide.sequence.surroundings import Surroundings, Written, unseen
 
 ALIGNMENT_BYTES = 64
 """Tensors begin at multiples of this, as PyTorch's own do: kernels may choose their code by alignment."""
 FORM_BYTES = 8
 """The number of a state's form is stored with it."""
 
-_NO_MODES = contextlib.nullcontext()
+NOTHING_WRITTEN = Written()
 
 State = list[Tensor]
 """The tensors of a state, detached; those that take part in the gradient have ``requires_grad`` set."""
@@ -96,37 +94,11 @@ def _form_of(part: Tensor) -> tuple[tuple[int, ...], int, bool]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Views:
-    """What lies in a block: the number of the state's form, the generators' states, the state's own tensors."""
+    """What lies in a block: the number of the state's form, its surroundings, its own tensors."""
 
     form: npt.NDArray[np.int64]
-    generators: list[Tensor]
+    surroundings: list[Tensor]
     parts: list[Tensor]
-
-
-class Generators:
-    """The random generators that a cell may draw from: the CPU's, and those of some CUDA devices."""
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._devices = devices
-
-    def read(self) -> list[Tensor]:
-        """Their states, bytes on the CPU."""
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)]
-
-    def set(self, states: Sequence[Tensor]) -> None:
-        """Go back to ``states``."""
-        torch.set_rng_state(states[0])
-        for device, state in zip(self._devices, states[1:], strict=True):
-            torch.cuda.set_rng_state(state, device)
-
-    @contextlib.contextmanager
-    def preserved(self) -> Iterator[None]:
-        """What is drawn inside is as if it had not been."""
-        before = self.read()
-        try:
-            yield
-        finally:
-            self.set(before)
 
 
 class TensorLayout:
@@ -134,17 +106,18 @@ class TensorLayout:
 
     Args:
         state: the state whose like is to be stored.
+        written: what the cell writes to, besides.
 
     Attributes:
-        size_bytes: bytes of a block for it and the generators.
+        size_bytes: bytes of a block for it and its surroundings.
         item_bytes: bytes of a number in the largest tensor.
-        generators: those of the devices that it is on.
+        surroundings: the generators of the devices that it is on, and what the cell writes to.
 
     Raises:
         SequenceError: if there is something in it that is no dense tensor, or nothing at all.
     """
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: Any, written: Written = NOTHING_WRITTEN) -> None:
         found, self._spec = tree_flatten_with_path(state)
         for path, part in found:
             if not isinstance(part, Tensor) or part.layout is not torch.strided:
@@ -161,16 +134,15 @@ class TensorLayout:
         if not found:
             raise SequenceError("the state has no tensors; give state 0 as a tensor, or a tuple, list or dict of them")
         self.device_types = sorted({"cpu", *(leaf.device.type for leaf in self._leaves)})
-        self.generators = Generators(
-            sorted({leaf.device for leaf in self._leaves if leaf.device.type == "cuda"}, key=str)
-        )
+        devices = sorted({leaf.device for leaf in self._leaves if leaf.device.type == "cuda"}, key=str)
+        self.surroundings = Surroundings(devices, written)
         self._forms: list[tuple[tuple[_Form, ...], tuple[int, ...]]] = []  # the latter: see `_firsts`
         self._form_numbers: dict[tuple[Any, ...], int] = {}
         end = FORM_BYTES
-        self._generator_places: list[tuple[int, int]] = []
-        for generator in self.generators.read():
-            self._generator_places.append((end, generator.numel()))
-            end += generator.numel()
+        self._surrounding_places: list[tuple[int, int]] = []
+        for part in self.surroundings.now():
+            self._surrounding_places.append((end, part.numel()))
+            end += part.numel()
         self._offsets: list[int] = []
         for _, part in found:
             offset = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
@@ -208,26 +180,26 @@ class TensorLayout:
         return tree_unflatten(state, self._spec) if self._container is None else self._container(state)
 
     def pack(self, state: State, block: Block) -> None:
-        """Copy a state, and the state of the generators, into a block."""
+        """Copy a state, and its surroundings as they are now, into a block."""
         firsts = _firsts(state)
         forms = (firsts, *map(_form_of, state))
         if forms not in self._form_numbers:
             self._form_numbers[forms] = len(self._forms)
             self._forms.append((tuple(map(_Form.of, state)), firsts))
-        with torch.no_grad(), _unseen():
+        with torch.no_grad(), unseen():
             views = self._views(block)
             views.form[0] = self._form_numbers[forms]
-            for place, generator in zip(views.generators, self.generators.read(), strict=True):
-                place.copy_(generator)
+            for place, part in zip(views.surroundings, self.surroundings.now(), strict=True):
+                place.copy_(part)
             for part, place in zip(state, views.parts, strict=True):
                 place.copy_(part)
 
     def unpack(self, block: Block) -> State:
-        """The state in a block, copied only where it must be; the generators go back to where they were."""
-        with torch.no_grad(), _unseen():
+        """The state in a block, copied only where it must be; its surroundings go back to what they were."""
+        with torch.no_grad(), unseen():
             views = self._views(block)
             forms, firsts = self._forms[int(views.form[0])]
-            self.generators.set([place.clone() for place in views.generators])
+            self.surroundings.set([place.clone() for place in views.surroundings])
             # Detached: a state's tensors are told apart by what they are, and may be wanted more than once.
             parts = [place.detach() for place in views.parts]
             if self.device_types != ["cpu"]:
@@ -236,7 +208,7 @@ class TensorLayout:
 
     def copy(self, state: State) -> State:
         """A state of its own memory, in which it lies alike."""
-        with torch.no_grad(), _unseen():
+        with torch.no_grad(), unseen():
             return _as_first([_Form.of(part).adopt(part, own=False) for part in state], _firsts(state))
 
     def _views(self, block: Block) -> _Views:
@@ -244,7 +216,7 @@ class TensorLayout:
             storage = block.storage
             block.views = _Views(
                 np.frombuffer(block.memory()[:FORM_BYTES], np.int64),
-                [_over(storage, torch.uint8, offset, (size,), (1,)) for offset, size in self._generator_places],
+                [_over(storage, torch.uint8, offset, (size,), (1,)) for offset, size in self._surrounding_places],
                 [
                     _over(storage, leaf.dtype, offset, leaf.shape, leaf.stride)
                     for leaf, offset in zip(self._leaves, self._offsets, strict=True)
@@ -274,12 +246,6 @@ def bytes_of(state: State) -> Iterator[memoryview]:
     """The bytes of each tensor."""
     for part in state:
         yield part.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def _unseen() -> contextlib.AbstractContextManager[object]:
-    """No dispatch mode sees what is done inside; without any, this takes no time."""
-    there = torch._C._len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch()
-    return _disable_current_modes() if there else _NO_MODES
 
 
 def refuse_class(part: Any, who_has: str) -> None:

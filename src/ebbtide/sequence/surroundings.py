@@ -1,0 +1,235 @@
+"""What a cell depends on and alters besides its arguments: random generators, and tensors outside that it writes to.
+
+NOTE [What a cell writes to]
+Batch norm in training mode adds to its running statistics, spectral norm improves its vectors, a counter counts. In a
+plain loop each step does so once; here steps run again. So the bytes of such storages are stored with each state, as
+the generators' states are, and go back with it: a step that runs again finds what it found, and what was there when a
+backward pass began is there when it ends. Which storages those are, step 0 shows, run under a dispatch mode before the
+chain begins. One that is written to without being read, as a list of losses is, needs no place in each state: it is
+only put back at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ebbtide.errors import SequenceError
+from ebbtide.observe.known import LIFTS
+from ebbtide.observe.ledger import has_storage, tensors_in, written_by
+from ebbtide.observe.mode import DispatchMode, run_op
+from ebbtide.observe.schema import operator_info, running_statistics
+from ebbtide.observe.uncompiled import never_compiled
+from ebbtide.observe.wrapped import AsOrdinary, wraps
+
+_NO_MODES = contextlib.nullcontext()
+_OVERWRITING = {
+    *(f"aten::{name}" for name in ("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_")),
+    *(f"aten::{name}" for name in ("index_put_", "_index_put_impl_")),
+}
+"""Ops that do not read what they write over, unless they are told to accumulate."""
+_IN_PARTS = {"aten::index_put_", "aten::_index_put_impl_"}
+"""Those that write over a part of the tensor that they are given."""
+
+
+def unseen() -> contextlib.AbstractContextManager[object]:
+    """No dispatch mode sees what is done inside; without any, this takes no time."""
+    there = torch._C._len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch()
+    return _disable_current_modes() if there else _NO_MODES
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Written:
+    """Storages outside that a cell writes to. See NOTE [What a cell writes to].
+
+    Attributes:
+        carried: those that it reads, too: each state has its own bytes of them.
+        restored: those that it only writes over.
+    """
+
+    carried: tuple[torch.UntypedStorage, ...] = ()
+    restored: tuple[torch.UntypedStorage, ...] = ()
+
+
+class Surroundings:
+    """What a step finds besides its arguments, and leaves altered.
+
+    Args:
+        devices: CUDA devices whose generators a cell may draw from, besides the CPU's.
+        written: what the cell writes to.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], written: Written) -> None:
+        self._devices = devices
+        self._written = written
+
+    def now(self) -> list[Tensor]:
+        """The generators' states and what is carried, as bytes; the latter is not copied."""
+        if not self._written.carried:
+            return self._generators()
+        with unseen():
+            return [*self._generators(), *map(_bytes_of, self._written.carried)]
+
+    def read(self) -> list[Tensor]:
+        """`now`, of its own memory."""
+        return [*self._generators(), *_copies(self._written.carried)]
+
+    def _generators(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)]
+
+    def set(self, states: Sequence[Tensor]) -> None:
+        """Go back to ``states``. Raises `SequenceError` if a storage has another size now."""
+        torch.set_rng_state(states[0])
+        for device, state in zip(self._devices, states[1:], strict=False):
+            torch.cuda.set_rng_state(state, device)
+        _put(self._written.carried, states[1 + len(self._devices) :])
+
+    @contextlib.contextmanager
+    def preserved(self) -> Iterator[None]:
+        """What is drawn and written inside is as if it had not been."""
+        before, restored = self.read(), _copies(self._written.restored)
+        try:
+            yield
+        finally:
+            self.set(before)
+            _put(self._written.restored, restored)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """A storage as bytes, with a version counter of its own: what is written so is no change that autograd minds."""
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _copies(storages: Sequence[torch.UntypedStorage]) -> list[Tensor]:
+    if not storages:
+        return []
+    with torch.no_grad(), unseen():
+        return [_bytes_of(storage).clone() for storage in storages]
+
+
+def _put(storages: Sequence[torch.UntypedStorage], values: Sequence[Tensor]) -> None:
+    if not storages:
+        return
+    with torch.no_grad(), unseen():
+        for storage, value in zip(storages, values, strict=True):
+            if storage.nbytes() != value.numel():
+                raise SequenceError(
+                    f"a tensor outside of {value.numel()} bytes that the cell writes to has {storage.nbytes()} bytes "
+                    "now: it must keep its size until the backward pass has ended"
+                )
+            _bytes_of(storage).copy_(value)
+
+
+@dataclasses.dataclass(slots=True)
+class _Found:
+    """A storage that is written to.
+
+    Attributes:
+        storage: it.
+        before: its bytes before that.
+        is_certain: whether an op said that it writes there; else its bytes must show it.
+        is_covered: whether all of it has been written over, so that no step finds what another left.
+    """
+
+    storage: torch.UntypedStorage
+    before: Tensor
+    is_certain: bool = False
+    is_covered: bool = False
+
+    @property
+    def is_altered(self) -> bool:
+        """Whether it has other bytes than before."""
+        return not torch.equal(_bytes_of(self.storage), self.before)
+
+
+class Watch(DispatchMode):
+    """Sees which storages a cell reads and writes that were there before.
+
+    Args:
+        own: tensors whose storages do not count: its state and its input.
+    """
+
+    def __init__(self, own: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._own: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._outside: dict[int, torch.UntypedStorage] = {}
+        self._read: set[int] = set()
+        self._found: dict[int, _Found] = {}
+        self._note_made(own)
+
+    def put_back(self, among: Written | None = None) -> Written:
+        """Undo what was written; returns to what it was. ``among``: only to these."""
+        known = None if among is None else {storage._cdata for storage in (*among.carried, *among.restored)}
+        with torch.no_grad(), unseen():
+            found = {
+                key: one
+                for key, one in self._found.items()
+                if (known is None or key in known) and (one.is_certain or one.is_altered)
+            }
+        _put([one.storage for one in found.values()], [one.before for one in found.values()])
+        return Written(
+            carried=tuple(one.storage for key, one in found.items() if key in self._read),
+            restored=tuple(one.storage for key, one in found.items() if key not in self._read),
+        )
+
+    @never_compiled
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and wraps(types):
+            return self.see_within(self._see, func, args, kwargs or {})
+        with AsOrdinary() if not types else contextlib.nullcontext():
+            return self._see(func, args, kwargs or {})
+
+    def _see(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func in LIFTS:
+            self._note_made(args)
+        self._note(func, args, kwargs)
+        result = run_op(func, args, kwargs)
+        self._note_made((result,))
+        return result
+
+    def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        info, name = operator_info(func), getattr(getattr(func, "_schema", None), "name", "")
+        statistics = [args[place] for place in running_statistics(func) if place < len(args)]
+        said = [tensor for tensor, *_ in written_by(info, args, kwargs)] if not statistics else []
+        written = [*said, *tensors_in(statistics)]
+        overwrites = bool(info.written_names) or (name in _OVERWRITING and not _accumulates(args, kwargs))
+        for tensor in filter(has_storage, tensors_in((*args, *kwargs.values()))):
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if self._is_own(key):
+                continue
+            self._outside[key] = storage
+            is_written, found = any(tensor is one for one in written), self._found.get(key)
+            is_read = info.replay != "view" and not (is_written and overwrites)
+            if is_read and not (found is not None and found.is_covered):
+                self._read.add(key)
+            if is_written:
+                if found is None:
+                    found = self._found[key] = _Found(storage, _bytes_of(storage).clone())
+                found.is_certain |= not statistics
+                is_whole = tensor.numel() * tensor.element_size() == storage.nbytes()
+                found.is_covered |= overwrites and is_whole and name not in _IN_PARTS
+
+    def _note_made(self, items: Iterable[Any]) -> None:
+        for tensor in filter(has_storage, tensors_in(items)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._outside:
+                self._own[storage._cdata] = weakref.ref(storage)
+
+    def _is_own(self, key: int) -> bool:
+        reference = self._own.get(key)
+        return reference is not None and reference() is not None
+
+
+def _accumulates(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an op that puts values at indices adds them up."""
+    return any(item is True for item in (*args[3:4], kwargs.get("accumulate")))
