@@ -117,21 +117,29 @@ def test_the_memory_that_is_worked_out_is_the_memory_that_is_taken(
         assert peak_bytes == least_limit(whole, part)
 
 
-@pytest.mark.parametrize("released", [13, 15, 18])
+@pytest.mark.parametrize("last", [Keep(), Offload("disk", 22, 24, 33)], ids=["last kept", "last away"])
+@pytest.mark.parametrize("blocks", [EVERY[:6] + EVERY[7:], EVERY[:-1]], ids=["one left out", "last left out"])
+@pytest.mark.parametrize("released", [13, 18])
 @pytest.mark.parametrize("keeps", [{}, {0: 5, 1: 5, 2: 5}, {2: 3, 3: 7}], ids=["none kept", "three kept", "two kept"])
-def test_what_is_kept_as_a_plan_lets_go_of_it_counts_once(
-    released: int, keeps: Keeps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_plans: Callable[..., Plan]
+def test_what_a_plan_lets_go_of_counts_once(
+    released: int,
+    keeps: Keeps,
+    blocks: Sequence[int],
+    last: Decision,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    quick_plans: Callable[..., Plan],
 ) -> None:
     """Whichever plan it is; those that are found follow from what ops took."""
     times = [(3, 7, 106), (6, 12, 78), (9, released, 78), (12, 18, 64), (15, 24, 50), (18, 24, 36)]
-    decisions: tuple[Decision, ...] = (*(Offload("disk", *each) for each in times), Keep(), Keep())
+    decisions: tuple[Decision, ...] = (*(Offload("disk", *each) for each in times), last, Keep())
 
     def plan_of(step: Step, *arguments: Any, **options: Any) -> Plan:
         plan = quick_plans(step, *arguments, **options)
         return dataclasses.replace(plan, decisions=decisions) if len(step.absences) == len(decisions) else plan
 
     monkeypatch.setattr("ebbtide.run.solving.solve", plan_of)
-    model, blocks = Kept(nn.Tanh), EVERY[:6] + EVERY[7:]
+    model = Kept(nn.Tanh)
     with ebbtide.Budget("70%", spill=tmp_path, machine=FAST_DISK) as budget:
         for _ in range(5):
             run(budget, model, blocks, keeps)

@@ -112,8 +112,8 @@ def _counted_twice(script: Script, other: Script, places: Sequence[int], values:
 
 def _gone_from(gaps: Sequence[Gap], leaves: int, last: int) -> int:
     """The event from which on only autograd has what the plan lets go of at event ``leaves``; if the user never lets go
-    of it, the one at which it is asked for ``last``."""
-    if any(gap.opens <= leaves < gap.closes for gap in gaps):
+    of it, the one at which it is asked for ``last``. Where it is asked for right then, that comes after."""
+    if any(gap.opens <= leaves <= gap.closes for gap in gaps):
         return leaves
     return min((gap.opens for gap in gaps if gap.opens > leaves), default=last)
 
