@@ -77,6 +77,25 @@ def scripts_of(budget: ebbtide.Budget) -> list[Script]:
     return [kind.script for kind in kinds if kind.script is not None]
 
 
+def run_both(
+    budget: ebbtide.Budget, model: Kept, blocks: Sequence[int], keeps: Keeps, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Script, Script, int]:
+    """Steps of all blocks and of some, at last by the plan for all: both scripts, and the peak bytes of the latter."""
+    for _ in range(5):
+        run(budget, model, blocks, keeps)
+    for _ in range(5):
+        run(budget, model, EVERY, {})
+    whole, part = scripts_of(budget)
+    assert len(part.savings) < len(whole.savings)
+    monkeypatch.setattr(Library, "covers", lambda *_: True)
+    for _ in range(3):
+        peak_bytes = run(budget, model, blocks, keeps)
+        run(budget, model, EVERY, {})
+    assert [measured.left for measured in budget.measured[-6:]] == [""] * 6
+    assert scripts_of(budget)[0] is whole
+    return whole, part, peak_bytes
+
+
 @pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["moves", "recomputes"])
 @pytest.mark.parametrize("act", [nn.Tanh, nn.GELU])
 @pytest.mark.parametrize(
@@ -100,18 +119,7 @@ def test_the_memory_that_is_worked_out_is_the_memory_that_is_taken(
 ) -> None:
     model = Kept(act)
     with ebbtide.Budget("70%", spill=tmp_path, machine=machine) as budget:
-        for _ in range(5):
-            run(budget, model, blocks, keeps)
-        for _ in range(5):
-            run(budget, model, EVERY, {})
-        whole, part = scripts_of(budget)
-        assert len(part.savings) < len(whole.savings)
-        monkeypatch.setattr(Library, "covers", lambda *_: True)
-        for _ in range(3):
-            peak_bytes = run(budget, model, blocks, keeps)
-            run(budget, model, EVERY, {})
-        assert [measured.left for measured in budget.measured[-6:]] == [""] * 6
-    assert scripts_of(budget)[0] is whole
+        whole, part, peak_bytes = run_both(budget, model, blocks, keeps, monkeypatch)
     assert peak_bytes <= least_limit(whole, part)
     if machine is FAST_DISK:
         assert peak_bytes == least_limit(whole, part)
@@ -141,16 +149,7 @@ def test_what_a_plan_lets_go_of_counts_once(
     monkeypatch.setattr("ebbtide.run.solving.solve", plan_of)
     model = Kept(nn.Tanh)
     with ebbtide.Budget("70%", spill=tmp_path, machine=FAST_DISK) as budget:
-        for _ in range(5):
-            run(budget, model, blocks, keeps)
-        for _ in range(5):
-            run(budget, model, EVERY, {})
-        whole, part = scripts_of(budget)
-        monkeypatch.setattr(Library, "covers", lambda *_: True)
-        for _ in range(2):
-            peak_bytes = run(budget, model, blocks, keeps)
-            run(budget, model, EVERY, {})
-        assert [measured.left for measured in budget.measured[-4:]] == [""] * 4
+        whole, part, peak_bytes = run_both(budget, model, blocks, keeps, monkeypatch)
     assert peak_bytes == least_limit(whole, part)
 
 

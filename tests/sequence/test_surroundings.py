@@ -204,6 +204,18 @@ def test_too_little_memory_is_told_before_anything_runs() -> None:
         ebbtide.scan(lambda *_: pytest.fail("ran"), torch.zeros(WIDTH), torch.zeros(4, WIDTH), memory=9)
 
 
+def test_what_is_carried_may_be_too_much() -> None:
+    cache = torch.zeros(1000, WIDTH)
+
+    def cell(state: Tensor, step: int) -> tuple[Tensor, None]:
+        cache[step] = state.detach()
+        return (state.requires_grad_() + cache.mean(0)).sin(), None
+
+    with pytest.raises(ebbtide.SequenceError, match=r"\(93.8 KiB of that are tensors outside that the cell reads"):
+        ebbtide.scan(cell, torch.zeros(WIDTH), range(50), memory="99KiB")
+    assert not cache.any()
+
+
 class TestWatch:
     def watched(self, run: Callable[[], object], *own: Tensor) -> Written:
         watch = Watch(own)

@@ -185,8 +185,13 @@ def seconds_of_steps(name: str, took: float) -> float:
     return seconds
 
 
-def memory_slots(state_bytes: int, memory: int | str) -> int:
+def memory_slots(state_bytes: int, memory: int | str, carried_bytes: int = 0) -> int:
     """Slots in ``memory`` besides the working state.
+
+    Args:
+        state_bytes: of a state and what is stored with it.
+        memory: bytes, or a text.
+        carried_bytes: how many of a state's are of tensors that are no part of it, but written to.
 
     Raises:
         SequenceError: if it takes less than two states.
@@ -195,9 +200,11 @@ def memory_slots(state_bytes: int, memory: int | str) -> int:
     size = as_size("memory", memory)
     states = size // max(state_bytes, 1)
     if states < 2:
+        carried = f" ({format_bytes(carried_bytes)} of that are tensors outside that the cell reads and writes to)"
         raise SequenceError(
-            f"memory of {format_bytes(size)} is too little for states of {format_bytes(state_bytes)}: one to work on "
-            f"and one stored must fit; give at least {format_bytes(2 * state_bytes)} ({2 * state_bytes} bytes)"
+            f"memory of {format_bytes(size)} is too little for states of {format_bytes(state_bytes)}"
+            f"{carried if carried_bytes else ''}: one to work on and one stored must fit; give at least "
+            f"{format_bytes(2 * state_bytes)} ({2 * state_bytes} bytes)"
         )
     return states - 1
 

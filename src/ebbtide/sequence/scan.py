@@ -197,7 +197,7 @@ class _Sweep:
         self._start = start
         self._n = len(inputs)
         self._layout = layout
-        self._slots = memory_slots(layout.size_bytes, memory)
+        self._slots = memory_slots(layout.size_bytes, memory, layout.surroundings.carried_bytes)
         self._spill = spill
         self._check = check
         self._progress = progress

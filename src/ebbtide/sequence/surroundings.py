@@ -65,11 +65,15 @@ class Surroundings:
     Args:
         devices: CUDA devices whose generators a cell may draw from, besides the CPU's.
         written: what the cell writes to.
+
+    Attributes:
+        carried_bytes: of what is carried of that.
     """
 
     def __init__(self, devices: Sequence[torch.device], written: Written) -> None:
         self._devices = devices
         self._written = written
+        self.carried_bytes = sum(storage.nbytes() for storage in written.carried)
 
     def now(self) -> list[Tensor]:
         """The generators' states and what is carried, as bytes; the latter is not copied."""
