@@ -26,7 +26,7 @@ from ebbtide.sequence.tensors import State, TensorLayout, bytes_of, detached, re
 Cell = Callable[[Any, Any], tuple[Any, Any]]
 _LEAF_TYPES = (Tensor, int, type(None))
 _LEAF: TreeSpec = tree_flatten(None)[1]
-_NOWHERE = contextlib.nullcontext()
+_NO_CONTEXT = contextlib.nullcontext()
 _NOTHING: tuple[list[Any], TreeSpec] = ([None], _LEAF)
 
 
@@ -186,7 +186,7 @@ class CellChain:
             self._passed_on |= {result: number for result, number in self._just_passed_on.items() if number not in gone}
             self._just_passed_on = {}
 
-    def trial(self, state: State, inside: AbstractContextManager[Any] = _NOWHERE) -> State:
+    def trial(self, state: State, inside: AbstractContextManager[Any] = _NO_CONTEXT) -> State:
         """Run step 0, ``inside`` a context. No trace is left but in what the layout does not know to be written to."""
         with _disable_current_modes(), inside:
             return self._run_unseen(state, 0)

@@ -23,7 +23,7 @@ ALIGNMENT_BYTES = 64
 FORM_BYTES = 8
 """The number of a state's form is stored with it."""
 
-NOTHING_WRITTEN = Written()
+_NOTHING_WRITTEN = Written()
 
 State = list[Tensor]
 """The tensors of a state, detached; those that take part in the gradient have ``requires_grad`` set."""
@@ -117,7 +117,7 @@ class TensorLayout:
         SequenceError: if there is something in it that is no dense tensor, or nothing at all.
     """
 
-    def __init__(self, state: Any, written: Written = NOTHING_WRITTEN) -> None:
+    def __init__(self, state: Any, written: Written = _NOTHING_WRITTEN) -> None:
         found, self._spec = tree_flatten_with_path(state)
         for path, part in found:
             if not isinstance(part, Tensor) or part.layout is not torch.strided:
