@@ -248,6 +248,13 @@ class TestWatch:
         assert [storage.nbytes() for storage in written.restored] == [36, 12, 12]
         assert not any(t.any() for t in (losses, last, out))
 
+    def test_what_is_written_over_by_what_it_was_is_carried(self) -> None:
+        count = torch.ones(3)
+        written = self.watched(lambda: torch.add(count, 1, out=count))
+        assert [storage.nbytes() for storage in written.carried] == [12]
+        assert torch.equal(count, torch.ones(3))
+        assert written.restored == ()
+
     def test_a_part_written_over_is_carried_if_the_rest_is_read(self) -> None:
         rows = torch.zeros(4, 5)
         written = self.watched(lambda: (rows[0].fill_(1), rows.sum()))

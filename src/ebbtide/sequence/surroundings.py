@@ -203,25 +203,35 @@ class Watch(DispatchMode):
     def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         info, name = operator_info(func), getattr(getattr(func, "_schema", None), "name", "")
         statistics = [args[place] for place in running_statistics(func) if place < len(args)]
-        said = [tensor for tensor, *_ in written_by(info, args, kwargs)] if not statistics else []
-        written = [*said, *tensors_in(statistics)]
+        written = statistics or [tensor for tensor, *_ in written_by(info, args, kwargs)]
+        read: tuple[Any, ...] = (*args, *kwargs.values())
+        list(self._outside_of(read))  # all of them, views as well: what shares their storages is outside, too
         overwrites = bool(info.written_names) or (name in _OVERWRITING and not _accumulates(args, kwargs))
-        for tensor in filter(has_storage, tensors_in((*args, *kwargs.values()))):
+        if info.replay == "view":
+            read = ()
+        elif info.written_names:
+            read = (*args, *(item for key, item in kwargs.items() if key not in info.written_names))
+        elif overwrites:
+            read = (*args[1:], *kwargs.values())
+        for _, storage in self._outside_of(read):
+            found = self._found.get(storage._cdata)
+            if found is None or not found.is_covered:
+                self._read.add(storage._cdata)
+        for tensor, storage in self._outside_of(written):
+            if storage._cdata not in self._found:
+                self._found[storage._cdata] = _Found(storage, _bytes_of(storage).clone())
+            found = self._found[storage._cdata]
+            found.is_certain |= not statistics
+            is_whole = tensor.numel() * tensor.element_size() == storage.nbytes()
+            found.is_covered |= overwrites and is_whole and name not in _IN_PARTS
+
+    def _outside_of(self, items: Iterable[Any]) -> Iterator[tuple[Tensor, torch.UntypedStorage]]:
+        """The tensors in arguments whose storages were there before, with these."""
+        for tensor in filter(has_storage, tensors_in(items)):
             storage = tensor.untyped_storage()
-            key = storage._cdata
-            if self._is_own(key):
-                continue
-            self._outside[key] = storage
-            is_written, found = any(tensor is one for one in written), self._found.get(key)
-            is_read = info.replay != "view" and not (is_written and overwrites)
-            if is_read and not (found is not None and found.is_covered):
-                self._read.add(key)
-            if is_written:
-                if found is None:
-                    found = self._found[key] = _Found(storage, _bytes_of(storage).clone())
-                found.is_certain |= not statistics
-                is_whole = tensor.numel() * tensor.element_size() == storage.nbytes()
-                found.is_covered |= overwrites and is_whole and name not in _IN_PARTS
+            if not self._is_own(storage._cdata):
+                self._outside[storage._cdata] = storage
+                yield tensor, storage
 
     def _note_made(self, items: Iterable[Any]) -> None:
         for tensor in filter(has_storage, tensors_in(items)):
