@@ -145,4 +145,6 @@ MORE_PIECES = [
     "{t} = torch.baddbmm({a}.reshape(-1, 8, 8), {b}.reshape(-1, 8, 8), {b}.reshape(-1, 8, 8))",
     "{t} = torch.nn.utils.rnn.pad_sequence([{a}, {a}[:3]])",
     "{t} = torch.nested.to_padded_tensor(torch.nested.as_nested_tensor([{a}, {a}[:3]]), 0.0)",
+    "{t} = torch.kron({a}, {b}[:1, :2])",
+    "{t} = {a}.data * {b}",
 ]

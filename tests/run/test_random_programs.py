@@ -323,6 +323,39 @@ loss = h.square().mean() + t1.square().mean() + t2.square().mean() + t3.square()
         1e-7,
         1,
     ),
+    # The product reads, and saves, what was written to by tensors that count their versions by themselves.
+    (
+        """
+h = F.linear(x, w0, b0)
+t1 = h.square()
+t1.add_(t1)
+t2 = t1 / (1 + t1.abs())
+t3 = torch.kron(t1[:4, :4], t2[:8, :8])
+t4 = F.linear(F.linear(torch.hypot(t2, t2), w0, b0), w0, b0)
+loss = t1.square().mean() + t2.square().mean() + t3.square().mean() + t4.square().mean()
+""",
+        "30%",
+        1e6,
+        1e-7,
+        1,
+    ),
+    # The same, before the tensor itself is saved; and computed again with it.
+    (
+        """
+h = F.linear(x, w0, b0)
+t1 = h.clone()
+t1.sigmoid_()
+t2 = torch.kron(t1[:1, :1], t1)
+t3 = t2.tanh() / (1 + t1.tanh())
+del t1, t2
+t4 = F.linear(F.linear(t3, w0, b0), w0, b0)
+loss = h.square().mean() + t3.square().mean() + t4.square().mean()
+""",
+        "40%",
+        1e6,
+        1e-2,
+        1,
+    ),
 ]
 """Programs that are always tried: (source, limit, bandwidth, latency, backward passes)."""
 

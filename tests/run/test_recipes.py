@@ -17,8 +17,9 @@ from ebbtide.decisions import Recompute
 from ebbtide.errors import RecipeError
 from ebbtide.observe.schema import operator_info
 from ebbtide.run.calls import KnownOp, capture
-from ebbtide.run.holdings import ChangedError, Holding, view_of
+from ebbtide.run.holdings import Holding, view_of
 from ebbtide.run.recipes import Recipe
+from ebbtide.run.versions import ChangedError
 from tests.run.harness import SLOW_DISK, Guard, Program, Record, run_plain, run_within
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -82,14 +82,22 @@ class OpDraft:
 
 
 class ValueDraft:
-    """A version of a storage, made by the op ``maker`` used at the ticks ``uses``; when it dies is known in the end."""
+    """A version of a storage, made by the op ``maker`` used at the ticks ``uses``; when it dies is known in the end.
 
-    __slots__ = ("maker", "storage", "uses")
+    Attributes:
+        count: the version that the tensor had which was used last; -1 if none was since it came to where it is.
+        stays: whether it is never away, nor read by what runs again: tensors that show it count versions each by
+            itself, and not alike, or it is saved as something that the runtime does not move.
+    """
+
+    __slots__ = ("count", "maker", "stays", "storage", "uses")
 
     def __init__(self, storage: SeenStorage, maker: int) -> None:
         self.storage = storage
         self.maker = maker
         self.uses: list[int] = []
+        self.count = -1
+        self.stays = False
 
     def value(self, moments: int) -> Value:
         """The value, in a step of ``moments`` moments."""
@@ -112,6 +120,7 @@ def absences_of(
     The first gap of a value lies before it is first asked for, others between backward passes. What one pass asks for
     several times comes back for the first of them and stays until the last. Behind that a value has a final one if
     it lives on to some event, and if the step has a backward pass: else one comes later, which will ask for all of it.
+    What is written to after it was saved has none, nor what stays: see `ValueDraft`.
 
     Args:
         all_saved: all saved tensors of a step.
@@ -130,7 +139,7 @@ def absences_of(
     for value, requests in sorted(asked.items()):
         storage = values[value].storage
         external = values[storage.versions[0]].maker == EXTERNAL
-        if not external and storage.number not in written_later:
+        if not external and storage.number not in written_later and not values[value].stays:
             gaps = _gaps(storage.alone, sorted(requests), passes)
             absences += [Absence(value, opens, closes) for opens, closes in gaps]
             opens, dies = storage.alone[-1] if storage.alone else NEVER, storage.dies if storage.dies >= 0 else end

@@ -258,7 +258,7 @@ class Recorder(DispatchMode):
         values: dict[int, None] = {}
         for tensor in tensors_in((*args, *kwargs.values())):
             if has_storage(tensor):
-                value = self.storages.touch(tensor).versions[-1]
+                value = self.storages.use(tensor)
                 if value not in values:
                     values[value] = None
                     self.storages.values[value].uses.append(tick)
@@ -299,11 +299,13 @@ class Recorder(DispatchMode):
                 draft.outputs += (storage.versions[-1],)
         return made
 
-    def _spare_emptied(self) -> None:
-        """What reads storages that are emptied is never run again."""
+    def _spare_readers(self) -> None:
+        """What reads storages that are emptied, or values that stay as they are, is never run again."""
         self.storages.look_for_emptied()
-        for storage in self.storages.emptied.values():
-            for tick in (tick for value in storage.versions for tick in self.storages.values[value].uses):
+        values = self.storages.values
+        emptied = [values[value] for storage in self.storages.emptied.values() for value in storage.versions]
+        for draft in (*emptied, *(draft for draft in values if draft.stays)):
+            for tick in draft.uses:
                 if self._ops[tick].replay != "view":
                     self._ops[tick].replay = "opaque"
 
@@ -317,7 +319,11 @@ class Recorder(DispatchMode):
         between = is_between_ops(tensor)
         is_parameter, tensor = isinstance(tensor, torch.nn.Parameter), inside(tensor)
         followed = has_storage(tensor) and not in_trace()
-        storage = self.storages.touch(tensor) if followed else self.storages.nowhere()
+        value = self.storages.use(tensor) if followed else self.storages.nowhere().versions[-1]
+        storage = self.storages.values[value].storage
+        if followed and not self.storages.is_external(storage):
+            # What is saved so is kept so: see `is_plain` in `run/holdings.py`.
+            self.storages.values[value].stays |= tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
         if is_parameter and not self.storages.is_external(storage):
             storage = self.storages.nowhere()  # it is saved as what it will be by then: see `keep` in `run/holdings.py`
         number = len(self._saved)
@@ -370,7 +376,7 @@ class Recorder(DispatchMode):
     def finish(self) -> Step:
         """The step that was recorded, up to now. Waits until the device is done with it."""
         self.interrupts.raise_kept()
-        self._spare_emptied()
+        self._spare_readers()
         moments = len(self._ops) + len(self._events)
         ops = tuple(draft.op(total_seconds(self._time, draft.spans)) for draft in self._ops)
         values = tuple(draft.value(moments) for draft in self.storages.values)

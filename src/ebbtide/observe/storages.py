@@ -43,6 +43,22 @@ class Storages:
         record = self.ledger.touch(tensor.untyped_storage())
         return self._records.get(record) or self._add(record, tensor, 0, EXTERNAL)
 
+    def use(self, tensor: torch.Tensor) -> int:
+        """The value that a tensor shows which is read or saved.
+
+        A few tensors count their versions by themselves, from 0 on: those by which `torch.kron` reads what it is given,
+        and those that ``data`` gives. Where some such was written to, no version tells what it shows, so that values
+        with such tensors are to stay, and what reads them is not to be run again. Of external ones the runtime looks
+        after each tensor by itself.
+        """
+        storage = self.touch(tensor)
+        value = storage.versions[-1]
+        if not tensor.is_inference() and not self.is_external(storage):  # those of inference count no versions
+            draft, count = self.values[value], tensor._version
+            draft.stays |= draft.count not in (-1, count)
+            draft.count = count
+        return value
+
     def made(self, tensor: torch.Tensor, tick: int) -> SeenStorage | None:
         """The storage of a tensor that the op at ``tick`` has returned, if it has made it."""
         record, is_new = self.ledger.make(tensor.untyped_storage())
@@ -120,6 +136,7 @@ class Storages:
     def evicted(self, storage: SeenStorage) -> None:
         """``storage`` leaves under the safe policy: its death is not the value's."""
         storage.evicted = True
+        self.values[storage.versions[-1]].count = -1  # what comes back is another tensor
         self._watched.pop(storage.number, None)
 
     def restored(self, storage: SeenStorage, memory: torch.UntypedStorage) -> None:

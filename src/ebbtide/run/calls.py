@@ -18,7 +18,8 @@ import torch
 from ebbtide.errors import RecipeError
 from ebbtide.observe.ledger import is_traceable, tensors_in
 from ebbtide.observe.schema import operator_info
-from ebbtide.run.holdings import Version, Window, version_of
+from ebbtide.run.holdings import Window
+from ebbtide.run.versions import Version, version_of
 
 _SetExcluded: Any = vars(torch._C)["_SetExcludeDispatchKeyGuard"]
 _NO_STATISTICS = {torch.ops.aten._native_batch_norm_legit.default: torch.ops.aten._native_batch_norm_legit.no_stats}

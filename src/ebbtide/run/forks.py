@@ -44,8 +44,9 @@ import torch
 from ebbtide.errors import RecipeError
 from ebbtide.observe.ledger import has_storage, sizes, storage_wrapper_count, use_count
 from ebbtide.run.covering import can_run, look_alike
-from ebbtide.run.holdings import ChangedError, Holding
+from ebbtide.run.holdings import Holding
 from ebbtide.run.script import Saving, Script, Treatment
+from ebbtide.run.versions import ChangedError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -11,74 +11,22 @@ NOTE [Holdings]
 
 from __future__ import annotations
 
-import functools
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ebbtide.errors import StepError
-from ebbtide.observe.ledger import has_storage, sizes, use_count
+from ebbtide.observe.ledger import has_storage, use_count
 from ebbtide.observe.mode import nodes_made
 from ebbtide.observe.transforms import in_trace
 from ebbtide.run.meter import note_memory
+from ebbtide.run.versions import Count, Version, changed_error, count_together, is_same, shell_of, version_of
 
 if TYPE_CHECKING:
     from ebbtide.run.backends.base import ComputeStreams
     from ebbtide.run.recipes import Recipe
     from ebbtide.run.tiers.transfers import Load, Slot, SlowTier
-
-
-class ChangedError(RuntimeError):
-    """What was saved has been written in place since. PyTorch itself raises a `RuntimeError` that says the same."""
-
-
-def changed_error(shown: torch.Tensor | Window, found: int, version: int) -> ChangedError:
-    """The error for what ``shown`` has, whose version is ``found`` and should be ``version``."""
-    shape = list(sizes(shown) if isinstance(shown, torch.Tensor) else shown.shape)
-    return ChangedError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{shown.dtype} {shape}] is at version {found}; expected version {version} instead."
-    )
-
-
-@functools.cache
-def nothing(device: torch.device) -> torch.Tensor:
-    """A tensor of no elements."""
-    return torch.empty(0, device=device)
-
-
-nothing(torch.device("cpu"))  # not in a step, where a mode or a transform of the user's might see it
-
-
-def shell_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without memory that counts its versions with ``tensor``: it shows what is written in place later."""
-    with torch._C._DisableTorchDispatch():  # a mode may be on in which there are no tensors with memory
-        shell = tensor.detach()
-        shell.data = nothing(tensor.device)
-    return shell
-
-
-class Version(NamedTuple):
-    """One version of one storage, however long it lives: as long as this does, nothing else is equal to it."""
-
-    storage: weakref.ref[torch.UntypedStorage]
-    number: int
-
-    def written(self) -> Version:
-        """The next version."""
-        return Version(self.storage, self.number + 1)
-
-
-def version_of(tensor: torch.Tensor) -> Version:
-    """What ``tensor`` shows."""
-    # All references to one object are one object, dead or alive, as long as one of them is kept: none is a stranger's.
-    return Version(weakref.ref(tensor.untyped_storage()), tensor._version)
-
-
-def is_same(one: Version, other: Version) -> bool:
-    """Whether they are the same version of the same storage, which may be gone."""
-    return one.storage is other.storage and one.number == other.number
 
 
 class Window:
@@ -221,6 +169,13 @@ class Holding:
         """Whether this very version of the living storage ``identity`` is here."""
         return self.tensor is not None and self.identity == identity and self.version == version
 
+    def other_count(self, tensor: torch.Tensor) -> Count | None:
+        """What counts the versions of ``tensor``, which shows what is held, if writes to it are not seen from here."""
+        known = self.tensor if self.tensor is not None else self.shell
+        if known is None or count_together(known, tensor):
+            return None
+        return Count(shell_of(tensor), tensor._version)
+
     def send(self, tier: SlowTier) -> None:
         """Queue the copy out; nothing to do if it is away or was changed.
 
@@ -313,7 +268,8 @@ class Holding:
 class View(Window):
     """A saved tensor as a view of a holding; made by `view_of`."""
 
-    __slots__ = ("holding", "number")
+    __slots__ = ("count", "holding", "number")
+    count: Count | None
     holding: Holding
     number: int
 
@@ -324,7 +280,9 @@ class View(Window):
             ChangedError: if it was changed in place, as PyTorch would; and what `Holding.arrive` raises.
         """
         holding = self.holding
-        tensor, shell = holding.tensor, holding.shell
+        tensor, shell, count = holding.tensor, holding.shell, self.count
+        if count is not None and count.shell._version != count.version:
+            raise changed_error(self, count.shell._version, count.version)
         if shell is not None and shell._version != holding.saved:
             raise changed_error(self, shell._version, holding.saved)
         if tensor is None:
@@ -342,9 +300,10 @@ class View(Window):
         return shown
 
 
-def view_of(holding: Holding, tensor: torch.Tensor, number: int) -> View:
-    """Saved tensor ``number``, which shows what ``holding`` holds."""
+def view_of(holding: Holding, tensor: torch.Tensor, number: int, count: Count | None = None) -> View:
+    """Saved tensor ``number``, which shows what ``holding`` holds and counts its versions by itself if ``count``."""
     view = View(tensor)
+    view.count = count
     view.holding = holding
     view.number = number
     return view

@@ -11,11 +11,12 @@ import torch
 from ebbtide.observe.transforms import in_trace
 from ebbtide.observe.wrapped import PLAIN_TYPES
 from ebbtide.run.capture import CaptureMode
-from ebbtide.run.holdings import Holding, Kept, View, is_plain, keep, version_of, view_of
+from ebbtide.run.holdings import Holding, Kept, View, is_plain, keep, view_of
 from ebbtide.run.recipes import Recipe
 from ebbtide.run.script import Actions, Saving, Treatment
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.verify import Truth
+from ebbtide.run.versions import version_of
 
 DisableTorchDispatch: Any = torch._C._DisableTorchDispatch
 """No mode sees ops in a ``with`` block of it: they take a third of the time."""
@@ -81,7 +82,7 @@ class Keeper:
         if stays or not is_plain(tensor):
             return keep(tensor, number)
         holding = self._holding(saving.value)
-        fresh = holding is None
+        fresh, count = holding is None, None
         if holding is None:
             holding = Holding()
             self._held[saving.value] = weakref.ref(holding)
@@ -97,7 +98,8 @@ class Keeper:
             return keep(tensor, number)
         else:  # maybe on another stream
             self._expect(holding, tensor, saving)
-        return view_of(holding, tensor, number)
+            count = holding.other_count(tensor)
+        return view_of(holding, tensor, number, count)
 
     def _expect(self, holding: Holding, tensor: torch.Tensor, saving: Saving) -> None:
         for tier in saving.tiers or ("",):

@@ -24,6 +24,7 @@ from ebbtide.run.allocator import Trimmer
 from ebbtide.run.holdings import Holding, Kept, View, is_plain, keep, only_held_once, view_of
 from ebbtide.run.hooks import go_late
 from ebbtide.run.tiers import SlowTier
+from ebbtide.run.versions import Count
 from ebbtide.run.wrapped import Handle, Outer, wrap_like
 
 LEAST_MOVED_BYTES = 64 * 1024
@@ -52,8 +53,11 @@ class _CachedView(View):
     __slots__ = ("policy", "record")
     holding: _CachedHolding
 
-    def __init__(self, holding: _CachedHolding, tensor: torch.Tensor, number: int, policy: SafePolicy) -> None:
+    def __init__(
+        self, holding: _CachedHolding, tensor: torch.Tensor, number: int, count: Count | None, policy: SafePolicy
+    ) -> None:
         super().__init__(tensor)
+        self.count = count
         self.holding = holding
         self.number = number
         self.policy = policy
@@ -172,13 +176,16 @@ class SafePolicy:
         identity = tensor.untyped_storage()._cdata
         reference = self._held.get(identity)
         holding = reference() if reference is not None else None
+        count = None
         if holding is None or not holding.shows(identity, tensor._version):
             holding = self._hold(tensor, identity, number)
-        elif holding.streams is not None:  # maybe on another stream
-            self._tier().expect(tensor.device)
+        else:
+            count = holding.other_count(tensor)
+            if holding.streams is not None:  # maybe on another stream
+                self._tier().expect(tensor.device)
         if not isinstance(holding, _CachedHolding):  # one that was taken over
-            return view_of(holding, tensor, number)
-        view = _CachedView(holding, tensor, number, self)
+            return view_of(holding, tensor, number, count)
+        view = _CachedView(holding, tensor, number, count, self)
         if recorder is not None:
             view.record = recorder.storage_of(number)
             recorder.storages.shown(view.record, 1)

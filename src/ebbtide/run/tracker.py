@@ -22,13 +22,14 @@ import torch
 from ebbtide.run.capture import CaptureMode
 from ebbtide.run.covering import next_like
 from ebbtide.run.forks import Known, Library, catch_up, is_like, is_smaller, remade_alike, renumbered
-from ebbtide.run.holdings import is_plain, version_of
+from ebbtide.run.holdings import is_plain
 from ebbtide.run.keeper import Keeper
 from ebbtide.run.passes import in_pass
 from ebbtide.run.safe import LEAST_MOVED_BYTES, SafePolicy
 from ebbtide.run.script import Saving, Script, Treatment
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.verify import Truth
+from ebbtide.run.versions import version_of
 
 SOON = 64
 """Requests within which what is asked for out of turn is to come, in a step that has left out some: what it saves may

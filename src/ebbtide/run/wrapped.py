@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ebbtide.observe.wrapped import dressed, is_subclass, wrapped_name
-from ebbtide.run.holdings import Kept, View, changed_error, keep, nothing
+from ebbtide.run.holdings import Kept, View, keep
+from ebbtide.run.versions import changed_error, nothing
 
 _NOTHING = nothing(torch.device("cpu"))
 

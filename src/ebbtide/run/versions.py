@@ -1,0 +1,98 @@
+"""Which version of a storage a tensor shows, and who counts it.
+
+NOTE [Counts]
+PyTorch counts what is written in place to a tensor, and to what counts together with it: its views, and what
+`torch.Tensor.detach` gives. Others that show the same storage count by themselves, from 0 on: what ``data`` gives, and
+that by which `torch.kron` reads what it is given. Autograd compares the count of the very tensor that it saved.
+1. Saved tensors that count apart, none of which was written to yet, are views of one holding as others are, and have
+   their own count (`Count`).
+2. Where one was written to, the same value has several numbers: it stays, see `ebbtide.observe.storages.Storages.use`.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ebbtide.observe.ledger import sizes
+
+if TYPE_CHECKING:
+    from ebbtide.run.holdings import Window
+
+
+class ChangedError(RuntimeError):
+    """What was saved has been written in place since. PyTorch itself raises a `RuntimeError` that says the same."""
+
+
+def changed_error(shown: torch.Tensor | Window, found: int, version: int) -> ChangedError:
+    """The error for what ``shown`` has, whose version is ``found`` and should be ``version``."""
+    shape = list(sizes(shown) if isinstance(shown, torch.Tensor) else shown.shape)
+    return ChangedError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{shown.dtype} {shape}] is at version {found}; expected version {version} instead."
+    )
+
+
+@functools.cache
+def nothing(device: torch.device) -> torch.Tensor:
+    """A tensor of no elements."""
+    return torch.empty(0, device=device)
+
+
+nothing(torch.device("cpu"))  # not in a step, where a mode or a transform of the user's might see it
+
+
+def shell_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory that counts its versions with ``tensor``: it shows what is written in place later."""
+    with torch._C._DisableTorchDispatch():  # a mode may be on in which there are no tensors with memory
+        shell = tensor.detach()
+        shell.data = nothing(tensor.device)
+    return shell
+
+
+class Version(NamedTuple):
+    """One version of one storage, however long it lives: as long as this does, nothing else is equal to it."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    number: int
+
+    def written(self) -> Version:
+        """The next version."""
+        return Version(self.storage, self.number + 1)
+
+
+def version_of(tensor: torch.Tensor) -> Version:
+    """What ``tensor`` shows."""
+    # All references to one object are one object, dead or alive, as long as one of them is kept: none is a stranger's.
+    return Version(weakref.ref(tensor.untyped_storage()), tensor._version)
+
+
+def is_same(one: Version, other: Version) -> bool:
+    """Whether they are the same version of the same storage, which may be gone."""
+    return one.storage is other.storage and one.number == other.number
+
+
+class Count(NamedTuple):
+    """What counts the versions of a saved tensor, and its version as it was saved."""
+
+    shell: torch.Tensor
+    version: int
+
+
+def count_together(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether of two tensors that show one storage each sees from its version what is written to the other.
+
+    Views do, and what `torch.Tensor.detach` gives; ``data`` does not, nor that by which `torch.kron` reads what it is
+    given. There is no other way to tell than to try.
+    """
+    number = one._version
+    if number != other._version:
+        return False
+    torch._C._autograd._unsafe_set_version_counter((one,), (number + 1,))
+    try:
+        return other._version != number
+    finally:
+        torch._C._autograd._unsafe_set_version_counter((one,), (number,))
