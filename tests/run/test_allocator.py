@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import ebbtide
-from ebbtide.run import allocator
+from ebbtide.run import allocator, calibrate
 from ebbtide.run.native import arena_library, find_compiler
 from tests.run.harness import FAST_DISK, Program, Record, compare, run_plain
 from tests.run.programs import Chain
@@ -63,6 +63,27 @@ def test_what_onednn_holds_may_be_older_or_younger_than_the_arena() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_settings_for_some_time_are_those_from_before_afterwards() -> None:
+    with allocator.tuned():
+        with allocator.tuned():
+            pass
+        assert comes_from_the_arena()
+    assert not comes_from_the_arena()
+
+
+def test_a_loop_that_calibrates_keeps_the_arena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its second step does, on a machine on which nobody has; what an op costs that runs again is measured so, too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(calibrate, "_measure", lambda *_: FAST_DISK.links)
+    program = Chain(0)
+    with ebbtide.Budget("60%", spill=tmp_path) as memory:
+        for index in range(3):
+            program.run(index, memory.step)
+        assert memory._loop.machine.replay_seconds > 0
+        assert comes_from_the_arena()
+    assert not comes_from_the_arena()
+
+
 def test_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a jail: nobody knows what is resident, and the steps are the same."""
     real = os.open

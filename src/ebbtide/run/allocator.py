@@ -17,7 +17,7 @@ import contextlib
 import ctypes
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ebbtide.observe.workspace import WorkspaceProbe
 from ebbtide.run.native import arena_library
@@ -56,6 +56,7 @@ def reserve_arena() -> None:
 
 def set_tuned() -> None:
     """Take large tensors from the arena, all else from glibc's heap, and keep the pages of both."""
+    _now_set_by(set_tuned)
     _use_arena(True)
     if _LIBRARY is not None:
         _LIBRARY.mallopt(_M_MMAP_MAX, 0)
@@ -64,6 +65,7 @@ def set_tuned() -> None:
 
 def set_exact() -> None:
     """Map every block of 64 KiB or more on its own and give it back at once."""
+    _now_set_by(set_exact)
     _use_arena(False)
     if _LIBRARY is not None:
         _LIBRARY.mallopt(_M_MMAP_MAX, _DEFAULT_MMAP_MAX)
@@ -73,11 +75,21 @@ def set_exact() -> None:
 
 def set_default() -> None:
     """PyTorch's own allocator and glibc's own settings; that its threshold adapts itself cannot be brought back."""
+    _now_set_by(set_default)
     _use_arena(False)
     if _LIBRARY is not None:
         _LIBRARY.mallopt(_M_MMAP_MAX, _DEFAULT_MMAP_MAX)
         _LIBRARY.mallopt(_M_MMAP_THRESHOLD, _DEFAULT_MMAP_THRESHOLD)
         _LIBRARY.mallopt(_M_TRIM_THRESHOLD, _DEFAULT_TRIM_THRESHOLD)
+
+
+_set: Callable[[], None] = set_default
+"""What has set the settings of now."""
+
+
+def _now_set_by(setting: Callable[[], None]) -> None:
+    global _set
+    _set = setting
 
 
 class _ArenaProbe:
@@ -102,12 +114,13 @@ def arena_probe() -> WorkspaceProbe | None:
 
 @contextlib.contextmanager
 def tuned() -> Iterator[None]:
-    """The settings of planned steps, for the time of a ``with`` block."""
+    """The settings of planned steps, for the time of a ``with`` block; then those from before, maybe a loop's."""
+    former = _set
     set_tuned()
     try:
         yield
     finally:
-        set_default()
+        former()
 
 
 def trim() -> None:
