@@ -91,8 +91,8 @@ def count_together(one: torch.Tensor, other: torch.Tensor) -> bool:
     number = one._version
     if number != other._version:
         return False
-    torch._C._autograd._unsafe_set_version_counter((one,), (number + 1,))
-    try:
+    try:  # an interrupt may come at any moment
+        torch._C._autograd._unsafe_set_version_counter((one,), (number + 1,))
         return other._version != number
     finally:
         torch._C._autograd._unsafe_set_version_counter((one,), (number,))
