@@ -13,21 +13,28 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ebbtide.observe.ledger import sizes
 
-if TYPE_CHECKING:
-    from ebbtide.run.holdings import Window
+
+class Shown(Protocol):
+    """A tensor, or what is known of one."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> torch.Size: ...
 
 
 class ChangedError(RuntimeError):
     """What was saved has been written in place since. PyTorch itself raises a `RuntimeError` that says the same."""
 
 
-def changed_error(shown: torch.Tensor | Window, found: int, version: int) -> ChangedError:
+def changed_error(shown: Shown, found: int, version: int) -> ChangedError:
     """The error for what ``shown`` has, whose version is ``found`` and should be ``version``."""
     shape = list(sizes(shown) if isinstance(shown, torch.Tensor) else shown.shape)
     return ChangedError(
