@@ -163,8 +163,7 @@ def test_identical_on_streams(build: Callable[[], Program], kind: str, tmp_path:
 def test_half_of_the_peak_is_enough(keeps: Callable[[], Program], tmp_path: Path) -> None:
     """Of what plain PyTorch needs, though nothing but the graph makes it need so much."""
     program = keeps()
-    # A step that verifies has true values besides those computed again, if a plan computes any again.
-    with ebbtide.Budget("50%", spill=tmp_path, machine=FAST_DISK, verify=False) as memory:
+    with ebbtide.Budget("50%", spill=tmp_path, machine=FAST_DISK) as memory:
 
         @contextlib.contextmanager
         def metered() -> Iterator[None]:

@@ -32,8 +32,8 @@ class Budget:
             touches or makes, parameters and gradients included. On CUDA, all bytes that PyTorch's allocator has handed
             out on the step's device: optimizer state and workspaces, too.
         spill: directory on a disk for tensors that leave; the system's directory for temporary files by default.
-        verify: compare every value that is computed again with the truth, once. The step that does has both in memory
-            at times, and may pass the limit by that.
+        verify: compare every value that is computed again with the truth, once. The step that does keeps to the limit,
+            but for a part of 256 KiB of what it compares.
         tune_allocator: on a CPU, take large tensors from an arena while this budget lives or, without a C++ compiler,
             let glibc's allocator keep its pages. See `ebbtide.run.allocator`.
         machine: the links to plan for, between the device and slow memories in `tiers`; measured on first use by

@@ -247,7 +247,7 @@ class Holding:
             assert self.tier is not None
             self.tier.free(self.slot)
             self.slot = None
-            return self._adopt(like.over(storage) if like is not None else _bytes_of(storage))
+            return self._adopt(like.over(storage) if like is not None else bytes_of(storage))
         if self.recipe is None:
             raise StepError("a saved tensor is asked for that was never filled; please report this with the program")
         tensor = self.recipe.replay()
@@ -309,7 +309,8 @@ def view_of(holding: Holding, tensor: torch.Tensor, number: int, count: Count | 
     return view
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All of a storage."""
     tensor = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return tensor.set_(storage, 0, (storage.nbytes(),), (1,))
 

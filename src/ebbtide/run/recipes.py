@@ -12,7 +12,7 @@ from ebbtide.observe.asking import shown
 from ebbtide.observe.ledger import tensors_in
 from ebbtide.observe.schema import is_partly_written
 from ebbtide.run.calls import Argument, Call
-from ebbtide.run.holdings import Holding
+from ebbtide.run.holdings import Holding, bytes_of
 from ebbtide.run.versions import changed_error, is_same
 
 
@@ -140,5 +140,4 @@ def _unchanged(external: torch.Tensor, captured: Argument) -> torch.Tensor:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    return source.clone()
+    return bytes_of(tensor.untyped_storage()).clone()

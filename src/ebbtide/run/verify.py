@@ -3,38 +3,79 @@
 A kernel that the recorder could not see (one that fills memory behind ATen's back, one that is not deterministic) can
 so cost speed, never correctness: what differs is banned from being computed again. Of the few ops that are known to
 leave parts of a result unwritten, which no op reads, it is only looked whether they run.
+
+The truth comes back part by part, each to be compared and let go of, so that this step keeps to the budget, too: it has
+one part more than the plan says. Only of what differs, or cannot be made, the whole truth takes the place.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ebbtide.run.holdings import Holding
+from ebbtide.run.holdings import Holding, bytes_of
+from ebbtide.run.meter import note_memory
 from ebbtide.run.recipes import Recipe
-from ebbtide.run.tiers import SlowTier
+from ebbtide.run.tiers import Slot, SlowTier
+
+PART_BYTES = 256 << 10
+"""Small beside any budget; a value takes a disk less than twice as long in such parts as in one."""
+
+
+class _True:
+    """The bytes of ``storage``, in ``tier``."""
+
+    __slots__ = ("_device", "_size_bytes", "_slots", "_tier")
+
+    def __init__(self, storage: torch.UntypedStorage, tier: SlowTier) -> None:
+        self._tier = tier
+        self._device = storage.device
+        self._size_bytes = storage.nbytes()
+        starts = range(0, self._size_bytes, PART_BYTES)
+        self._slots = [tier.write(storage[at : min(at + PART_BYTES, self._size_bytes)]) for at in starts]
+        for slot in self._slots:
+            slot.wait()
+
+    def is_in(self, storage: torch.UntypedStorage) -> bool:
+        """Whether ``storage`` has the same bytes."""
+        if storage.nbytes() != self._size_bytes:
+            return False
+        parts = bytes_of(storage).split(PART_BYTES)
+        return all(torch.equal(part, self._read(slot)) for part, slot in zip(parts, self._slots, strict=True))
+
+    def whole(self) -> torch.Tensor:
+        """All of them, in memory of their own."""
+        whole = torch.empty(self._size_bytes, dtype=torch.uint8, device=self._device)
+        note_memory(whole.untyped_storage(), self._tier)
+        for part, slot in zip(whole.split(PART_BYTES), self._slots, strict=True):
+            part.copy_(self._read(slot))
+        return whole
+
+    def _read(self, slot: Slot) -> torch.Tensor:
+        return bytes_of(self._tier.read(slot).wait())
 
 
 class _Witness(Recipe):
-    """Stands in a holding for a recipe: brings the true value back, computes it again, compares."""
+    """Stands in a holding for a recipe: computes the value again and compares it with what is true."""
 
     __slots__ = ("_recipe", "_true", "_truth")
 
-    def __init__(self, truth: Truth, recipe: Recipe, true: Holding) -> None:
+    def __init__(self, truth: Truth, recipe: Recipe, true: _True) -> None:
         self._truth = truth
         self._recipe = recipe
         self._true = true
 
     def replay(self) -> torch.Tensor:
         self._truth.compared.add(self._recipe.target)
-        true = self._true.arrive()
         try:
             again = self._recipe.replay()
-            same = not self._recipe.is_exact or torch.equal(_bytes(true), _bytes(again))
         except Exception:  # whatever the reason: what cannot be computed again here is never computed again
-            same = False
-        if not same:
+            again = None
+        with torch._C._DisableTorchDispatch():
+            if again is not None and (not self._recipe.is_exact or self._true.is_in(again.untyped_storage())):
+                return again
             self._truth.differing.add(self._recipe.target)
-        return true
+            del again  # first, for there may be no room for both
+            return self._true.whole()
 
 
 class Truth:
@@ -51,14 +92,5 @@ class Truth:
 
     def watch(self, holding: Holding, recipe: Recipe, tier: SlowTier) -> None:
         """Keep the true value of ``holding`` in ``tier`` and compare it when it is asked for."""
-        true = Holding()
         assert holding.tensor is not None
-        true.fill(holding.tensor)
-        true.streams = holding.streams
-        true.send(tier)
-        true.release()
-        holding.drop(_Witness(self, recipe, true))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        holding.drop(_Witness(self, recipe, _True(holding.tensor.untyped_storage(), tier)))
