@@ -211,7 +211,7 @@ def write(choices: list[Choice], penalty: bool = False) -> str:
                 there = after
                 lines.append(line)
     sums = " + ".join(f"{name}.square().mean()" for name, tensor in there.items() if tensor.requires_grad)
-    # PyTorch has another formula for second derivatives of products while a mode is on, as the README says.
+    # PyTorch has another formula for second derivatives of products while a mode is on, as docs/limits.md says.
     penalty = penalty and not any("prod(" in line for line in lines)
     return "\n".join([*lines, f"loss = {sums}", *([PENALTY] if penalty else [])])
 
