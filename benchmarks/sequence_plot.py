@@ -47,10 +47,12 @@ def _draw_time(ax: Axes, records: Sequence[Record], cell: str) -> None:
             if points:
                 label = method if count == COUNT else f"{method}, {count} states"
                 ax.plot(*zip(*sorted(points), strict=True), style, marker="o", ms=4, color=colour, label=label)
-    ax.set(xscale="log", xlabel="steps", ylabel="microseconds per step", title=f"{cell}: time, {COUNT} states")
+    ax.set(
+        xscale="log", xlabel="steps", ylabel="microseconds per step", title=f"{cell}: time, {COUNT} states or as said"
+    )
     ax.set_ylim(bottom=0)
     ax.grid(alpha=0.3)
-    ax.legend(fontsize=7)
+    ax.legend(fontsize=7, ncols=2, loc="lower left")  # all times are above the lower part
 
 
 def _draw_memory(ax: Axes, records: Sequence[Record], cell: str) -> None:

@@ -98,7 +98,7 @@ class Running:
         if loop.hard:
             if memory is None:
                 raise StepError("hard=True is for steps on CUDA, and nothing is there yet; leave it out on a CPU")
-            # The step that verifies holds true values besides those computed again.
+            # The step that verifies has parts of true values besides those computed again.
             self._ground.cap(None if self._state == "verify" else loop.limit_bytes)
         settle(loop.tiers, kind.places_in if kind is not None else _unplanned, self._ground.device)
         if kind is None or kind.script is None or kind.plan is None:
