@@ -18,7 +18,13 @@ from ebbtide.run.tiers import DiskTier
 from ebbtide.run.verify import PART_BYTES, Truth
 from tests.run.harness import SLOW_DISK
 
-SIZES = {"small": 1000, "one part": PART_BYTES, "several parts": 3 * PART_BYTES, "and a rest": 2 * PART_BYTES + 12}
+SIZES = {
+    "empty": 0,
+    "small": 1000,
+    "one part": PART_BYTES,
+    "several parts": 3 * PART_BYTES,
+    "and a rest": 2 * PART_BYTES + 12,
+}
 
 
 class Given(Recipe):
@@ -74,12 +80,13 @@ def test_what_is_the_same_is_used(disk: DiskTier, size: str) -> None:
     again = value.clone()
     tensor, truth, made_bytes = shown(disk, Given(lambda: again), value)
     assert tensor.data_ptr() == again.data_ptr()
+    assert tensor.shape == again.shape
     assert (truth.compared, truth.differing) == ({7}, set())
     assert made_bytes == 0, "the truth has no place of its own"
 
 
 @pytest.mark.parametrize("at", [0, -1])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [size for size in SIZES if SIZES[size]])
 def test_what_differs_is_found_and_the_truth_is_used(disk: DiskTier, size: str, at: int) -> None:
     length = SIZES[size] // 8
     tensor, truth, made_bytes = shown(disk, Given(lambda: changed(length, at)), torch.arange(length))
@@ -88,7 +95,9 @@ def test_what_differs_is_found_and_the_truth_is_used(disk: DiskTier, size: str, 
     assert made_bytes == 8 * length, "the two are never there together"
 
 
-@pytest.mark.parametrize("make", [refuse, lambda: torch.zeros(3 * PART_BYTES // 4 - 1), lambda: torch.zeros(1)])
+@pytest.mark.parametrize(
+    "make", [refuse, lambda: torch.zeros(3 * PART_BYTES // 4 - 1), lambda: torch.zeros(1), lambda: torch.zeros(0)]
+)
 def test_what_cannot_be_made_or_has_another_size_differs(disk: DiskTier, make: Callable[[], Tensor]) -> None:
     value = torch.randn(3 * PART_BYTES // 4)
     tensor, truth, _ = shown(disk, Given(make), value)

@@ -24,30 +24,31 @@ PART_BYTES = 256 << 10
 class _True:
     """The bytes of ``storage``, in ``tier``."""
 
-    __slots__ = ("_device", "_size_bytes", "_slots", "_tier")
+    __slots__ = ("_device", "_parts", "_size_bytes", "_tier")
 
     def __init__(self, storage: torch.UntypedStorage, tier: SlowTier) -> None:
         self._tier = tier
         self._device = storage.device
         self._size_bytes = storage.nbytes()
         starts = range(0, self._size_bytes, PART_BYTES)
-        self._slots = [tier.write(storage[at : min(at + PART_BYTES, self._size_bytes)]) for at in starts]
-        for slot in self._slots:
+        parts = [slice(start, min(start + PART_BYTES, self._size_bytes)) for start in starts]
+        self._parts = [(part, tier.write(storage[part])) for part in parts]
+        for _, slot in self._parts:
             slot.wait()
 
     def is_in(self, storage: torch.UntypedStorage) -> bool:
         """Whether ``storage`` has the same bytes."""
         if storage.nbytes() != self._size_bytes:
             return False
-        parts = bytes_of(storage).split(PART_BYTES)
-        return all(torch.equal(part, self._read(slot)) for part, slot in zip(parts, self._slots, strict=True))
+        found = bytes_of(storage)
+        return all(torch.equal(found[part], self._read(slot)) for part, slot in self._parts)
 
     def whole(self) -> torch.Tensor:
         """All of them, in memory of their own."""
         whole = torch.empty(self._size_bytes, dtype=torch.uint8, device=self._device)
         note_memory(whole.untyped_storage(), self._tier)
-        for part, slot in zip(whole.split(PART_BYTES), self._slots, strict=True):
-            part.copy_(self._read(slot))
+        for part, slot in self._parts:
+            whole[part].copy_(self._read(slot))
         return whole
 
     def _read(self, slot: Slot) -> torch.Tensor:
