@@ -35,7 +35,7 @@ from ebbtide.run.again import lost_per_replay
 from ebbtide.run.beside import Direction, Stream
 from ebbtide.run.cache import cache_path
 from ebbtide.run.tiers.disk import DiskTier, check_directory, free_bytes
-from ebbtide.run.tiers.memory import take_memory
+from ebbtide.run.tiers.memory import bytes_of, take_memory
 from ebbtide.run.tiers.queued import QueuedTier
 from ebbtide.units import format_bytes
 
@@ -190,7 +190,7 @@ def _random_storage(size_bytes: int) -> torch.UntypedStorage:
     """Bytes that no disk can compress, made without touching torch's generators."""
     storage = take_memory(size_bytes)
     piece = torch.frombuffer(bytearray(os.urandom(1 << 20)), dtype=torch.uint8)
-    torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).view(-1, 1 << 20).copy_(piece)
+    bytes_of(storage).view(-1, 1 << 20).copy_(piece)
     return storage
 
 

@@ -21,6 +21,7 @@ from ebbtide.observe.ledger import has_storage, use_count
 from ebbtide.observe.mode import nodes_made
 from ebbtide.observe.transforms import in_trace
 from ebbtide.run.meter import note_memory
+from ebbtide.run.tiers.memory import bytes_of
 from ebbtide.run.versions import Count, Version, changed_error, count_together, is_same, shell_of, version_of
 
 if TYPE_CHECKING:
@@ -307,12 +308,6 @@ def view_of(holding: Holding, tensor: torch.Tensor, number: int, count: Count | 
     view.holding = holding
     view.number = number
     return view
-
-
-def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """All of a storage."""
-    tensor = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return tensor.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def only_held_once(identity: int, wrapper: int) -> bool:

@@ -12,7 +12,8 @@ from ebbtide.observe.asking import shown
 from ebbtide.observe.ledger import tensors_in
 from ebbtide.observe.schema import is_partly_written
 from ebbtide.run.calls import Argument, Call
-from ebbtide.run.holdings import Holding, bytes_of
+from ebbtide.run.holdings import Holding
+from ebbtide.run.tiers.memory import bytes_of
 from ebbtide.run.versions import changed_error, is_same
 
 

@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import torch
 
-from ebbtide.run.holdings import Holding, bytes_of
+from ebbtide.run.holdings import Holding
 from ebbtide.run.meter import note_memory
 from ebbtide.run.recipes import Recipe
 from ebbtide.run.tiers import Slot, SlowTier
+from ebbtide.run.tiers.memory import bytes_of
 
 PART_BYTES = 256 << 10
 """Small beside any budget; a value takes a disk less than twice as long in such parts as in one."""
 
 
-class _True:
-    """The bytes of ``storage``, in ``tier``."""
+class _TrueBytes:
+    """The bytes of ``storage``, copied out to ``tier``. Raises `SpillError` if that fails, and so do its methods."""
 
     __slots__ = ("_device", "_parts", "_size_bytes", "_tier")
 
@@ -30,8 +31,7 @@ class _True:
         self._tier = tier
         self._device = storage.device
         self._size_bytes = storage.nbytes()
-        starts = range(0, self._size_bytes, PART_BYTES)
-        parts = [slice(start, min(start + PART_BYTES, self._size_bytes)) for start in starts]
+        parts = [slice(start, start + PART_BYTES) for start in range(0, self._size_bytes, PART_BYTES)]
         self._parts = [(part, tier.write(storage[part])) for part in parts]
         for _, slot in self._parts:
             slot.wait()
@@ -44,7 +44,7 @@ class _True:
         return all(torch.equal(found[part], self._read(slot)) for part, slot in self._parts)
 
     def whole(self) -> torch.Tensor:
-        """All of them, in memory of their own."""
+        """All of them as uint8, of shape ``(size_bytes,)``, in memory of their own."""
         whole = torch.empty(self._size_bytes, dtype=torch.uint8, device=self._device)
         note_memory(whole.untyped_storage(), self._tier)
         for part, slot in self._parts:
@@ -60,7 +60,7 @@ class _Witness(Recipe):
 
     __slots__ = ("_recipe", "_true", "_truth")
 
-    def __init__(self, truth: Truth, recipe: Recipe, true: _True) -> None:
+    def __init__(self, truth: Truth, recipe: Recipe, true: _TrueBytes) -> None:
         self._truth = truth
         self._recipe = recipe
         self._true = true
@@ -94,4 +94,4 @@ class Truth:
     def watch(self, holding: Holding, recipe: Recipe, tier: SlowTier) -> None:
         """Keep the true value of ``holding`` in ``tier`` and compare it when it is asked for."""
         assert holding.tensor is not None
-        holding.drop(_Witness(self, recipe, _True(holding.tensor.untyped_storage(), tier)))
+        holding.drop(_Witness(self, recipe, _TrueBytes(holding.tensor.untyped_storage(), tier)))

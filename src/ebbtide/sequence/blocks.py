@@ -29,7 +29,7 @@ import torch
 
 from ebbtide.errors import SequenceError
 from ebbtide.run.tiers.disk import PLACE_ALIGNMENT_BYTES
-from ebbtide.run.tiers.memory import storage_over
+from ebbtide.run.tiers.memory import bytes_of, storage_over
 from ebbtide.units import format_bytes
 
 MAPPING_BYTES = 16 << 20
@@ -65,7 +65,7 @@ class Block:
 
     def memory(self) -> memoryview:
         """All bytes."""
-        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(self.storage).numpy().data
+        return bytes_of(self.storage).numpy().data
 
 
 def storage_of(run: Sequence[Block]) -> torch.UntypedStorage:

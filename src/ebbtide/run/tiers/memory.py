@@ -74,3 +74,8 @@ def storage_over(address: int, size_bytes: int, base: Any, free: Callable[[Any],
     block = _block_type(size_bytes).from_address(address)
     block.base, block.free = base, free
     return torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All of ``storage`` as uint8, of shape ``(storage.nbytes(),)``; not copied."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
