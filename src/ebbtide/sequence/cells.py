@@ -19,9 +19,9 @@ from ebbtide.observe.mode import nodes_made
 from ebbtide.sequence.blocks import Block
 from ebbtide.sequence.checksums import Checksums
 from ebbtide.sequence.graphs import Outside, close_off, local_gradients
-from ebbtide.sequence.steps import Ran, Step, Steps, has_gradient, versions_of
+from ebbtide.sequence.steps import Ran, Step, Steps, has_gradient, needs_grad, other_graph, versions_of
 from ebbtide.sequence.store import unnoted
-from ebbtide.sequence.tensors import State, TensorLayout, bytes_of, detached, refuse_class
+from ebbtide.sequence.tensors import State, TensorLayout, apart_from, bytes_of, detached, refuse_class
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]
 _LEAF_TYPES = (Tensor, int, type(None))
@@ -111,8 +111,8 @@ class CellChain:
         if step == len(self._steps):
             self._note(ran, state, step, since)
             close_off((*state, *ran.given))
-        elif _needs_grad(ran.following) != self._steps[step].needs_grad:
-            raise _other_graph(step)
+        elif needs_grad(ran.following) != self._steps[step].needs_grad:
+            raise other_graph(step)
         cut = self._truncate is not None and (step + 1) % self._truncate == 0
         return detached(ran.following, cut=cut)
 
@@ -154,7 +154,7 @@ class CellChain:
         )
         same = tuple(_find(output, ran.following) for output in outputs)
         inputs = tuple(map(self.outside.input_number, ran.inputs))
-        self._steps.note(inputs, uses, tuple(by_place), same, _needs_grad(ran.following), ran.versions)
+        self._steps.note(inputs, uses, tuple(by_place), same, needs_grad(ran.following), ran.versions)
         numbers = {id(output): _Number(len(self.results) + k) for k, output in enumerate(outputs)}
         self._note_passed_on(ran, state, step, outputs)
         self.results += [output.detach() for output in outputs]
@@ -253,15 +253,16 @@ class CellChain:
         seeds = self._seeds(len(state), step, whole)
         own = [(k, grad) for k, grad in enumerate(grads) if grad is not None and record.same[k] < 0]
         if own or any(grad is not None for grad in self._adjoint):
+            since = nodes_made()
             ran = self._run(state, step, whole)
             roots = [(part, grad) for part, grad in zip(ran.following, self._adjoint, strict=True) if grad is not None]
             if own:
                 found = [ran.parts[place] for place in record.outputs if place < len(ran.parts)]
                 # What is whole may be several of them: they are fewer, each once.
                 if not all(map(has_gradient, found)) or len(ran.outputs() if not whole else found) != len(record.same):
-                    raise _other_graph(step)
+                    raise other_graph(step)
                 roots += [(found[k], grad) for k, grad in own]
-            self._add(state, ran, record, roots, seeds, step, whole)
+            self._add(state, ran, record, roots, seeds, step, whole, since)
         self._adjoint = seeds
 
     def _whole(self, record: Step, step: int) -> frozenset[int]:
@@ -298,10 +299,14 @@ class CellChain:
         seeds: list[Tensor | None],
         step: int,
         whole: frozenset[int],
+        since: int,
     ) -> None:
-        """Run a step's graph back: into ``seeds`` what its state gets, into the sums what is outside."""
-        if _needs_grad(ran.following) != record.needs_grad or len(ran.given) != len(record.inputs):
-            raise _other_graph(step)
+        """Run a step's graph back: into ``seeds`` what its state gets, into the sums what is outside.
+
+        ``since`` is `nodes_made` when it began.
+        """
+        if needs_grad(ran.following) != record.needs_grad or len(ran.given) != len(record.inputs):
+            raise other_graph(step)
         tensors = self.outside.tensors
         ours = {id(tensors[number]) for number in whole}
         places = []
@@ -317,10 +322,14 @@ class CellChain:
         sums = [*(seeds[place] for place in places), *(self._sums[number] for number in record.inputs)]
         sums += [None if add else self._sums[k] for k, add in zip(record.uses, added, strict=True)]
         keep = any(tensors[number].grad_fn is not None for number in record.uses)
-        found = local_gradients(roots, targets, sums, keep=keep)
+        found = apart_from(state, local_gradients(roots, targets, sums, keep=keep))
         for place, grad in zip(places, found, strict=False):
             seeds[place] = grad
         rest = found[len(places) :]
+        missed = [number for number, grad in zip(record.uses, rest[len(ran.given) :], strict=True) if grad is None]
+        if missed:
+            outputs = (*ran.following, *ran.outputs().values())
+            self.outside.check_reached(missed, outputs, (*state, *ran.given), since, step)
         for number, grad, add in zip(
             (*record.inputs, *record.uses), rest, [False] * len(record.inputs) + added, strict=True
         ):
@@ -376,17 +385,6 @@ def _unflatten(parts: list[Any], spec: TreeSpec) -> Any:
 def _is_dense(grad: Tensor | None) -> bool:
     """Whether a sum, if there is one, can be added to in place."""
     return grad is None or grad.layout is torch.strided
-
-
-def _needs_grad(state: Iterable[Tensor]) -> tuple[bool, ...]:
-    return tuple(part.requires_grad for part in state)
-
-
-def _other_graph(step: int) -> SequenceError:
-    return SequenceError(
-        f"step {step} gave another graph when it was run again: the cell must depend on the state and the input alone; "
-        "check=True finds the first step that differs"
-    )
 
 
 def _find(tensor: Tensor, among: Sequence[Tensor]) -> int:

@@ -109,8 +109,7 @@ class Outside:
             SequenceError: if it uses what an earlier step made, other than through the state, or what is not found.
         """
         outputs = list(outputs)
-        until = nodes_made()
-        leaves, results = _ends(outputs, {id(tensor) for tensor in own}, since, until, self._elsewhere)
+        leaves, results, until = self._ends_of(outputs, own, since)
         counts = {self._leaf_number(leaf): count for leaf, count in leaves}
         unknown = {edge for edge in results if edge not in self._numbers}
         if unknown:
@@ -135,6 +134,40 @@ class Outside:
         for edge, count in results.items():
             counts[self._numbers[edge]] = counts.get(self._numbers[edge], 0) + count
         return {number: count == 1 for number, count in sorted(counts.items())}
+
+    def check_reached(
+        self, numbers: Iterable[int], outputs: Iterable[Tensor], own: Sequence[Tensor], since: int, step: int
+    ) -> None:
+        """Check that a step that has run again used the tensors of these numbers, though no gradient came to them.
+
+        Args:
+            numbers: of tensors that it used the first time.
+            outputs, own, since, step: see `used`.
+
+        Raises:
+            SequenceError: if it used others in their place.
+        """
+        leaves, results, _ = self._ends_of(outputs, own, since)
+        reached = {self._numbers.get(id(leaf)) for leaf, _ in leaves} | {self._numbers.get(edge) for edge in results}
+        if not reached.issuperset(numbers):
+            raise SequenceError(
+                f"step {step} used a tensor from outside that it does not use now that it runs again, in the backward "
+                "pass: what the cell takes from outside must be the same until that has ended (so a "
+                "torch.func.functional_call around the scan must include the backward pass)"
+            )
+
+    def _ends_of(
+        self, outputs: Iterable[Tensor], own: Sequence[Tensor], since: int
+    ) -> tuple[list[tuple[Tensor, int]], dict[Edge, int], int]:
+        """`_ends` of a step that has just run, and `nodes_made` by then."""
+        # Before that: a view whose base was altered in place gets a new node when its own is asked for.
+        edges: list[tuple[Node | None, int]] = [
+            (get_gradient_edge(output).node if output.grad_fn is None else output.grad_fn, output.output_nr)
+            for output in outputs
+            if output.requires_grad
+        ]
+        until = nodes_made()
+        return *_ends(edges, {id(tensor) for tensor in own}, since, until, self._elsewhere), until
 
     @contextlib.contextmanager
     def fenced(self) -> Iterator[None]:
@@ -243,12 +276,12 @@ def _key(tensor: Tensor) -> Hashable:
 
 
 def _ends(
-    outputs: Iterable[Tensor], own: set[int], since: int, until: int, elsewhere: set[Node]
+    edges: Sequence[tuple[Node | None, int]], own: set[int], since: int, until: int, elsewhere: set[Node]
 ) -> tuple[list[tuple[Tensor, int]], dict[Edge, int]]:
-    """Leaves and edges to results of other ops at which the graph of ``outputs`` ends, and how often it does.
+    """Leaves and edges to results of other ops at which a step's graph ends, and how often it does.
 
     Args:
-        outputs: of a step.
+        edges: to the outputs of the step, as if there were a node that takes them.
         own: see `Outside.used`.
         since: `nodes_made` when the step began.
         until: `nodes_made` now.
@@ -259,13 +292,7 @@ def _ends(
     results: dict[Edge, int] = {}
     seen: set[Node] = set()
     left: list[Node] = []
-    # As if there were a node that takes the outputs. All this runs once for each step, which is why it is so terse.
-    edges: Sequence[tuple[Node | None, int]] = [
-        (get_gradient_edge(output).node if output.grad_fn is None else output.grad_fn, output.output_nr)
-        for output in outputs
-        if output.requires_grad
-    ]
-    while True:
+    while True:  # all this runs once for each step, which is why it is so terse
         for edge in edges:
             node = edge[0]
             if node is None or node in seen:

@@ -14,23 +14,22 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import IterableDataset
 
 from ebbtide.arguments import as_directories
 from ebbtide.errors import SequenceError
-from ebbtide.observe.uncompiled import uncompiled
-from ebbtide.observe.wrapped import AsOrdinary
 from ebbtide.sequence.blocks import Blocks
 from ebbtide.sequence.cells import Cell, CellChain, Inputs
 from ebbtide.sequence.choose import memory_slots
 from ebbtide.sequence.executor import Executor
-from ebbtide.sequence.graphs import without_saved_tensor_hooks
 from ebbtide.sequence.planning import Course, quickest
 from ebbtide.sequence.progress import is_wanted, watch
+from ebbtide.sequence.scene import Scene
 from ebbtide.sequence.schedules import Record, Reverse
 from ebbtide.sequence.spill import Spill, SpillFiles, open_spill
 from ebbtide.sequence.steps import versions_of
 from ebbtide.sequence.store import StateStore
-from ebbtide.sequence.surroundings import Watch
+from ebbtide.sequence.surroundings import Watch, Written
 from ebbtide.sequence.tensors import State, TensorLayout, detached
 from ebbtide.sequence.trial import Trial
 
@@ -117,14 +116,13 @@ def _indexed(inputs: Iterable[Any]) -> Inputs:
     if isinstance(inputs, Tensor):
         # Each index would make another tensor, but gradients must go to one.
         return inputs.unbind(0) if inputs.requires_grad else inputs
-    if hasattr(inputs, "__getitem__") and hasattr(inputs, "__len__") and not isinstance(inputs, (list, Mapping)):
+    iterated = (list, Mapping, IterableDataset)  # the last inherits a `__getitem__` that fails
+    if hasattr(inputs, "__getitem__") and hasattr(inputs, "__len__") and not isinstance(inputs, iterated):
         return cast(Inputs, inputs)
     return tuple(inputs)
 
 
-def _surveyed(
-    cell: Cell, state: Any, start: State, inputs: Inputs, layout: TensorLayout
-) -> tuple[TensorLayout, _Scene]:
+def _surveyed(cell: Cell, state: Any, start: State, inputs: Inputs, layout: TensorLayout) -> tuple[TensorLayout, Scene]:
     """How states lie with what the cell writes to besides, and what steps are to run under: step 0 shows it."""
     first = inputs[0]
     own = (*start, *tree_leaves(first))
@@ -132,15 +130,27 @@ def _surveyed(
     if parametrize._cache_enabled:
         with layout.surroundings.preserved(), cached:  # what it caches is to be made outside the steps, which share it
             cell(layout.unflatten(start), first)
-    scene, watch = _Scene(layout.device_types), Watch(own)
+    scene = Scene(layout.device_types)
     chain = CellChain(cell, (first,) if isinstance(inputs, (tuple, Tensor)) else [first], layout)
+    watch, written = _watched_step(chain, start, scene, Watch(own), cached)
+    made = watch.made()
+    if made and _watched_step(chain, start, scene, Watch(own), cached)[0].wrote_to(made):
+        raise SequenceError(
+            "the cell makes a tensor in its first step that it writes to in the next ones, such as a running mean; "
+            "make it before the scan, for example by calling the cell once"
+        )
+    return TensorLayout(state, written), scene
+
+
+def _watched_step(chain: CellChain, start: State, scene: Scene, watch: Watch, before: Watch) -> tuple[Watch, Written]:
+    """Step 0, run under ``watch``, and what it wrote to; that is undone, also what it wrote there under ``before``."""
     try:
         with scene.set():
             chain.trial(start, watch)
     finally:
         written = watch.put_back()
-        cached.put_back(written)
-    return TensorLayout(state, written), scene
+        before.put_back(written)
+    return watch, written
 
 
 def _plain(cell: Cell, state: Any, inputs: Inputs) -> tuple[Any, list[Any]]:
@@ -186,7 +196,7 @@ class _Sweep:
         start: State,
         inputs: Inputs,
         layout: TensorLayout,
-        scene: _Scene,
+        scene: Scene,
         memory: int | str,
         spill: Sequence[Path],
         truncate: int | None,
@@ -282,47 +292,3 @@ class _Sweep:
             return records
         first = self._n - 1
         return watch(records, first if forward else choice.forward_steps - first + self._n)
-
-
-class _Scene:
-    """What the forward pass ran under, which the backward pass must run steps under again.
-
-    Under autocast PyTorch keeps the converted weights from step to step; here each step converts them, as in a plain
-    loop with ``cache_enabled=False``, or they would have to be kept from the first step to the last.
-    """
-
-    def __init__(self, device_types: list[str]) -> None:
-        self._autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in device_types
-            if torch.amp.is_autocast_available(kind)
-        ]
-        self._device = torch.get_default_device()
-        self._parametrized = parametrize._cache_enabled, dict(parametrize._cache)
-        # That of subclasses: PyTorch runs the whole backward pass of a loss with a class of its own without.
-        self._functions = torch._C._EnableTorchFunction if torch._C._is_torch_function_enabled() else AsOrdinary
-
-    @contextlib.contextmanager
-    def _cached(self) -> Iterator[None]:
-        """Parametrized weights as `torch.nn.utils.parametrize.cached` had them, which may have ended since or begun."""
-        before = parametrize._cache_enabled, parametrize._cache
-        enabled, cache = self._parametrized
-        parametrize._cache_enabled, parametrize._cache = enabled, dict(cache)  # a step may fill it
-        try:
-            yield
-        finally:
-            parametrize._cache_enabled, parametrize._cache = before
-
-    @contextlib.contextmanager
-    def set(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._cached())
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(uncompiled())
-            stack.enter_context(without_saved_tensor_hooks())
-            stack.enter_context(self._functions())
-            if torch.get_default_device() != self._device:
-                stack.enter_context(self._device)
-            for kind, enabled, dtype in self._autocast:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
-            yield

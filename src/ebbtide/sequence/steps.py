@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
+from ebbtide.errors import SequenceError
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ran:
@@ -117,3 +119,16 @@ def versions_of(parts: Iterable[Any]) -> tuple[int, ...]:
 def has_gradient(part: Any) -> bool:
     """Whether it is a tensor that requires grad."""
     return isinstance(part, Tensor) and part.requires_grad
+
+
+def needs_grad(state: Iterable[Tensor]) -> tuple[bool, ...]:
+    """Which tensors of a state require grad."""
+    return tuple(part.requires_grad for part in state)
+
+
+def other_graph(step: int) -> SequenceError:
+    """What a step raises that is another one when it runs again."""
+    return SequenceError(
+        f"step {step} gave another graph when it was run again: the cell must depend on the state and the input alone; "
+        "check=True finds the first step that differs"
+    )

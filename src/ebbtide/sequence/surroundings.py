@@ -48,15 +48,17 @@ def unseen() -> contextlib.AbstractContextManager[object]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Written:
-    """Storages outside that a cell writes to. See NOTE [What a cell writes to].
+    """What a cell writes to outside. See NOTE [What a cell writes to].
 
     Attributes:
-        carried: those that it reads, too: each state has its own bytes of them.
-        restored: those that it only writes over.
+        carried: storages that it reads, too: each state has its own bytes of them.
+        restored: storages that it only writes over.
+        generators: of random numbers, besides PyTorch's own: each state has their states.
     """
 
     carried: tuple[torch.UntypedStorage, ...] = ()
     restored: tuple[torch.UntypedStorage, ...] = ()
+    generators: tuple[torch.Generator, ...] = ()
 
 
 class Surroundings:
@@ -87,14 +89,18 @@ class Surroundings:
         return [*self._generators(), *_copies(self._written.carried)]
 
     def _generators(self) -> list[Tensor]:
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)]
+        states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)]
+        return [*states, *(generator.get_state() for generator in self._written.generators)]
 
     def set(self, states: Sequence[Tensor]) -> None:
         """Go back to ``states``. Raises `SequenceError` if a storage has another size now."""
-        torch.set_rng_state(states[0])
-        for device, state in zip(self._devices, states[1:], strict=False):
-            torch.cuda.set_rng_state(state, device)
-        _put(self._written.carried, states[1 + len(self._devices) :])
+        rest = iter(states)
+        torch.set_rng_state(next(rest))
+        for device in self._devices:
+            torch.cuda.set_rng_state(next(rest), device)
+        for generator in self._written.generators:
+            generator.set_state(next(rest))
+        _put(self._written.carried, list(rest))
 
     @contextlib.contextmanager
     def preserved(self) -> Iterator[None]:
@@ -156,7 +162,7 @@ class _Found:
 
 
 class Watch(DispatchMode):
-    """Sees which storages a cell reads and writes that were there before.
+    """Sees which storages a cell reads and writes that were there before, and which generators it draws from.
 
     Args:
         own: tensors whose storages do not count: its state and its input.
@@ -168,11 +174,18 @@ class Watch(DispatchMode):
         self._outside: dict[int, torch.UntypedStorage] = {}
         self._read: set[int] = set()
         self._found: dict[int, _Found] = {}
+        self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # by id, with their states before
+        self._made_written: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._made_parameters: list[weakref.ref[Tensor]] = []
         self._note_made(own)
+        self._given = set(self._own)
 
     def put_back(self, among: Written | None = None) -> Written:
         """Undo what was written; returns to what it was. ``among``: only to these."""
         known = None if among is None else {storage._cdata for storage in (*among.carried, *among.restored)}
+        drawn = {key: one for key, one in self._generators.items() if among is None or one[0] in among.generators}
+        for generator, state in drawn.values():
+            generator.set_state(state)
         with torch.no_grad(), unseen():
             found = {
                 key: one
@@ -183,7 +196,26 @@ class Watch(DispatchMode):
         return Written(
             carried=tuple(one.storage for key, one in found.items() if key in self._read),
             restored=tuple(one.storage for key, one in found.items() if key not in self._read),
+            generators=tuple(generator for generator, _ in drawn.values()),
         )
+
+    def made(self) -> list[torch.UntypedStorage]:
+        """Storages that were made inside, written to in place, and are still there.
+
+        Raises:
+            SequenceError: if there are parameters among them: where the first step makes its own weights, it draws
+                other random numbers than the same step does later.
+        """
+        if any(reference() is not None for reference in self._made_parameters):
+            raise SequenceError(
+                "the cell makes weights in its first step, as a lazy module does, which runs more than once here; call "
+                "it once before the scan, so that they are there"
+            )
+        return [storage for reference in self._made_written.values() if (storage := reference()) is not None]
+
+    def wrote_to(self, storages: Iterable[torch.UntypedStorage]) -> bool:
+        """Whether one of ``storages`` was written to."""
+        return any(storage._cdata in self._found for storage in storages)
 
     @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -217,6 +249,8 @@ class Watch(DispatchMode):
             found = self._found.get(storage._cdata)
             if found is None or not found.is_covered:
                 self._read.add(storage._cdata)
+        self._note_generators(read)
+        self._note_made_written(written)
         for tensor, storage in self._outside_of(written):
             if storage._cdata not in self._found:
                 self._found[storage._cdata] = _Found(storage, _bytes_of(storage).clone())
@@ -224,6 +258,19 @@ class Watch(DispatchMode):
             found.is_certain |= not statistics
             is_whole = tensor.numel() * tensor.element_size() == storage.nbytes()
             found.is_covered |= overwrites and is_whole and name not in _IN_PARTS
+
+    def _note_generators(self, arguments: Iterable[Any]) -> None:
+        for item in arguments:
+            if isinstance(item, torch.Generator) and id(item) not in self._generators:
+                self._generators[id(item)] = (item, item.get_state())
+
+    def _note_made_written(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in filter(has_storage, tensors):
+            key = tensor.untyped_storage()._cdata
+            if self._is_own(key) and key not in self._given:
+                self._made_written[key] = self._own[key]
+                if isinstance(tensor, torch.nn.Parameter):
+                    self._made_parameters.append(weakref.ref(tensor))
 
     def _outside_of(self, items: Iterable[Any]) -> Iterator[tuple[Tensor, torch.UntypedStorage]]:
         """The tensors in arguments whose storages were there before, with these."""

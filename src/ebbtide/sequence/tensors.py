@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from ebbtide.errors import SequenceError
+from ebbtide.observe.ledger import has_storage
 from ebbtide.observe.wrapped import is_subclass, is_wrapper
 from ebbtide.sequence.blocks import Block
 from ebbtide.sequence.surroundings import Surroundings, Written, unseen
@@ -24,6 +25,7 @@ FORM_BYTES = 8
 """The number of a state's form is stored with it."""
 
 _NOTHING_WRITTEN = Written()
+_STRIDED = torch.strided
 
 State = list[Tensor]
 """The tensors of a state, detached; those that take part in the gradient have ``requires_grad`` set."""
@@ -159,6 +161,8 @@ class TensorLayout:
         elif isinstance(state, Tensor) and self._spec.is_leaf() and _is_like(state, self._leaves[0]):
             return [state]
         parts, spec = tree_flatten(state)
+        if spec != self._spec:
+            parts, spec = tree_flatten(_in_order(state, self.unflatten([*self._leaves])))
         if spec == self._spec and all(map(_is_like, parts, self._leaves)):
             return parts
         for part in parts:
@@ -175,7 +179,7 @@ class TensorLayout:
             "all states of a chain must have the same structure, shapes, types and devices"
         )
 
-    def unflatten(self, state: State) -> Any:
+    def unflatten(self, state: Sequence[Any]) -> Any:
         """The state as the user knows it."""
         return tree_unflatten(state, self._spec) if self._container is None else self._container(state)
 
@@ -226,10 +230,34 @@ class TensorLayout:
         return views
 
 
+def _in_order(tree: Any, like: Any) -> Any:
+    """``tree`` with the keys of its dicts in the order that those of ``like`` have, where they are the same."""
+    if type(tree) is not type(like):
+        return tree
+    if type(tree) is dict and tree.keys() == like.keys():
+        return {key: _in_order(tree[key], part) for key, part in like.items()}
+    if type(tree) in (tuple, list) and len(tree) == len(like):
+        return type(tree)(map(_in_order, tree, like))
+    return tree
+
+
 def detached(state: Sequence[Tensor], *, cut: bool = False) -> State:
     """The tensors of a state as leaves; one that is there several times is one leaf. If ``cut``, none requires grad."""
     leaves = {id(part): part.detach().requires_grad_(part.requires_grad and not cut) for part in state}
     return [leaves[id(part)] for part in state]
+
+
+def apart_from(state: State, grads: list[Tensor | None]) -> list[Tensor | None]:
+    """``grads``, copied where they lie in the memory of ``state``, which may be a slot that serves again: a function's
+    backward may hand out what it has saved. It is the same list."""
+    memory = [(storage.data_ptr(), storage.nbytes()) for storage in map(Tensor.untyped_storage, state)]
+    low, high = min(memory)[0], max(start + size for start, size in memory)
+    for place, grad in enumerate(grads):
+        if grad is None or (grad.layout is _STRIDED and type(grad) is Tensor and not low <= grad.data_ptr() < high):
+            continue
+        if has_storage(grad) and any(start <= grad.data_ptr() < start + size for start, size in memory):
+            grads[place] = grad.clone()
+    return grads
 
 
 def _firsts(state: State) -> tuple[int, ...]:

@@ -1,0 +1,65 @@
+"""What a scan's forward pass ran under: autocast, defaults, which kernels compute attention."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
+from torch.nn.utils import parametrize
+
+from ebbtide.observe.uncompiled import uncompiled
+from ebbtide.observe.wrapped import AsOrdinary
+from ebbtide.sequence.graphs import without_saved_tensor_hooks
+
+
+class Scene:
+    """What the forward pass ran under, which the backward pass must run steps under again.
+
+    Under autocast PyTorch keeps the converted weights from step to step; here each step converts them, as in a plain
+    loop with ``cache_enabled=False``, or they would have to be kept from the first step to the last.
+    """
+
+    def __init__(self, device_types: list[str]) -> None:
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in device_types
+            if torch.amp.is_autocast_available(kind)
+        ]
+        self._device, self._dtype = torch.get_default_device(), torch.get_default_dtype()
+        self._attention = _cur_sdpa_kernel_backends(with_priority=True)
+        self._parametrized = parametrize._cache_enabled, dict(parametrize._cache)
+        # That of subclasses: PyTorch runs the whole backward pass of a loss with a class of its own without.
+        self._functions = torch._C._EnableTorchFunction if torch._C._is_torch_function_enabled() else AsOrdinary
+
+    @contextlib.contextmanager
+    def _cached(self) -> Iterator[None]:
+        """Parametrized weights as `torch.nn.utils.parametrize.cached` had them, which may have ended since or begun."""
+        before = parametrize._cache_enabled, parametrize._cache
+        enabled, cache = self._parametrized
+        parametrize._cache_enabled, parametrize._cache = enabled, dict(cache)  # a step may fill it
+        try:
+            yield
+        finally:
+            parametrize._cache_enabled, parametrize._cache = before
+
+    @contextlib.contextmanager
+    def set(self) -> Iterator[None]:
+        """Inside, steps run under what there was when this was made."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._cached())
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(uncompiled())
+            stack.enter_context(without_saved_tensor_hooks())
+            stack.enter_context(self._functions())
+            if torch.get_default_device() != self._device:
+                stack.enter_context(self._device)
+            if torch.get_default_dtype() != self._dtype:
+                stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+                torch.set_default_dtype(self._dtype)
+            if _cur_sdpa_kernel_backends(with_priority=True) != self._attention:
+                stack.enter_context(sdpa_kernel(self._attention, set_priority=True))
+            for kind, enabled, dtype in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+            yield
