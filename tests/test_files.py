@@ -48,3 +48,29 @@ def test_errors_name_what_was_given(tmp_path: Path) -> None:
         write_whole(tmp_path, b"")
     with pytest.raises(OSError, match="/dev/full"):
         write_whole("/dev/full", b"some")
+
+
+@pytest.mark.parametrize("name", ["/dev/fd", "/proc/self/fd"])
+def test_pipes_of_this_process_are_written_to(name: str) -> None:
+    """As bash names them for ``-o >(gzip)``, and what ``/dev/stdout`` may be."""
+    reading, writing = os.pipe()
+    write_whole(f"{name}/{writing}", b"first")
+    write_whole(f"{name}/{writing}", b" second")
+    os.close(writing)
+    with os.fdopen(reading, "rb") as file:
+        assert file.read() == b"first second"
+
+
+def test_a_file_that_is_open_is_gone_on_with(tmp_path: Path) -> None:
+    """``-o /dev/stdout >> log``: what the log held stays, and what is printed next comes behind."""
+    log = tmp_path / "log"
+    log.write_bytes(b"before, ")
+    with log.open("ab") as file:
+        write_whole(f"/dev/fd/{file.fileno()}", b"whole, ")
+        file.write(b"behind")
+    assert log.read_bytes() == b"before, whole, behind"
+
+
+def test_a_descriptor_that_is_not_open() -> None:
+    with pytest.raises(OSError, match="/dev/fd/999999"):
+        write_whole("/dev/fd/999999", b"some")

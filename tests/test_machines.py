@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,26 @@ def test_names_are_read_in_any_case() -> None:
 def test_an_unknown_machine_is_refused_with_the_known_ones() -> None:
     with pytest.raises(RecordError, match=r"tpu: neither .* h100, h200"):
         load_machine("tpu")
+
+
+def described(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    """The document of a machine, after a change."""
+    document: dict[str, Any] = json.loads(json.dumps(load_machine("h200").document()))
+    change(document)
+    return document
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda document: document["links"][0].update(target=document["links"][0]["source"]), "leads nowhere"),
+        (lambda document: document["tiers"][0].update(capacity_bytes=10**400), "has a capacity of 10"),
+        (lambda document: document["tiers"][0].update(capacity_bytes=80e9), "or mend what was written by hand"),
+    ],
+)
+def test_machines_that_cannot_be(change: Callable[[dict[str, Any]], object], expected: str) -> None:
+    with pytest.raises(RecordError, match=expected):
+        Machine.from_document(described(change), "machine.json")
 
 
 def test_newer_machines_compute_faster() -> None:

@@ -62,6 +62,13 @@ def test_ops_shorter_than_a_launch_fit_nothing() -> None:
     assert fit_efficiencies(step_of(0.5), [Work("copy", 0, 8, "float32")], before) == before
 
 
+@pytest.mark.parametrize("rate", [1e-9, 1e-320])
+def test_ops_that_would_take_for_ever(rate: float) -> None:
+    slow = dataclasses.replace(PLAIN, memory_bytes_per_second=rate)
+    with pytest.raises(RecordError, match=r"aten\.relu\.default would take .* seconds on that machine: are the rates"):
+        with_durations(step_of(1.0), [Work("copy", 0, 10**6, "float32")], slow)
+
+
 def test_works_of_another_step_are_refused() -> None:
     with pytest.raises(RecordError, match="of another step"):
         with_durations(step_of(1.0, 1.0), [Work("copy", 0, 8, "float32")], PLAIN)

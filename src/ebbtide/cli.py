@@ -291,13 +291,15 @@ def frontier(
     """
     from ebbtide.plan.frontier import frontier as compute
     from ebbtide.plan.published.registry import POLICIES, policies_named
-    from ebbtide.report.frontier import WRITERS, frontier_tables
+    from ebbtide.report.frontier import WRITERS, check_drawable, frontier_tables
     from ebbtide.report.sentences import foreign_times
 
     check_apart(output, step_path, machine_name)
     for path in output:
         if path.suffix not in WRITERS:
             raise typer.BadParameter(f"{path}: its name must end in {', '.join(WRITERS)}", param_hint="-o")
+        if path.suffix == ".png":
+            check_drawable()
     names = {"all": list(POLICIES), "none": []}.get(policies, [name for name in policies.split(",") if name])
     chosen = policies_named(names)
     step, machine = load_step(step_path)

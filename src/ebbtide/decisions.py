@@ -109,7 +109,7 @@ class Plan:
             fields = {field.name: document[field.name] for field in dataclasses.fields(cls)}
             fields["decisions"] = tuple(_decoded(row) for row in document["decisions"])
             plan = typed(cls(**fields))
-        except (KeyError, TypeError, ValueError, IndexError) as fault:
+        except (KeyError, TypeError, ValueError, IndexError, RecursionError) as fault:
             raise RecordError(f"{name}: not a whole plan: {fault!r}; make it again") from fault
         _check_numbers(plan, name)
         return plan
@@ -139,6 +139,6 @@ def _decoded(row: list[Any]) -> Decision:
             return Keep()
         case ["offload", str(tier), int(out), int(release), int(load)]:
             return Offload(tier, out, release, load)
-        case ["recompute", list(ops)]:
-            return Recompute(tuple(int(op) for op in ops))
+        case ["recompute", list(ops)] if all(type(op) is int for op in ops):
+            return Recompute(tuple(ops))
     raise ValueError(f"unknown decision {row!r}")

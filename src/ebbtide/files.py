@@ -6,16 +6,25 @@ import contextlib
 import os
 import secrets
 import stat
+import sys
 from pathlib import Path
+
+_MOST_LINKS = 40
+"""As many as Linux follows."""
 
 
 def write_whole(path: str | Path, data: bytes) -> None:
     """Write ``data`` to a file: all of it, or none, and then what was there before stays as it was.
 
     A new file takes the place of the former one, at once and with the same permissions. Devices and pipes are written
-    to, as are files in directories that are not to be written to. Raises `OSError`, which names the file as given.
+    to, as are files in directories that are not to be written to; what is open in this process, such as
+    ``/dev/stdout``, is gone on with. Raises `OSError`, which names the file as given.
     """
     try:
+        descriptor = _open_descriptor(Path(path))
+        if descriptor is not None:
+            _append(descriptor, data)
+            return
         target = Path(os.path.realpath(path))  # a link stays one
         if target.exists() and not (target.is_file() and os.access(target.parent, os.W_OK)):
             target.write_bytes(data)
@@ -23,6 +32,26 @@ def write_whole(path: str | Path, data: bytes) -> None:
             _replace(target, data)
     except OSError as fault:
         raise OSError(fault.errno, fault.strerror, str(path)) from fault  # which may name two
+
+
+def _open_descriptor(path: Path) -> int | None:
+    """The open file that ``path`` stands for: of ``/dev/stdout``, ``/dev/fd/63``; None if it is another's name."""
+    descriptors = f"/proc/{os.getpid()}/fd"
+    for _ in range(_MOST_LINKS):
+        if os.path.realpath(path.parent) == descriptors:
+            return int(path.name) if path.name.isdecimal() else None
+        if not path.is_symlink():
+            return None
+        path = path.parent / path.readlink()
+    return None
+
+
+def _append(descriptor: int, data: bytes) -> None:
+    """Write ``data`` where the next bytes of an open file go, behind what was printed before."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    with os.fdopen(os.dup(descriptor), "wb") as file:
+        file.write(data)
 
 
 def _replace(target: Path, data: bytes) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ebbtide.errors import RecordError
 from ebbtide.fields import typed, wrong_field
-from ebbtide.step import MOST_SECONDS, check_document, read_json, write_json
+from ebbtide.step import MOST_BYTES, MOST_SECONDS, check_document, read_json, write_json
 
 FORMAT = "ebbtide-machine"
 VERSION = 1
@@ -179,8 +179,9 @@ class Machine:
                     replay_seconds=document.get("replay_seconds", 0.0),
                 )
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as fault:
-            raise RecordError(f"{name}: not a whole machine: {fault!r}; calibrate again") from fault
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as fault:
+            advice = "calibrate again, or mend what was written by hand"
+            raise RecordError(f"{name}: not a whole machine: {fault!r}; {advice}") from fault
         check_machine(machine, name)
         return machine
 
@@ -210,11 +211,13 @@ def _check_machine(machine: Machine, name: str) -> None:
     if machine.fast not in names or len(set(names)) != len(names):
         raise RecordError(f"{name}: the fast tier {machine.fast!r} must be one of its tiers, each with its own name")
     for tier in machine.tiers:
-        if tier.capacity_bytes is not None and tier.capacity_bytes < 0:
+        if tier.capacity_bytes is not None and not 0 <= tier.capacity_bytes < MOST_BYTES:
             raise RecordError(f"{name}: the tier {tier.name} has a capacity of {tier.capacity_bytes} bytes")
     for link in machine.links:
         if link.source not in names or link.target not in names:
             raise RecordError(f"{name}: the link {link.source} -> {link.target} names an unknown tier")
+        if link.source == link.target:
+            raise RecordError(f"{name}: the link {link.source} -> {link.target} leads nowhere: name another tier")
         for rate in (link.bandwidth_bytes_per_second, link.duplex_bytes_per_second):
             if not (math.isfinite(rate) and rate > 0):
                 raise RecordError(

@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ def runner(what: str, batch_size: int | None = None) -> tuple[Callable[[], Any],
     """What runs a step, and what prepares it: of a demo model with a batch of some size, or of the user's function.
 
     Raises:
-        EbbtideError: if there is no such model, file or function, the file cannot be imported, or a batch is named for
-            a function, which chooses its own; by the first of what is returned, if the function fails.
+        EbbtideError: if there is no such model, file or function, the file cannot be imported, a batch is named for a
+            function, which chooses its own, or there is no memory for it; by the first of what is returned, if the step
+            fails.
     """
     if is_file(what):
         if batch_size is not None:
@@ -32,9 +33,15 @@ def runner(what: str, batch_size: int | None = None) -> tuple[Callable[[], Any],
         return _function(what), _nothing
     from ebbtide.demo.workloads import make_workload
 
-    workload = make_workload(what, batch_size=batch_size)
-    batch = workload.batch(0)
-    return lambda: workload.step(batch), workload.model.zero_grad
+    with _told(what, RuntimeError, MemoryError):
+        workload = make_workload(what, batch_size=batch_size)
+        batch = workload.batch(0)
+
+    def run() -> None:
+        with _told(what, RuntimeError, MemoryError):
+            workload.step(batch)
+
+    return run, workload.model.zero_grad
 
 
 def observe_fake(what: str, batch_size: int | None, machine: Machine) -> Step:
@@ -71,34 +78,38 @@ def here() -> AbstractContextManager[None]:
     return contextlib.chdir(os.curdir)
 
 
+@contextlib.contextmanager
+def _told(what: str, *kinds: type[BaseException]) -> Iterator[None]:
+    """Errors of these ``kinds`` become an `EbbtideError` that names ``what`` failed; ours stay as they are."""
+    try:
+        yield
+    except EbbtideError:
+        raise
+    except kinds as fault:
+        raise EbbtideError(f"{what}: {type(fault).__name__}: {fault}") from fault
+
+
 def _nothing() -> None:
     """A user's function prepares its step itself."""
 
 
 def _function(what: str, *arguments: int) -> Callable[[], Any]:
-    path, _, name = (what if ":" in what else f"{what}:{STEP_FUNCTION}").rpartition(":")
+    whole = ":" not in what or Path(what).is_file()  # a directory may have a colon in its name
+    path, _, name = (f"{what}:{STEP_FUNCTION}" if whole else what).rpartition(":")
     specification = importlib.util.spec_from_file_location("_observed_script", path)
     if not Path(path).is_file() or specification is None or specification.loader is None:
         raise EbbtideError(f"{path}: there is no such Python file")
     module = importlib.util.module_from_spec(specification)
     sys.path.insert(0, str(Path(path).resolve().parent))  # as Python does for a script, for the imports beside it
     sys.modules[specification.name] = module  # as an import does: dataclasses and pickle look a class's module up
-    try:
+    with _told(f"{path}: cannot be imported", Exception, SystemExit):  # a script may call sys.exit() wherever it is run
         specification.loader.exec_module(module)
-    except EbbtideError:
-        raise
-    except (Exception, SystemExit) as fault:  # a script may call sys.exit() wherever it is run
-        raise EbbtideError(f"{path}: cannot be imported: {type(fault).__name__}: {fault}") from fault
     function = getattr(module, name, None)
     if not callable(function):
         raise EbbtideError(f"{path}: has no function {name!r}")
 
     def run() -> None:
-        try:
+        with _told(what, Exception, SystemExit):
             function(*arguments)
-        except EbbtideError:
-            raise
-        except (Exception, SystemExit) as fault:
-            raise EbbtideError(f"{what}: {type(fault).__name__}: {fault}") from fault
 
     return run

@@ -99,9 +99,9 @@ def limit_bytes_of(budget: str | None, step: Step | None, machine: Machine) -> i
         if step is None:
             return parse_bytes(budget)
         amount = parse_budget(budget)
+        return amount if isinstance(amount, int) else int(amount * plain_peak_bytes(step))
     except ValueError as fault:
         raise typer.BadParameter(str(fault), param_hint="--budget") from fault
-    return amount if isinstance(amount, int) else int(amount * plain_peak_bytes(step))
 
 
 def share_of(text: str, option: str) -> float:

@@ -15,7 +15,7 @@ from typing import Literal
 
 from ebbtide.errors import RecordError
 from ebbtide.machine import Compute
-from ebbtide.step import Step
+from ebbtide.step import MOST_SECONDS, Step
 
 Kind = Literal[
     "none",
@@ -72,11 +72,18 @@ def with_durations(step: Step, works: Sequence[Work], compute: Compute) -> Step:
     """``step`` with the durations that its ops would have on a device.
 
     Raises:
-        RecordError: if ``works`` are not those of the ops of ``step``.
+        RecordError: if ``works`` are not those of the ops of ``step``, or an op would take for ever.
     """
     _check_pairs(step, works)
-    pairs = zip(step.ops, works, strict=True)
-    ops = tuple(dataclasses.replace(op, duration_seconds=op_seconds(work, compute)) for op, work in pairs)
+    durations = [op_seconds(work, compute) for work in works]
+    for op, seconds in zip(step.ops, durations, strict=True):
+        if not seconds < MOST_SECONDS:
+            raise RecordError(
+                f"{op.name} would take {seconds:.3g} seconds on that machine: are the rates and efficiencies of its"
+                " compute right? They are flops and bytes a second, and shares of them"
+            )
+    pairs = zip(step.ops, durations, strict=True)
+    ops = tuple(dataclasses.replace(op, duration_seconds=seconds) for op, seconds in pairs)
     return dataclasses.replace(step, ops=ops, device=compute.kernels)
 
 

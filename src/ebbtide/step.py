@@ -228,7 +228,7 @@ class Step:
         try:
             parts = {part: tuple(_rows(kind, document[part])) for part, kind in _RECORDS.items()}
             step = cls(device=str(document["device"]), **parts)
-        except (KeyError, TypeError, ValueError) as fault:
+        except (KeyError, TypeError, ValueError, RecursionError) as fault:
             raise RecordError(f"{name}: not a whole step: {fault!r}; observe the step again") from fault
         check_step(step, name)
         return step
@@ -278,8 +278,9 @@ def _check_step(step: Step, name: str) -> None:
             raise RecordError(f"{name}: event {number} is impossible: {event}")
         last = event.tick
     asked = {index + event.tick for index, event in enumerate(step.events) if event.kind == "unpack"}
+    saved_values = {saved.value for saved in step.saved}
     for number, absence in enumerate(step.absences):
-        exists = 0 <= absence.value < len(step.values) and 0 <= absence.opens < absence.closes
+        exists = absence.value in saved_values and 0 <= absence.opens < absence.closes
         if not exists or not (absence.closes in asked or absence.closes == step.values[absence.value].dies):
             raise RecordError(f"{name}: absence {number} is impossible: {absence}")
 

@@ -21,6 +21,8 @@ _UNITS = {
 }
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*%\s*")
+MOST_FRACTION = 1e6
+"""Shares of a peak are below this: larger ones are typing errors."""
 
 
 def parse_bytes(size: int | str) -> int:
@@ -50,14 +52,14 @@ def parse_fraction(text: str) -> float | None:
     """The fraction meant by ``"50%"``, or None if ``text`` is no percentage.
 
     Raises:
-        ValueError: if the percentage is not above 0, or no number at all.
+        ValueError: if the percentage is not above 0, or far too large.
     """
     match = _PERCENT.fullmatch(text)
     if match is None:
         return None
     fraction = float(match[1]) / 100
-    if not 0 < fraction < math.inf:
-        raise ValueError(f"a budget must be some share above 0 %, not {text!r}")
+    if not 0 < fraction < MOST_FRACTION:
+        raise ValueError(f"a budget must be some share above 0 %, and below {MOST_FRACTION:.0%}, not {text!r}")
     return fraction
 
 

@@ -160,7 +160,9 @@ def test_a_bundle_whose_parts_do_not_fit(script: Path, machine: Path, tmp_path: 
         Bundle.load(plan)
 
 
-@pytest.mark.parametrize("budget", ["5x", "0%", "-3", "0.5", "50 percent", "9" * 400 + "GiB", "9" * 400 + "%"])
+@pytest.mark.parametrize(
+    "budget", ["5x", "0%", "-3", "0.5", "50 percent", "9" * 400 + "GiB", "9" * 400 + "%", "9" * 306 + "%"]
+)
 def test_a_budget_that_is_no_size_is_a_usage_error(budget: str, script: Path, machine: Path, tmp_path: Path) -> None:
     step = tmp_path / "step.json"
     run("observe", f"{script}:one_step", "-o", step)
@@ -404,3 +406,28 @@ def test_calibrate_prints_both_links(tmp_path: Path, monkeypatch: pytest.MonkeyP
     output = run("calibrate", "--spill", tmp_path, "-o", tmp_path / "machine.json")
     for link in Machine.load(tmp_path / "machine.json").links:
         assert f"{link.source} to {link.target}" in output
+
+
+def test_a_directory_with_a_colon_in_its_name(script: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run-10:30"
+    folder.mkdir()
+    moved = folder / "train.py"
+    moved.write_bytes(script.read_bytes())
+    for what in (str(moved), f"{moved}:one_step"):
+        run("observe", what, "-o", tmp_path / "step.json")
+        assert Step.load(tmp_path / "step.json").ops
+
+
+def test_a_demo_model_with_too_large_a_batch(tmp_path: Path, failure: Failure) -> None:
+    said = failure("observe", "gpt2", "--batch", 10**15, "-o", tmp_path / "step.json")
+    assert said.startswith("ebbtide: gpt2: MemoryError: ")
+    assert "\n" not in said
+
+
+def test_a_plan_on_standard_output(script: Path, machine: Path, tmp_path: Path) -> None:
+    """It may be a pipe."""
+    step = tmp_path / "step.json"
+    run("observe", script, "-o", step)
+    command = [sys.executable, "-m", "ebbtide", "plan", str(step), "--machine", str(machine), "--budget", "90%"]
+    done = subprocess.run([*command, "-o", "/dev/stdout"], stdout=subprocess.PIPE, check=True)
+    assert b'"ebbtide-plan"' in done.stdout

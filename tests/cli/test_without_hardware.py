@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,17 @@ def test_frontier(script: Path, machine: Path, tmp_path: Path) -> None:
 def read_json_points(path: Path) -> int:
     """Number of the solver's points in a frontier's JSON."""
     return len(json.loads(path.read_text())["solver"]["points"])
+
+
+def test_matplotlib_is_missed_before_the_work(
+    script: Path, machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Failure
+) -> None:
+    run("observe", script, "-o", tmp_path / "step.json")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr("ebbtide.plan.frontier.frontier", lambda *_, **__: pytest.fail("planned"))
+    outputs = "-o", tmp_path / "page.html", "-o", tmp_path / "page.png"
+    said = failure("frontier", tmp_path / "step.json", "--machine", machine, *outputs)
+    assert "matplotlib, which is not installed" in said
 
 
 def test_what_has_no_frontier(machine: Path, tmp_path: Path, failure: Failure) -> None:

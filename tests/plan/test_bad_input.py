@@ -33,6 +33,14 @@ MACHINE = disk_machine()
 EMPTY = Step((), (), (), (), ())
 
 
+def deep(levels: int) -> list[Any]:
+    """Lists within lists."""
+    item: list[Any] = []
+    for _ in range(levels):
+        item = [item]
+    return item
+
+
 def forward_only() -> Step:
     """Ops that save tensors which nobody asks for."""
     tape = Tape()
@@ -168,6 +176,8 @@ def test_files_of_another_kind(text: str, tmp_path: Path) -> None:
         (("events", "rows", 2, 1), 10**6, "event 2 is impossible"),
         (("absences", "rows", 0, 2), 10**6, "absence 0 is impossible"),
         (("absences", "rows", 0, 2), 42, "absence 0 is impossible"),  # an op, where nobody asks for anything
+        (("absences", "rows", 0, 0), 2, "absence 0 is impossible"),  # nobody saved that value
+        (("saved", "rows", 0, 2), deep(900), "not a whole step: RecursionError"),
         (("absences", "rows"), {}, "not a whole step"),
         (("ops",), None, "not a whole step"),
     ],
@@ -177,6 +187,24 @@ def test_impossible_steps(path: tuple[str | int, ...], item: Any, expected: str)
         Step.from_document(altered(network_step(3), path, item), "step.json")
     assert str(caught.value).startswith("step.json: ")
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("ops", [[math.inf], [1.0], [True, 2], ["1"], [None]])
+def test_impossible_recipes(ops: list[Any]) -> None:
+    made = network_step(3)
+    plan = solve(made, MACHINE, plain_peak_bytes(made))
+    with pytest.raises(RecordError, match=r"not a whole plan: .*unknown decision"):
+        Plan.from_document(altered(plan, ("decisions", 0), ["recompute", ops]), "plan.json")
+
+
+@pytest.mark.parametrize("limit_bytes", [-1, -(10**30)])
+def test_budgets_below_nothing(limit_bytes: int) -> None:
+    with pytest.raises(BudgetError, match="cannot be met: the least reachable peak is"):
+        solve(network_step(4), MACHINE, limit_bytes, seconds=0)
+
+
+def test_budgets_beyond_all_memory() -> None:
+    assert not solve(network_step(4), MACHINE, 10**30).binds
 
 
 def leaves(item: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:

@@ -141,6 +141,11 @@ def ever_slower(batch: int) -> Step:
     return dataclasses.replace(step, ops=tuple(dataclasses.replace(op, replay="opaque") for op in step.ops))
 
 
+def test_a_budget_without_end() -> None:
+    with pytest.raises(ValueError, match="has no end: name what a machine has"):
+        largest_batch(lambda _: pytest.fail("observed"), disk_machine(), 1 << 60)
+
+
 def test_what_has_no_largest_batch() -> None:
     with pytest.raises(BudgetError, match="least reachable peak"):
         largest_batch(network, MACHINE, 50 * KIB, between=(2, 4))

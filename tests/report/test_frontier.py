@@ -84,6 +84,12 @@ def test_png(found: Frontier, tmp_path: Path) -> None:
     assert (width, tall) == (1440, 810)
 
 
+@pytest.mark.parametrize("name", [r"rig $\host$", "at $PRICE_$ a month", "100 $"])
+def test_a_dollar_in_a_name_begins_no_formula(name: str, tmp_path: Path) -> None:
+    WRITERS[".png"](dataclasses.replace(FOUND, machine=name), tmp_path / "page.png")
+    assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_png_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(EbbtideError, match=r"`pip install '\.\[plot\]'` in a clone of ebbtide, or write \.html"):

@@ -14,12 +14,12 @@ import math
 from collections.abc import Callable, Mapping
 
 from ebbtide.decisions import Plan
-from ebbtide.errors import BudgetError, RecordError
+from ebbtide.errors import ArgumentError, BudgetError, RecordError
 from ebbtide.machine import Machine
 from ebbtide.plan.frontier import check_trains
 from ebbtide.plan.problem import plain_peak_bytes
 from ebbtide.plan.solve import solve
-from ebbtide.step import Op, Saved, Step, Value
+from ebbtide.step import MOST_BYTES, Op, Saved, Step, Value
 from ebbtide.structure import FIXED
 from ebbtide.units import format_bytes
 
@@ -77,12 +77,14 @@ def largest_batch(
     Raises:
         BudgetError: if not even one sample can be trained so.
         RecordError: if the steps differ in more than sizes, do not train, or do not need more memory for more samples.
-        ValueError: if ``between`` are not two positive sizes, or ``overhead`` is negative.
+        ValueError: if ``between`` are not two positive sizes, ``overhead`` is negative, or nothing has so much memory.
     """
     if not 0 < between[0] < between[1]:
         raise ValueError(f"two batch sizes are needed, the smaller one first, not {between}")
     if not overhead >= 0:
         raise ValueError(f"the overhead is a share of the plain time, 0 or more, not {overhead}")
+    if limit_bytes >= MOST_BYTES:
+        raise ArgumentError(f"a batch within {format_bytes(limit_bytes)} has no end: name what a machine has")
     say = progress or (lambda _what: None)
     steps: dict[int, Step] = {}
 

@@ -13,6 +13,7 @@ from ebbtide.plan.fill import Wishes, fill_modes
 from ebbtide.plan.problem import Floats, Ints, Problem
 from ebbtide.plan.profile import KEEP, OFFLOAD, Candidates, Mask, Modes, Profile, needs_of, profile
 from ebbtide.plan.spans import add_between
+from ebbtide.step import MOST_BYTES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class Room:
     @classmethod
     def of(cls, problem: Problem, limit_bytes: int, ceiling: int | Ints = NO_CEILING) -> Room:
         """The room within ``limit_bytes`` and, with workspaces, within ``ceiling``, for all moments or for each."""
+        limit_bytes = min(max(limit_bytes, -MOST_BYTES), MOST_BYTES)  # further no step goes, and no number of 64 bits
         ceilings = np.full(problem.step.moments, ceiling, dtype=np.int64)
         return cls(limit_bytes, ceilings, np.minimum(limit_bytes, ceilings - problem.workspace), ceilings - limit_bytes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import io
 import json
 import math
@@ -101,6 +102,17 @@ def write_page(found: Frontier, path: str | Path) -> None:
     write_whole(path, page.encode())
 
 
+def check_drawable() -> None:
+    """Raises `EbbtideError` if matplotlib, which draws PNGs, is not installed."""
+    try:
+        importlib.import_module("matplotlib.figure")
+    except ImportError as fault:
+        raise EbbtideError(
+            "a PNG is drawn by matplotlib, which is not installed: `pip install '.[plot]'` in a clone of ebbtide, "
+            "or write .html instead"
+        ) from fault
+
+
 def write_png(found: Frontier, path: str | Path) -> None:
     """Draw ``found`` as a PNG with matplotlib.
 
@@ -108,14 +120,10 @@ def write_png(found: Frontier, path: str | Path) -> None:
         EbbtideError: if matplotlib is not installed.
         OSError: if the file cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as fault:
-        raise EbbtideError(
-            "a PNG is drawn by matplotlib, which is not installed: `pip install '.[plot]'` in a clone of ebbtide, "
-            "or write .html instead"
-        ) from fault
+    check_drawable()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9.6, 5.4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -137,7 +145,8 @@ def write_png(found: Frontier, path: str | Path) -> None:
     axes.set_ylim(-0.04 * height(_highest(found)), height(_highest(found)))
     axes.set_xlabel("memory budget")
     axes.set_ylabel("time beyond the plain step")
-    axes.set_title(f"{found.machine}: from the least reachable peak to the plain one", fontsize=11, loc="left")
+    title = f"{found.machine}: from the least reachable peak to the plain one"
+    axes.set_title(title, fontsize=11, loc="left", parse_math=False)  # a dollar in a name begins no formula
     axes.grid(color="#e6eaee")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -19,7 +19,7 @@ from ebbtide.plan.published.rotor import rotor
 from ebbtide.step import Step
 from tests.plan.limits import limit_at
 from tests.plan.published.chain_steps import chain_step
-from tests.plan.random_steps import disk_machine, lone_machine, network_step, random_step
+from tests.plan.random_steps import KIB, Tape, disk_machine, lone_machine, network_step, random_step
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 POLICIES: dict[str, Planner] = {
@@ -121,6 +121,30 @@ def test_very_deep_chains_do_not_nest_too_deeply() -> None:
     step = network_step(150)
     plan = check(square_root, step, DISK, plain_peak_bytes(step))
     assert plan.peak_bytes < limit_at(step, 0.5)
+
+
+@pytest.mark.parametrize("policy", [rotor, pofo, every_block, square_root])
+@pytest.mark.parametrize("count", [98, 99, 100, 101, 250])
+def test_stages_of_many_values_do_not_nest_too_deeply(policy: Planner, count: int) -> None:
+    """A stage's saved values each from the one before, as in a dense block whose input is read again at its end."""
+    tape = Tape()
+    value = tape.op([tape.external(64 * KIB)], [64 * KIB])[0]
+    saved = [tape.pack(value)]
+    for _ in range(3):
+        inner = value
+        for _ in range(count):
+            inner = tape.op([inner], [64 * KIB])[0]
+            saved.append(tape.pack(inner))
+        value = tape.op([inner, value], [64 * KIB])[0]
+        saved.append(tape.pack(value))
+    gradient = tape.op([value], [KIB], replay="opaque", phase="backward")[0]
+    for number in reversed(saved):
+        tape.unpack(number)
+        read = [gradient, tape.saved[number][0]]
+        gradient = tape.op(read, [64 * KIB], replay="opaque", phase="backward")[0]
+    step = tape.step()
+    plan = check(policy, step, DISK, int(0.6 * plain_peak_bytes(step)))
+    assert any(isinstance(decision, Recompute) for decision in plan.decisions)
 
 
 def test_schedules_of_fixed_checkpointing() -> None:

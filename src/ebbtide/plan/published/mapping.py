@@ -10,7 +10,8 @@ NOTE [What a chain schedule becomes]
    make and values that the user holds stay; backward ops of neighbouring stages may mix. So memory and time of a plan
    are those of the simulator, and the chain's own prediction is not taken for them.
 3. Recipes may wait for each other only so deeply (`DEEPEST_NESTING`). Where that is passed, every stage's input is
-   computed from the nearest one that is there since the forward pass: more time, no more memory.
+   computed from the nearest one that is there since the forward pass: more time, no more memory. So is, from its
+   stage's input, each value of a stage that would wait for too many others of it.
 4. Overheads of a chain are upper estimates, so a schedule for a chain memory of ``M`` may hold less or, by point 2,
    more than ``M``. Policies therefore look for the largest chain memory whose schedule holds no more than the limit.
 """
@@ -25,12 +26,14 @@ import numpy as np
 
 from ebbtide.decisions import Decision, Plan
 from ebbtide.machine import Link, Machine
+from ebbtide.plan.course import DEEPEST_NESTING
 from ebbtide.plan.judged import judged
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Modes, needs_of, profile
 from ebbtide.plan.published.chain import ChainPlan, Fate, fates, store_all
 from ebbtide.plan.published.cut import Cut
 from ebbtide.plan.published.remembered import remembered
+from ebbtide.plan.replay import operands
 from ebbtide.plan.search import Search
 from ebbtide.plan.select import Room
 from ebbtide.plan.simulate import decisions_of
@@ -154,9 +157,24 @@ def _flat_recipes(cut: Cut, ends: Sequence[Fate]) -> dict[int, tuple[int, ...] |
     for stage, fate in zip(range(len(cut.first_ticks)), ends, strict=False):
         roots.append(stage if fate.origin is None else roots[fate.origin.stage])
         if fate.remade:
-            recipes |= {number: cut.remake(number, stage) for number in cut.remakeable[stage]}
+            recipes |= _shallow_recipes(cut, stage)
         if fate.origin is not None:
             recipes |= {number: cut.sweep(number, roots[stage]) for number in cut.outputs[stage - 1]}
+    return recipes
+
+
+def _shallow_recipes(cut: Cut, stage: int) -> dict[int, tuple[int, ...] | None]:
+    """Recipes of what ``stage`` saves; they wait for each other, and for its input, at most `DEEPEST_NESTING` deep."""
+    step = cut.problem.step
+    recipes: dict[int, tuple[int, ...] | None] = {}
+    depths: dict[int, int] = {}
+    for number in sorted(cut.remakeable[stage], key=lambda number: step.values[step.absences[number].value].maker):
+        recipe = cut.remake(number, stage)
+        read = {value for tick in recipe or () for value in operands(step.ops[tick])}
+        depth = 1 + max((depths.get(value, 1) for value in read), default=1)  # 1: the stage's input
+        if depth >= DEEPEST_NESTING:
+            recipe, depth = cut.sweep(number, stage), 2
+        recipes[number], depths[step.absences[number].value] = recipe, depth
     return recipes
 
 
