@@ -65,12 +65,12 @@ def as_directory(name: str, value: Any) -> Path:
 
 
 def as_directories(name: str, value: Any) -> tuple[Path, ...]:
-    """A path, several or none."""
+    """A path, several or none; absolute, as files may be made when the working directory is another one."""
     if value is None or _is_path(value):
-        return () if value is None else (Path(value),)
+        return () if value is None else (Path(value).absolute(),)
     if not isinstance(value, Sequence) or isinstance(value, bytes) or not all(map(_is_path, value)):
         raise ArgumentError(f"{name}={value!r}: it must be the path of a directory, a str or a Path, or a list of such")
-    return tuple(map(Path, value))
+    return tuple(Path(part).absolute() for part in value)
 
 
 def check_instance(name: str, value: Any, kind: type) -> None:

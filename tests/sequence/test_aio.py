@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -102,6 +103,22 @@ def test_a_run_without_room(tmp_path: Path) -> None:
     finally:
         limited(resource.RLIM_INFINITY)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_too_few_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the three that the C library needs there is one. It is given back."""
+    before, dup, left = set(os.listdir("/proc/self/fd")), os.dup, iter([True])
+
+    def dup_once(fd: int) -> int:
+        if next(left, False):
+            return dup(fd)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "dup", dup_once)
+    schedule = Multistage(60, 3, 2)
+    with pytest.raises(SpillError, match=r"cannot be opened once more.*`ulimit -n`"):
+        run(forward, reverse, 60, START, turn=turn, memory=4 * STATE_BYTES, spill=tmp_path, schedule=schedule)
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
 def test_file_cut_off(disk: StateDisk) -> None:

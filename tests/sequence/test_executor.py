@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -57,6 +58,16 @@ def test_broken_schedule(records: list[Record], complaint: str) -> None:
     """The adjoint was that of other steps, or the error a `KeyError` from within."""
     with pytest.raises(SequenceError, match=complaint):
         adjoint_by(Given(*records))
+
+
+@pytest.mark.parametrize("between", [(), (Store(0, MEMORY), Advance(0, 1), Store(1, DISK), Load(0, MEMORY))])
+def test_state_that_is_stored_on_a_disk_twice(between: tuple[Record, ...], tmp_path: Path) -> None:
+    """In a run of blocks the second one took the place of the first, so that other bytes were written."""
+    chain = (lambda u, step: 2 * u, lambda u, adjoint, step: 2 * adjoint, 3, np.ones(512))
+    schedule = Given(Store(0, DISK), *between, Store(0, DISK))
+    schedule.slots = {MEMORY: 2, DISK: 2}
+    with pytest.raises(SequenceError, match="stores state 0 in tier 'disk', where it is already"):
+        run(*chain, turn=lambda u: 6 * u, memory=13 * 4096, spill=tmp_path, schedule=schedule)
 
 
 def test_schedule_that_keeps_the_rules() -> None:

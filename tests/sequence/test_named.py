@@ -103,6 +103,37 @@ def test_numbers_of_numpy(tmp_path: Path) -> None:
     assert check_whole(tmp_path, **changes).resumed_step > 0
 
 
+def test_working_directory_that_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of a run in a relative directory stayed when it had ended; those without a name were made elsewhere."""
+    (tmp_path / "spill").mkdir()
+    for name in ("wave", None):
+        monkeypatch.chdir(tmp_path)
+
+        def moving(u: Array, step: int) -> Array:
+            os.chdir("/")
+            return forward(u, step)
+
+        attempt(Path("spill"), forward=moving, name=name)
+    assert list((tmp_path / "spill").iterdir()) == []
+
+
+def test_arrays_that_share_memory_are_told_of(tmp_path: Path) -> None:
+    """The one that lies in another is altered with it when the run goes on, too."""
+
+    def halved(state: tuple[Array, Array], step: int) -> tuple[Array, Array]:
+        if step == 60 and not done:
+            die()
+        state[1][:] = np.sin(state[0][::2] + 0.01 * step)
+        return state
+
+    field, done = START.copy(), False
+    changes = {"state": (field, field[::2]), "turn": lambda u: u[0], "memory": 8 * START.nbytes}
+    options = {"forward": halved, "reverse": lambda u, adjoint, step: adjoint + u[0] * u[1].sum(), **changes}
+    killed(lambda: attempt(tmp_path, **options))
+    done = True
+    assert attempt(tmp_path, **options).resumed_step > 0 == len(list(tmp_path.iterdir()))
+
+
 def test_killed_before_a_child_of_its_own(tmp_path: Path) -> None:
     """As a worker of a pool may be, which has all open files."""
     reading, writing = os.pipe()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 
 import ebbtide
 from ebbtide.sequence import Outcome, run
+from ebbtide.sequence.progress import LONG_SECONDS, is_wanted
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -40,6 +43,27 @@ def test_it_is_full_in_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(rf"forward and back .* {steps}/{steps} ", capsys.readouterr().err)
     of_scan(60, lambda h, step: h * 1.1)
     assert "59/59" in capsys.readouterr().err
+
+
+class Tee:
+    """A stream of a user's own."""
+
+    write = sys.stderr.write
+    flush = sys.stderr.flush
+
+
+class Terminal(Tee):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_streams_that_are_no_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = io.StringIO()
+    closed.close()
+    for stream, wanted in ((None, False), (Tee(), False), (closed, False), (Terminal(), True)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert is_wanted(None, 2 * LONG_SECONDS) is wanted
+        assert not is_wanted(None, LONG_SECONDS / 2)
 
 
 @pytest.mark.parametrize("chain", [of_run, of_scan])

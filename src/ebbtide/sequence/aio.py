@@ -136,17 +136,26 @@ class AsyncFile:
     Attributes:
         amend: see above.
         library: the C library.
+
+    Raises:
+        OSError: if there are too few descriptors; none is left open then.
     """
 
     def __init__(self, fd: int, readers: int, amend: Callable[[Copy, int, int], None]) -> None:
         self.amend = amend
         self.library = _library()
         # For each descriptor the C library makes one copy at a time.
-        self._fds = [os.dup(fd) for _ in range(1 + readers)]
-        self._readers = itertools.cycle(self._fds[1:])
+        self._fds: list[int] = []
         self._free: list[_Control] = []
         self._under_way: set[Copy] = set()
         self._shut = weakref.finalize(self, _shut, self._under_way, self._fds)
+        try:
+            for _ in range(1 + readers):
+                self._fds.append(os.dup(fd))
+        except OSError:
+            self._shut()
+            raise
+        self._readers = itertools.cycle(self._fds[1:])
         _files.add(self)
 
     def write(self, storage: torch.UntypedStorage, offset_bytes: int, place: Any) -> Copy:

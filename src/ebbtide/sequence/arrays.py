@@ -13,7 +13,8 @@ from ebbtide.errors import SequenceError
 from ebbtide.sequence.blocks import Block
 from ebbtide.sequence.checksums import Checksums
 from ebbtide.sequence.executor import Executor
-from ebbtide.sequence.layout import Array, Layout, Orders, bytes_of
+from ebbtide.sequence.layout import Layout, Orders, bytes_of
+from ebbtide.sequence.overlaps import Array
 
 Forward = Callable[[Any, int], Any]
 Reverse = Callable[[Any, Any, int], Any]
@@ -22,7 +23,7 @@ More = Callable[[Any, int], bool]
 
 def _most_references(parts: list[Array]) -> int:
     """References to the one of ``parts`` that has the most, those made by looking included."""
-    return max((sys.getrefcount(part) for part in parts), default=0)
+    return max(map(sys.getrefcount, parts), default=0)
 
 
 _UNSEEN_REFERENCES = _most_references([np.empty(0)])
@@ -45,7 +46,7 @@ class OwnCopies:
         """A copy of a state."""
         orders = self._layout.orders(state)
         if orders != self._orders or _most_references(self._parts) > _UNSEEN_REFERENCES:
-            self._parts, self._orders = self._layout.new_parts(state), orders
+            self._parts, self._orders = self._layout.new_parts(state, orders), orders
         return self._layout.copy_into(self._parts, state)
 
 
@@ -104,7 +105,7 @@ class ArrayChain:
         for step in range(start, stop):
             state = forward(state, step)
             if not is_alike(state):
-                self._layout.arrays(state, step + 1)
+                state = self._layout.checked(state, step + 1)
             if checksums is not None:
                 checksums.compare(map(bytes_of, self._layout.arrays(state, step + 1)), step)
         if self.steps is None and start < stop:
@@ -119,10 +120,10 @@ class ArrayChain:
 
     def _after(self, state: Any, step: int) -> Any:
         """The state after ``step``; ``state``, which is wanted still, stays as it is."""
-        copy = self._layout.copy(state)
-        following = self.advance(copy, step, step + 1)
-        parts = (self._layout.arrays(found, step) for found in (state, copy, following))
-        for before, same, after in zip(*parts, strict=True):
+        copied = self._layout.new_parts(state, self._layout.orders(state))
+        following = self.advance(self._layout.copy_into(copied, state), step, step + 1)
+        parts = (self._layout.arrays(found, step) for found in (state, following))
+        for before, after, same in zip(*parts, copied, strict=True):
             if np.shares_memory(before, after) and bytes_of(before) != bytes_of(same):
                 raise SequenceError(
                     f"the forward operator has put state {step + 1} where it had put state {step}; it must return new "

@@ -43,6 +43,8 @@ RUN_BYTES = 1 << 20
 """Of more bytes at a time a disk takes no more each second."""
 LOOKED_AT = 4
 """For a run, so many times its length of free blocks are looked at."""
+SPARE_BYTES = 4 << 20
+"""With what pads blocks, and with Python's objects, all slots may take so much more than what is given for states."""
 RUNS_IN_MEMORY = 3
 """So many runs fit at least: one that is being filled, and two on their way."""
 
@@ -95,7 +97,7 @@ class Blocks:
         self.state_bytes = state_bytes
         self.count = count
         self.made = 0
-        self.block_bytes = whole_bytes(state_bytes, PLACE_ALIGNMENT_BYTES if for_disk else CACHE_LINE_BYTES)
+        self.block_bytes = size_of_block(state_bytes, for_disk=for_disk)
         self.run_length = max(min(RUN_BYTES // self.block_bytes, count // RUNS_IN_MEMORY), 1)
         self._mapping: mmap.mmap | None = None
         self._end_bytes = 0  # of the blocks in it
@@ -165,6 +167,22 @@ class Blocks:
     def _block(self, mapping: mmap.mmap, start: int) -> Block:
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapping, start))
         return Block(storage_over(address, self.block_bytes, mapping, lambda _: None), address)
+
+
+def size_of_block(state_bytes: int, *, for_disk: bool) -> int:
+    """Bytes of a block for a state; with ``for_disk`` it takes whole blocks of a disk."""
+    return whole_bytes(state_bytes, PLACE_ALIGNMENT_BYTES if for_disk else CACHE_LINE_BYTES)
+
+
+def slots_within(memory_bytes: int, count: int, slot_bytes: int) -> int:
+    """How many of ``count`` slots may be taken beside the working state.
+
+    Args:
+        memory_bytes: what they may take, but for `SPARE_BYTES`.
+        count: how many states' bytes fit there; at least one.
+        slot_bytes: what a slot takes, with its padding and its objects.
+    """
+    return min(count, max((memory_bytes + SPARE_BYTES) // slot_bytes - 1, 1))
 
 
 def whole_bytes(size_bytes: int, alignment_bytes: int) -> int:

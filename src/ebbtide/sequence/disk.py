@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 
 from ebbtide.errors import SpillError
-from ebbtide.run.tiers.disk import PLACE_ALIGNMENT_BYTES, READERS, DiskPlace, DiskTier, memory_view
+from ebbtide.run.tiers.disk import PLACE_ALIGNMENT_BYTES, READERS, TOO_MANY_FILES, DiskPlace, DiskTier, memory_view
 from ebbtide.run.tiers.transfers import Load, QueuedLoad, Slot
 from ebbtide.sequence import aio
 from ebbtide.sequence.codec import Codec
@@ -137,11 +137,15 @@ class StateDisk(DiskTier):
             raise SpillError(self.explain(fault, size_bytes, "reading")) from fault
 
     def takes_runs(self, block_bytes: int) -> bool:
-        """Whether states in blocks of this size, at multiples of it, may come and go several at a time."""
+        """Whether states in blocks of this size, at multiples of it, may come and go several at a time.
+
+        Raises:
+            SpillError: for want of descriptors.
+        """
         return self._file_for(0, block_bytes) is not None
 
     def _file_for(self, address: int, size_bytes: int) -> aio.AsyncFile | None:
-        """See NOTE [Two ways]. None is for the threads of `DiskTier`."""
+        """See NOTE [Two ways]. None is for the threads of `DiskTier`. Raises `SpillError` for want of descriptors."""
         if (
             self.checksum
             or (self.codec is not None and self.share > 0)
@@ -151,7 +155,13 @@ class StateDisk(DiskTier):
         ):
             return None
         if self._file is None and aio.is_there():
-            self._file = aio.AsyncFile(self._fd, READERS, _Amender(self))
+            try:
+                self._file = aio.AsyncFile(self._fd, READERS, _Amender(self))
+            except OSError as fault:
+                why = TOO_MANY_FILES.get(fault.errno or 0, fault.strerror)
+                raise SpillError(
+                    f"the spill file in {self.directory} cannot be opened once more for each transfer: {why}"
+                ) from fault
         return self._file
 
     def drain(self) -> None:

@@ -21,7 +21,15 @@ PIECE_STEPS = 100
 
 def is_wanted(progress: bool | None, expected_seconds: float) -> bool:
     """Whether to show a bar: as asked for, else for long chains on a terminal."""
-    return progress if progress is not None else expected_seconds > LONG_SECONDS and sys.stderr.isatty()
+    return progress if progress is not None else expected_seconds > LONG_SECONDS and _is_terminal(sys.stderr)
+
+
+def _is_terminal(stream: object) -> bool:
+    """Whether somebody may be looking at it. There may be no stream at all, or one of the user's own."""
+    try:
+        return bool(stream.isatty())  # type: ignore[attr-defined]
+    except (AttributeError, ValueError):  # the latter of one that is closed
+        return False
 
 
 def watch(records: Iterable[Record], total: int | None) -> Iterator[Record]:

@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from ebbtide.arguments import as_directories
+from ebbtide.arguments import as_directories, as_size
 from ebbtide.errors import SequenceError
 from ebbtide.sequence.arrays import ArrayChain, Forward, Lookahead, More, OwnCopies, Reverse
-from ebbtide.sequence.blocks import Blocks
+from ebbtide.sequence.blocks import Blocks, size_of_block, slots_within
 from ebbtide.sequence.choose import Choice, memory_slots, number_of_steps, predicted, seconds_of_steps
 from ebbtide.sequence.disk import StatePlace
 from ebbtide.sequence.executor import Executor
@@ -86,7 +86,8 @@ def run(
         state: state 0. It is not altered.
         turn: gives the adjoint of the last state, from that state.
         memory: for the states held between steps; bytes, or such as ``"256MiB"``. What the operators take while they
-            run comes on top: usually the next state, and the adjoint.
+            run comes on top: usually the next state, and the adjoint. So do up to 4 MiB of Python's objects for states
+            and of what pads these.
         spill: directory for states that do not fit, on a fast disk; or several, fastest first, called ``disk``,
             ``disk2``, ... by schedules. Without one, steps are run again.
         name: of the run. Its states on the disk are then kept until it ends, in a folder of the spill directory: if
@@ -119,7 +120,7 @@ def run(
     slots = memory_slots(layout.size_bytes, memory)
     first = layout.view(state)
     with _spill(directories, name, n, layout, first, check) as files:
-        blocks = Blocks(layout.size_bytes, slots, for_disk=bool(files.names))
+        blocks = _blocks(layout, n, slots, as_size("memory", memory), schedule, files)
         if schedule is not None:
             plan = _given(schedule, n, slots, layout.size_bytes, files)
         elif callable(n):
@@ -182,9 +183,31 @@ def _spill(
     return open_named(spill, name, identity, state_bytes=layout.size_bytes, item_bytes=layout.item_bytes)
 
 
+def _blocks(
+    layout: Layout, n: int | More, slots: int, memory_bytes: int, schedule: Schedule | None, files: SpillFiles
+) -> Blocks:
+    """The slots in memory; of a given schedule's, nothing but the states counts, as where it was made."""
+    state_bytes = layout.size_bytes
+    if schedule is not None:
+        return Blocks(state_bytes, slots, for_disk=uses_disks(schedule) or bool(files.there))
+    counts = {
+        for_disk: slots_within(
+            memory_bytes, slots, size_of_block(state_bytes, for_disk=for_disk) + layout.objects_bytes
+        )
+        for for_disk in (False, True)
+    }
+    fits = not callable(n) and counts[False] >= n - 1 and not files.there
+    for_disk = bool(files.names) and not fits
+    return Blocks(state_bytes, counts[for_disk], for_disk=for_disk)
+
+
 def _trial(forward: Forward, layout: Layout, first: Any, blocks: Blocks) -> Trial:
     copies = OwnCopies(layout)
-    return Trial(lambda: copies.copy(first), lambda u: forward(u, 0), layout.pack, layout.item_bytes, blocks)
+
+    def step(state: Any) -> Any:
+        return layout.checked(forward(state, 0), 1)
+
+    return Trial(lambda: copies.copy(first), step, layout.pack, layout.item_bytes, blocks)
 
 
 def _given(

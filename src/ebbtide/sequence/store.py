@@ -133,10 +133,18 @@ class StateStore:
                 raise SequenceError(f"the schedule stores state {step} in memory, where it is already")
             self._memory[step] = block
             return
+        if self._is_stored(step, tier):
+            raise SequenceError(f"the schedule stores state {step} in tier {tier!r}, where it is already")
         self._filled[1][step] = block
         self.stored[tier] += 1
         if not self._reserved:
             self._send()
+
+    def _is_stored(self, step: int, tier: str) -> bool:
+        """Whether a state is on a slow tier, or on its way there."""
+        if step in self._filled[1] or self._shelves[tier].find(step) is not None:
+            return True
+        return any(out.tier == tier and step in out.states for out in self._writing)
 
     def _send(self) -> None:
         """Let the run go that is being filled."""
