@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from ebbtide.observe.recorder import Recorder
 from ebbtide.run.meter import PeakMeter
@@ -66,6 +68,61 @@ def test_what_a_pass_saves_is_seen() -> None:
     with Recorder() as recorder:
         gradients("prod", create_graph=True)
     assert not any("Backward" in op.name for op in recorder.finish().ops)
+
+
+def test_the_gradient_of_a_fill_value_is_as_ever_where_a_pass_makes_a_graph() -> None:
+    def found() -> list[Tensor]:
+        x, level = leaves()
+        (slope,) = torch.autograd.grad(PROGRAMS["masked_fill"](x, level).sin().sum(), level, create_graph=True)
+        return [slope.detach(), *torch.autograd.grad(slope.square(), [x, level])]
+
+    def saved() -> list[torch.Size]:
+        shapes: list[torch.Size] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            shapes.append(tensor.shape)
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            found()
+        return shapes
+
+    plain, shapes = found(), saved()
+    with PeakMeter(), Recorder():
+        assert same(found(), plain)
+        assert saved() == shapes
+
+
+def test_a_pass_that_begins_with_such_a_node() -> None:
+    gradient = torch.rand(64, 96, generator=torch.Generator().manual_seed(1)) - 0.5
+
+    def found() -> list[Tensor]:
+        x, level = leaves()
+        return list(torch.autograd.grad(PROGRAMS["masked_fill"](x, level), [x, level], gradient))
+
+    plain = found()
+    with Recorder() as recorder:
+        recorded = found()
+    assert same(recorded, plain)
+    assert recorder.finish().ops[-1].name.startswith("MaskedFillBackward")
+
+
+def test_a_checkpoint_that_is_computed_again_for_such_a_node_is_seen() -> None:
+    """Its region ends in one, which is so the first to ask for anything in it."""
+
+    def seen(fill: Tensor | float) -> tuple[list[str], int]:
+        x, _ = leaves()
+        with Recorder() as recorder:
+            made: Tensor = checkpoint(lambda x: (x.sin() * 2).cos().masked_fill(x < 1, fill), x, use_reentrant=False)
+            made.sum().backward()
+        assert x.grad is not None
+        step = recorder.finish()
+        return [op.name for op in step.ops if "sin" in op.name or "cos" in op.name], step.resting_bytes
+
+    names, resting_bytes = seen(0.3)
+    again, more_bytes = seen(leaves()[1])
+    assert again == names
+    assert more_bytes == resting_bytes + 4
 
 
 def test_a_node_that_fails_leaves_modes_as_they_were() -> None:

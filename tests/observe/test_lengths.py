@@ -69,3 +69,31 @@ def test_it_is_pytorchs_own_where_no_mode_is_on() -> None:
             replaced = torch.ctc_loss
         assert torch.ctc_loss is replaced is not original
     assert torch.ctc_loss is original
+
+
+def test_a_function_in_its_place_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = torch.ctc_loss
+    given: list[type] = []
+
+    def other(*args: Any) -> Tensor:
+        given.append(type(args[2]))
+        return original(*args)
+
+    monkeypatch.setattr(torch, "ctc_loss", other)
+    with Nothing():
+        assert torch.ctc_loss is other
+        loss(said(), *LENGTHS)
+    assert torch.ctc_loss is other
+    assert given == [Tensor]
+
+
+def test_one_that_comes_while_a_mode_is_on_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "ctc_loss", torch.ctc_loss)
+    shapes, result, _ = saved(LENGTHS, mode=False)
+    with Nothing():
+        below = torch.ctc_loss
+        monkeypatch.setattr(torch, "ctc_loss", other := lambda *args: below(*args) * 2)
+    assert torch.ctc_loss is other
+    others, twice, _ = saved(LENGTHS, mode=True)
+    assert torch.equal(twice, 2 * result)
+    assert others[: len(shapes)] == shapes

@@ -64,3 +64,39 @@ def test_a_wrapper_that_comes_while_modules_are_followed_stays(monkeypatch: pyte
     net(torch.ones(1))
     assert seen == ["Sequential.0", "Sequential.0", ""]
     assert wrapped == ["Sequential", "Probe"] * 3
+
+
+class Named(nn.Module):
+    """Looks up attributes that it does not have among its settings, which may fail in a way of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = {"gain": 2}
+
+    def __getattr__(self, name: str) -> Any:
+        return self.settings[name]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
+def test_a_module_is_asked_for_nothing_that_it_may_not_have() -> None:
+    trail = ModuleTrail()
+    trail.start()
+    try:
+        assert float(Named()(torch.ones(()))) == 2
+    finally:
+        trail.stop()
+
+
+def test_what_was_compiled_stands_for_its_module() -> None:
+    trail, seen = ModuleTrail(), list[str]()
+    net = nn.Sequential(Probe(trail, seen))
+    compiled: Any = torch.compile(net, backend="eager")
+    trail.start()
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            compiled(torch.ones(1))
+    finally:
+        trail.stop()
+    assert seen == ["Sequential.0"]

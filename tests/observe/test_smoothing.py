@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import warnings
 from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
@@ -104,3 +105,33 @@ def test_it_can_be_scripted_and_compiled_whole() -> None:
         warnings.simplefilter("ignore")  # scripts are deprecated
         assert identical(torch.jit.script(loss)(*inputs), expected)
     torch.testing.assert_close(torch.compile(loss, backend="aot_eager", fullgraph=True)(*inputs), expected)
+
+
+def test_a_function_in_its_place_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(*_: object) -> str:
+        return "another's"
+
+    monkeypatch.setattr(torch._C._nn, "cross_entropy_loss", other)
+    weigh_as_ever()
+    given, right, weights = scores((256, 100), torch.float32)
+    with Nothing():
+        assert F.cross_entropy(given, right, weights, label_smoothing=0.1) == "another's"
+
+
+def test_autocast_looks_at_each_op_where_it_does_not_know_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, whose autocast has float numbers for `nll_loss`, and for sums that name no type."""
+    assert not ebbtide.observe.smoothing._is_cast_whole("cuda")
+    weigh_as_ever()
+    seen: list[torch.dtype] = []
+    original = torch.log_softmax
+
+    def log_softmax(given: Tensor, *rest: Any, **named: Any) -> Tensor:
+        seen.append(given.dtype)
+        return original(given, *rest, **named)
+
+    monkeypatch.setattr(torch, "log_softmax", log_softmax)
+    for whole in (True, False):
+        monkeypatch.setattr(ebbtide.observe.smoothing, "_is_cast_whole", lambda _device, whole=whole: whole)
+        with torch.autocast("cpu", torch.bfloat16), Nothing():
+            found(SHAPES["rows"], torch.bfloat16, contextlib.nullcontext())
+    assert seen == [torch.float32, torch.bfloat16]

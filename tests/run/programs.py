@@ -425,7 +425,7 @@ class ChangingShapes(Chain):
     steady = False
 
     def forward(self, index: int) -> Tensor:
-        return self.model(self.data(index, 200 if index == 6 else 256 - 64 * (index % 2), 64))
+        return self.model(self.data(index, 200 if index == 6 else 192 + 64 * (index % 2), 64))
 
 
 @program

@@ -26,9 +26,9 @@ from ebbtide.errors import (
 )
 from ebbtide.machines import load_machine
 from ebbtide.observe.drafts import SeenStorage
+from ebbtide.observe.hooks import pop_hooks
 from ebbtide.observe.storages import Storages
 from ebbtide.run.holdings import Holding, View
-from ebbtide.run.hooks import pop_hooks
 from ebbtide.run.tiers import DiskTier
 from ebbtide.units import format_bytes
 from tests.conftest import open_files, runtime_threads

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+import ebbtide
 from ebbtide.machine import Machine
-from ebbtide.run.leaves import show_leaves
+from ebbtide.observe.leaves import show_leaves
 from tests.run.harness import FAST_DISK, SLOW_DISK, Program, Record, run_plain, run_within
 from tests.run.programs import SAID_BY_PYTORCH
 
@@ -117,3 +118,13 @@ def test_backward_in_inference_mode() -> None:
     assert Looking.found.tolist() == [1, 1, 1]
     assert leaf.grad is not None
     assert leaf.grad.tolist() == [2, 2, 2]
+
+
+def test_they_are_found_in_a_step_that_is_only_observed() -> None:
+    weight = nn.Parameter(torch.ones(8, 8))
+    main_grad = torch.zeros(8, 8)
+    vars(weight)["main_grad"] = main_grad
+    data = torch.ones(4, 8, requires_grad=True)
+    step = ebbtide.observe_step(lambda: _gather(data.tanh(), weight).sum().backward())
+    assert len(step.saved) == 3
+    assert bool((main_grad > 0).all())

@@ -140,6 +140,42 @@ def test_gradient_penalties(activation: type[nn.Module], last: Callable[[Tensor]
     run(compute, activation, tmp_path)
 
 
+def product(h: Tensor) -> Tensor:
+    """A loss whose gradient has another formula while a mode is on."""
+    return (1 + 0.1 * h.tanh()).prod(-1).square().mean()
+
+
+def test_nodes_that_ask_find_no_mode_where_it_stays_on(tmp_path: Path) -> None:
+    """As it does where autograd saves within `vmap`."""
+
+    def compute(model: nn.Module, x: Tensor) -> None:
+        product(torch.vmap(lambda row: row.sin() * row.cos())(model(x))).backward()
+
+    run(compute, nn.GELU, tmp_path)
+
+
+def test_nodes_that_ask_find_no_mode_where_backward_passes_are_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do those of ops that run where nothing is captured; and each counts as the one op that it was recorded as."""
+    captured: list[bool] = []
+    original = CaptureMode._run_known
+
+    def run_known(self: Any, *call: Any) -> Any:
+        captured.append(torch._C._current_graph_task_id() >= 0)
+        return original(self, *call)
+
+    def compute(model: nn.Module, x: Tensor) -> None:
+        x, level = x.clone().requires_grad_(), torch.tensor(0.1, requires_grad=True)
+        made = model(x).masked_fill(x < 0, level).sin().square().sum()
+        gradient, slope = torch.autograd.grad(made, [x, level], create_graph=True)
+        ((gradient.norm(dim=1) - 1).square().mean() * slope + model(x).square().mean()).backward()
+
+    monkeypatch.setattr(CaptureMode, "_run_known", run_known)
+    run(compute, nn.GELU, tmp_path)
+    assert any(captured)
+
+
 @pytest.mark.parametrize("activation", [nn.GELU, nn.Tanh])
 @pytest.mark.parametrize("over", ["forward", "part", "all"])
 def test_modes_of_the_user(activation: type[nn.Module], over: str, tmp_path: Path) -> None:

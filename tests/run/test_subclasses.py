@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ebbtide.decisions import Offload, Recompute
 from ebbtide.machine import Machine
 from tests.run.harness import FAST_DISK, SLOW_DISK, Guard, Program, Record, run_plain, run_within
-from tests.run.programs import mlp
+from tests.run.programs import Chain, mlp
 from tests.run.test_identical import Forbidden
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
@@ -117,3 +117,44 @@ class WrittenLater(Forbidden):
 @pytest.mark.parametrize("limit", ["90%", "60%"])
 def test_a_forbidden_in_place_op_is_still_refused(limit: str, machine: Machine, tmp_path: Path) -> None:
     run_within(WrittenLater, run_plain(WrittenLater), limit, machine, tmp_path)
+
+
+class Fixed(Tensor):
+    """Fixed-point numbers: products are rounded."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        return result if func is not torch.mul else (result.as_subclass(Tensor) * 256).round().as_subclass(cls) / 256
+
+
+@torch.library.custom_op("ebbtide_tests::fixed_square", mutates_args=())
+def fixed_square(x: Tensor) -> Tensor:
+    """Python code, which uses a subclass of its own."""
+    number = x.detach().as_subclass(Fixed)
+    return torch.mul(number, number).as_subclass(Tensor)
+
+
+def _fixed_backward(ctx: Any, gradient: Tensor) -> Tensor:
+    (x,) = ctx.saved_tensors
+    return gradient * 2 * x.sign() * fixed_square(x)
+
+
+fixed_square.register_autograd(
+    _fixed_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0])
+)
+
+
+class OwnOperator(Chain):
+    """An operator in Python finds the class of its own tensors in the forward and in the backward pass."""
+
+    def loss(self, index: int) -> Tensor:
+        scores: Tensor = fixed_square(self.model(self.data(index, 512, 64)))
+        return scores.square().mean()
+
+
+@pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["fast", "slow"])
+def test_an_operator_in_python_finds_its_own_class(machine: Machine, tmp_path: Path) -> None:
+    x = torch.linspace(-1, 1, 8)
+    assert not torch.equal(fixed_square(x), x * x)
+    run_within(OwnOperator, run_plain(OwnOperator), "70%", machine, tmp_path)

@@ -12,6 +12,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved
 
 import ebbtide
 from ebbtide.errors import StepError
+from ebbtide.observe.fake import record_fake
 from tests.conftest import hooks_left
 from tests.run.harness import FAST_DISK
 from tests.run.programs import SAID_BY_PYTORCH, mlp
@@ -82,3 +83,23 @@ def test_a_step_inside_a_transform(tmp_path: Path) -> None:
             torch.func.grad(loss)(torch.ones(4))
         with memory.step():
             torch.func.grad(torch.sum)(torch.ones(4))
+
+
+def _with_a_transform() -> Callable[[], None]:
+    model, data = mlp(8, 16, 8), torch.randn(4, 8)
+
+    def run() -> None:
+        h = model(data)
+        slope = torch.func.grad(lambda v: v.sin().sum())(h.detach())
+        (h * slope).square().mean().backward()
+        model.zero_grad()
+
+    return run
+
+
+def test_a_step_that_is_only_observed_has_transforms() -> None:
+    step = ebbtide.observe_step(_with_a_transform())
+    assert hooks_left() == 0
+    faked, _ = record_fake(_with_a_transform)
+    assert hooks_left() == 0
+    assert [saved.shape for saved in faked.saved] == [saved.shape for saved in step.saved] != []

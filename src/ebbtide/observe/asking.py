@@ -9,19 +9,26 @@ So that a step in which a mode of ours is on computes what it would without one,
 key that leads to modes is left out while they run. Autograd puts its keys back after each node, whether it fails or
 not. What a node calls then is not seen: it is taken for one op, with what it was given and what it has made. Two kinds
 of passes go by the other formula still: those in which a mode of the user's is on, as they do without us; and those
-that make a graph, as what a node saves there has to be seen.
+that make a graph, as what a node has made there has to be seen if it saves that. Nodes of `masked_fill` save but what
+they were given, and are hidden there, too.
+
+What a node has saved it asks for as it runs, and hooks may run ops for that. A recipe of ours shows them (`shown`), and
+so does a checkpoint that is not reentrant, which computes all of its region again there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.utils.checkpoint
 
 from ebbtide.observe.mode import DispatchMode, modes_on
+from ebbtide.observe.passes import tell_of_next_pass
 
 _aten = torch.ops.aten
 _WITH_NODES_THAT_ASK = frozenset(
@@ -38,6 +45,9 @@ _WITH_NODES_THAT_ASK = frozenset(
 )
 _NODES_THAT_ASK = ("Prod", "MaskedFill", "Max", "Min", "Median", "Nanmedian")
 """How their names begin. What was written through a view has the node of the view."""
+_SAVE_WHAT_IS_GIVEN = "MaskedFill"
+_Frame: Any = vars(torch.utils.checkpoint)["_CheckpointFrame"]
+"""What a checkpoint that is not reentrant knows of one call of its region."""
 
 _NOTHING_TO_DO: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -56,6 +66,27 @@ def _show() -> Iterator[None]:
         torch._C._dispatch_tls_set_dispatch_key_excluded("Python", True)
 
 
+@functools.cache
+def _show_checkpoints() -> None:
+    """From now on checkpoints show modes what they compute again. See NOTE [Nodes that ask]."""
+    make = _Frame.__init__
+
+    @functools.wraps(make)
+    def make_shown(frame: Any, recompute: Callable[..., None], *rest: Any, **named: Any) -> None:
+        def recompute_shown(*args: Any) -> None:
+            with shown():
+                recompute(*args)
+
+        make(frame, recompute_shown, *rest, **named)
+
+    _Frame.__init__ = make_shown
+
+
+def is_node_that_asks(name: str) -> bool:
+    """Whether this is the name of such a node, or of the op that it is taken for."""
+    return name.startswith(_NODES_THAT_ASK)
+
+
 class NodeWatcher(Protocol):
     """Sees ops, and wants to know of nodes that ask what it cannot see."""
 
@@ -72,24 +103,38 @@ class AskingNodes:
     """Finds the nodes that ask of the ops that its owner, a mode, sees. It does not keep its owner alive."""
 
     def __init__(self, owner: NodeWatcher) -> None:
+        _show_checkpoints()
         self._owner = weakref.ref(owner)
         self._results: list[torch.Tensor] = []
+        self._waits = False
 
     def made(self, func: Any, result: Any) -> None:
         """``func`` was run and returned ``result``, which gets its node only after it was shown to all modes."""
         if func in _WITH_NODES_THAT_ASK and torch.is_grad_enabled():
             self._results.append(result)
+            if not self._waits:
+                self._waits = True
+                tell_of_next_pass(self._pass_begins)
+
+    def _pass_begins(self) -> None:
+        """A pass may begin with the node of what was made last, before anything else comes."""
+        self._waits = False
+        self.follow()
 
     def follow(self) -> None:
         """Something else comes: hide modes from the nodes of what was made before, and let go of that."""
         if self._results:
             for result in self._results:
                 node = result.grad_fn
-                if node is not None and node.name().startswith(_NODES_THAT_ASK):
+                if node is not None and is_node_that_asks(node.name()):
                     hidden = _Hidden(self._owner, node.name())
                     node.register_prehook(hidden.begin)
                     node.register_hook(hidden.end)
             self._results.clear()
+
+    def forget(self) -> None:
+        """Nothing else comes: let go of what was made last."""
+        self._results.clear()
 
 
 class _Hidden:
@@ -106,7 +151,7 @@ class _Hidden:
         stack: list[object] = [*modes_on()]
         owner = self._owner()
         ours = owner in stack and all(isinstance(mode, DispatchMode) for mode in stack)
-        self._is_on = ours and not torch.is_grad_enabled()
+        self._is_on = ours and (self._name.startswith(_SAVE_WHAT_IS_GIVEN) or not torch.is_grad_enabled())
         if self._is_on and owner is not None:
             owner.node_begins()
             torch._C._dispatch_tls_set_dispatch_key_excluded("Python", True)

@@ -38,6 +38,7 @@ from ebbtide.errors import RecordError, StepError
 from ebbtide.machine import Kernels, Machine
 from ebbtide.observe.clock import Span
 from ebbtide.observe.cuda_choices import cuda_choices
+from ebbtide.observe.hooks import hooks_on
 from ebbtide.observe.known import UNKNOWN, KnownValues
 from ebbtide.observe.ledger import has_storage
 from ebbtide.observe.recorder import Recorder
@@ -78,7 +79,7 @@ def record_fake(
     with uncompiled(), _FakeMode() as mode, choices, _blind_initialisers(), _faked(modules, mode):
         run = build()
         run()
-        with torch.autograd.graph.saved_tensors_hooks(recorder.keep, recorder.show), recorder:
+        with hooks_on(recorder.keep, recorder.show), recorder:
             run()
         return recorder.finish(), tuple(recorder.works)
 

@@ -50,7 +50,7 @@ def watch_compiling(watcher: CompileWatcher) -> None:
 
 def unwatch_compiling(watcher: CompileWatcher) -> None:
     """Tell ``watcher`` no more."""
-    _watchers.remove(watcher)
+    _watchers[:] = [other for other in _watchers if other is not watcher]
 
 
 @contextlib.contextmanager

@@ -8,10 +8,14 @@ again where it can be.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
-Hook = Callable[[Any], Any]
+_lock = threading.RLock()  # a finalizer may run while it is held
+_looking: list[Interrupts] = []
+_former: Callable[[Any], Any] = sys.__unraisablehook__
+"""The hook that was there before ours: there is one of ours, however many look, in whatever order they end."""
 
 
 class Interrupts:
@@ -23,19 +27,21 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.kept: BaseException | None = None
-        self._hook: Hook | None = None
-        self._former: Hook = sys.__unraisablehook__
 
     def enter(self) -> None:
         """Begin to look at what is raised in finalizers."""
-        self._former = sys.unraisablehook
-        self._hook = sys.unraisablehook = self._see
+        global _former
+        with _lock:
+            _looking.append(self)
+            if sys.unraisablehook is not _see:
+                _former, sys.unraisablehook = sys.unraisablehook, _see
 
     def leave(self) -> None:
         """Look at it no more; what is kept stays."""
-        if sys.unraisablehook is self._hook:
-            sys.unraisablehook = self._former
-        self._hook = None
+        with _lock:
+            _looking[:] = [other for other in _looking if other is not self]
+            if not _looking and sys.unraisablehook is _see:
+                sys.unraisablehook = _former
 
     def take(self) -> BaseException | None:
         """What is kept, for whoever raises it."""
@@ -53,14 +59,11 @@ class Interrupts:
         finally:
             del fault  # it and this frame would keep each other
 
-    def _see(self, lost: sys.UnraisableHookArgs, /) -> None:
-        module = getattr(lost.object, "__module__", None)
-        if (
-            self._hook is not None
-            and lost.exc_value is not None
-            and isinstance(module, str)
-            and module.startswith("ebbtide.")
-        ):
-            self.kept = lost.exc_value
-        else:
-            self._former(lost)
+
+def _see(lost: sys.UnraisableHookArgs, /) -> None:
+    module = getattr(lost.object, "__module__", None)
+    looking = _looking[-1:]  # the latest: signals come to one thread, whoever's step is under way there
+    if looking and lost.exc_value is not None and isinstance(module, str) and module.startswith("ebbtide."):
+        looking[0].kept = lost.exc_value
+    else:
+        _former(lost)

@@ -2,12 +2,14 @@
 
 Without a mode PyTorch makes numbers of them. While any is on it hands the tensors themselves on, and autograd saves
 them: a step that is observed would save two tensors more than the same step when it is planned. So while a mode of ours
-is on we do what PyTorch does without one. Of its ops it is the only one that saves something else under a mode.
+is on we do what PyTorch does without one. Of its ops it is the only one that saves something else under a mode. A
+function of somebody else's in its place is left alone.
 """
 
 from __future__ import annotations
 
 import functools
+import types
 from typing import Any
 
 import torch
@@ -19,14 +21,18 @@ _modes: set[object] = set()
 
 def mode_is_on(mode: object) -> None:
     """From now on, `torch.ctc_loss` makes numbers of lengths, until no mode that this was called with is on."""
+    global _original
     _modes.add(mode)
-    vars(torch)["ctc_loss"] = _ctc_loss
+    found = vars(torch)["ctc_loss"]
+    if isinstance(found, types.BuiltinFunctionType):
+        _original = found
+        vars(torch)["ctc_loss"] = _ctc_loss
 
 
 def mode_is_off(mode: object) -> None:
     """Undo `mode_is_on`, if it was called."""
     _modes.discard(mode)
-    if not _modes:
+    if not _modes and vars(torch)["ctc_loss"] is _ctc_loss:
         vars(torch)["ctc_loss"] = _original
 
 

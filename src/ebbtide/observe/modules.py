@@ -67,8 +67,9 @@ class ModuleTrail:
     def enter(self, module: torch.nn.Module) -> None:
         """``module`` is called."""
         warn_if_compiled(module)
-        # What `torch.compile` returned for a module stands for it.
-        original = getattr(module, "_orig_mod", module)
+        # What `torch.compile` returned for a module stands for it. Its class may have attributes of its own making.
+        children = vars(module).get("_modules")
+        original = children.get("_orig_mod") if isinstance(children, dict) else None
         module = original if isinstance(original, torch.nn.Module) else module
         if not self._stack:
             path = type(module).__name__

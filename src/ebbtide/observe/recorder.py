@@ -41,14 +41,14 @@ from ebbtide.observe.ledger import (
     tensors_in,
     written_by,
 )
-from ebbtide.observe.mode import DispatchMode, is_between_ops, run_op
+from ebbtide.observe.mode import DispatchMode, is_between_ops, modes_on, run_op
 from ebbtide.observe.modules import ModuleTrail
 from ebbtide.observe.schema import COMPILED_GRAPH, OperatorInfo, operator_info
 from ebbtide.observe.storages import Storages
 from ebbtide.observe.transforms import in_trace, in_transform
 from ebbtide.observe.uncompiled import never_compiled
 from ebbtide.observe.workspace import WorkspaceProbe
-from ebbtide.observe.wrapped import AsOrdinary, inside, wraps
+from ebbtide.observe.wrapped import AsOrdinary, inside, runs_as_called, wraps
 from ebbtide.step import Event, Phase, Saved, Step
 
 
@@ -72,6 +72,7 @@ class Recorder(DispatchMode):
         hidden: while true, ops are run without being recorded; the runtime sets it around its own ops.
         captures_all: whether a mode that captures ops of such a step has to stay on from beginning to end, as something
             is called that `torch.compile` returned, or autograd saves within transforms. Known in the end.
+        is_blind: whether a backward pass ran in a thread of the user's, where this mode is not on.
         lock: held by the thread of autograd that runs an op, or a hook that reports here: there may be several.
         interrupts: what was raised in finalizers; it is raised again at the next op or hook, or in `finish`.
     """
@@ -106,7 +107,8 @@ class Recorder(DispatchMode):
         self._left: Any = None
         self._backward_module = ""
         self._calls = 0
-        self.captures_all = False
+        self._is_in_node = False
+        self.captures_all = self.is_blind = False
 
     def __enter__(self) -> Recorder:
         gc.collect(self._oldest)  # garbage of earlier steps must not die in this one
@@ -121,6 +123,7 @@ class Recorder(DispatchMode):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         self.hidden = True  # it stays on, if this is another thread than it was put on in
+        self._asking.forget()  # its graph, by a handle of ours, would keep this recorder
         self.interrupts.leave()
         unwatch_compiling(self)
         self.captures_all |= compiled_calls() != self._calls
@@ -132,10 +135,11 @@ class Recorder(DispatchMode):
     @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with self.lock:
-            if types:
-                return self._see(func, types, args, kwargs or {})
+            kwargs = kwargs or {}
+            if types or runs_as_called(func, args, kwargs):
+                return self._see(func, types, args, kwargs)
             with AsOrdinary():
-                return self._see(func, types, args, kwargs or {})
+                return self._see(func, types, args, kwargs)
 
     def _see(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if self.hidden:
@@ -178,8 +182,7 @@ class Recorder(DispatchMode):
         """What runs from now on is one op. See NOTE [Nodes that ask] in `asking.py`."""
         with self.lock:
             self._tick_over()
-            if self._probe is not None:
-                self._probe.before(self.ledger.made_bytes)
+            self._is_in_node = True
             self.resume()
 
     def node_ended(self, name: str, given: Sequence[Any], made: Sequence[Any]) -> None:
@@ -187,6 +190,7 @@ class Recorder(DispatchMode):
         with self.lock:
             ended = self._mark()
             grown = self._probe.after() if self._probe is not None else 0
+            self._is_in_node = False
             started, self._left = self._left, ended
             self._tick_over()
             tick = len(self._ops)
@@ -349,6 +353,7 @@ class Recorder(DispatchMode):
             return
         self.interrupts.raise_kept()
         self._tick_over()
+        self.is_blind |= threading.get_ident() != self._trail.thread and self not in modes_on()
         if not self._passes:
             self.storages.look_for_emptied()
         self._events.append(Event("unpack", len(self._ops), number, _phase()))
@@ -360,6 +365,8 @@ class Recorder(DispatchMode):
 
     def resume(self) -> None:
         """The recorder is done, or the hook that called `pack` or `unpack`: what passes now is the step's own time."""
+        if self._is_in_node and self._probe is not None:  # a hook may have run ops: they are no part of the node
+            self._probe.before(self.ledger.made_bytes)
         self._time.fall_behind()
         self._left = self._mark()
 

@@ -3,12 +3,13 @@
 It divides by the weights of all targets that are not ignored. PyTorch picks those and adds them up; while any mode is
 on it adds up zeros for the others as well, which rounds differently. A mode of ours may come and go in the middle of
 it, as autograd saves. So once a step has begun the same ops are called one by one, the first way, whenever it is the
-first way that PyTorch would go without us.
+first way that PyTorch would go without us. A function of somebody else's in its place is left alone.
 """
 
 from __future__ import annotations
 
 import functools
+import types
 from typing import Any
 
 import torch
@@ -23,9 +24,13 @@ _MEAN = 1
 """How PyTorch numbers this way to reduce a loss."""
 
 
-@functools.cache
 def weigh_as_ever() -> None:
     """From now on `torch.nn.functional.cross_entropy` computes as it does without a mode."""
+    global _original
+    found = _nn.cross_entropy_loss
+    if not isinstance(found, types.BuiltinFunctionType):
+        return
+    _original = found
     _register_builtin(_cross_entropy, "aten::cross_entropy_loss")  # for `torch.jit.script`, which knows ops by function
     _nn.cross_entropy_loss = _cross_entropy
 
@@ -43,11 +48,18 @@ def _cross_entropy(
     if not asks or not all(map(_is_plain, (scores, target, weight))) or not _only_ours():
         return _original(scores, target, weight, reduction, ignore_index, label_smoothing)
     device = scores.device.type
-    if not torch.is_autocast_enabled(device):
+    if not torch.is_autocast_enabled(device) or not _is_cast_whole(device):
         return _smoothed(scores, target, weight, ignore_index, label_smoothing)
     scores, weight = (each if each.dtype is torch.double else each.float() for each in (scores, weight))
     with torch.autocast(device, enabled=False):
         return _smoothed(scores, target, weight, ignore_index, label_smoothing)
+
+
+@functools.cache
+def _is_cast_whole(device: str) -> bool:
+    """Whether autocast makes float numbers of all it is given, as on CPUs. Elsewhere it looks at each op of it."""
+    name = "aten::cross_entropy_loss"
+    return device == "cpu" and torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCPU")
 
 
 def _smoothed(scores: Any, target: Any, weight: Any, ignore_index: int, label_smoothing: float) -> Any:

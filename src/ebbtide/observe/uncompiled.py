@@ -51,7 +51,8 @@ def uncompiled(*, warns: bool = True) -> Iterator[None]:
 
 def warn_if_compiled(module: torch.nn.Module) -> None:
     """Say so if ``module`` is one that `torch.compile` was asked to compile and that does not run compiled here."""
-    if _warn and (hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None):
+    found = vars(module)
+    if _warn and ("_orig_mod" in found.get("_modules", ()) or found.get("_compiled_call_impl") is not None):
         warnings.warn(
             "ebbtide cannot look into what torch.compile makes: here the model runs as it was written, without "
             "torch.compile",

@@ -12,7 +12,8 @@ Other subclasses, such as MONAI's images and fastai's, are ordinary tensors to P
 Python functions do with them (`__torch_function__`) and what attributes they have. What is saved is held as an ordinary
 tensor with the same memory and versions; none of the class's own code runs for that. Autograd asks for the class again
 only where what was saved needs no gradient; of all else it makes an ordinary tensor, with any hooks. A backward pass is
-no code of Python's, and makes ordinary tensors of all: so ours runs ops as on ordinary ones where a mode sees them.
+no code of Python's, and makes ordinary tensors of all: so ours runs ops as on ordinary ones where a mode sees them. The
+operators of others may be code of Python's, which is to find its own subclasses as they are: it runs as it is called.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_any_only
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 """Types of tensors that PyTorch's own kernels work on, and nobody else's code."""
 AsOrdinary: Any = torch._C.DisableTorchFunctionSubclass
 """In a ``with`` block of it tensors with a class of their own are ordinary ones, and so are results."""
+_OF_PYTORCH = frozenset({"aten", "prim", "prims"})
+"""Namespaces of operators that are no code of Python's."""
 SMALL = 1 / 8
 """Share of the bytes of what a wrapper wraps that all else it has may take, as that stays."""
 _COLLECTIVES = "torch.distributed._functional_collectives"
@@ -59,6 +63,18 @@ def dressed(tensor: torch.Tensor, kind: type[torch.Tensor], attributes: Mapping[
         found = tensor.as_subclass(kind)
     vars(found).update(attributes)
     return found
+
+
+def runs_as_called(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an op may be Python code of somebody's that is given no subclass. See NOTE [Subclasses]."""
+    if func.namespace in _OF_PYTORCH:
+        return False
+    return not tree_any_only(torch.Tensor, _is_of_subclass, (args, kwargs))
+
+
+def _is_of_subclass(tensor: torch.Tensor) -> bool:
+    kind: Any = type(tensor)
+    return is_subclass(kind)
 
 
 def wraps(kinds: Iterable[type]) -> bool:

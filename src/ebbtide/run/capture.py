@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from ebbtide.errors import RecipeError
+from ebbtide.observe.asking import AskingNodes
 from ebbtide.observe.mode import DispatchMode, run_op, stand_behind_inference_mode
 from ebbtide.observe.schema import operator_info
 from ebbtide.observe.uncompiled import never_compiled
-from ebbtide.observe.wrapped import AsOrdinary, wraps
+from ebbtide.observe.wrapped import AsOrdinary, runs_as_called, wraps
 from ebbtide.run.calls import Call, KnownOp, capture
 
 _pass_number: Callable[[], int] = torch._C._current_graph_task_id
@@ -41,7 +42,9 @@ class CaptureMode(DispatchMode):
     The mode also goes as a pass begins, see `passes.py`, unless calls are captured in it. Within one it is neither put
     on nor taken off: autograd puts the stack of modes back after each node. Nor is it put on or taken off within a call
     of what `torch.compile` returned, see `compiled_calls.py`, or in a transform, see `transforms.py`: in steps with
-    such calls, or with saves in transforms, it stays on from beginning to end.
+    such calls, or with saves in transforms, it stays on from beginning to end. So it does where it has to be on in
+    a pass with nodes that are hidden from modes, as it has to see which these are: see NOTE [Nodes that ask] in
+    `ebbtide.observe.asking`.
 
     Counts start anew at each save. So ops that come besides the recorded ones, before a save that the wanted call comes
     after, do no harm: as where processes exchange buffers before some of their steps, or something is looked at.
@@ -53,6 +56,8 @@ class CaptureMode(DispatchMode):
         known: what the step's record says, by tick, of the ops that recipes replay.
         names: of all ops, by tick.
         on_mismatch: called with a reason when an op is not the recorded one.
+        place: see the attribute.
+        stays_on: whether it stays on from beginning to end.
 
     Attributes:
         tick: index of the next op; set when a stretch begins, `OFF` while the mode is off.
@@ -69,6 +74,8 @@ class CaptureMode(DispatchMode):
         names: Sequence[str],
         on_mismatch: Callable[[str], None],
         place: int | None = None,
+        *,
+        stays_on: bool = False,
     ) -> None:
         super().__init__()
         stand_behind_inference_mode()
@@ -84,6 +91,7 @@ class CaptureMode(DispatchMode):
         self._known = known
         self._names = names
         self._on_mismatch = on_mismatch
+        self._asking = AskingNodes(self) if stays_on else None
 
     def begin(self, tick: int, between_ops: bool) -> None:
         """Start a stretch at an event of tick ``tick``, or go on with the one under way. See NOTE [Counting ops]."""
@@ -126,6 +134,8 @@ class CaptureMode(DispatchMode):
     def end(self) -> None:
         """End the stretch, if one is under way. See NOTE [Counting ops]."""
         if self.entered:
+            if self._asking is not None:
+                self._asking.forget()  # its graph, by a handle of ours, would keep this mode
             if self._is_quick:
                 self.take_off()
             else:
@@ -135,7 +145,7 @@ class CaptureMode(DispatchMode):
 
     @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _pass_number() >= 0 and not types and _class_code_runs():
+        if _pass_number() >= 0 and not types and _class_code_runs() and not runs_as_called(func, args, kwargs):
             with AsOrdinary():  # see NOTE [Subclasses] in `ebbtide.observe.wrapped`
                 return self.__torch_dispatch__(func, types, args, kwargs)
         if self.hidden:
@@ -147,9 +157,28 @@ class CaptureMode(DispatchMode):
             self.tick = self._told_by(operator_info(func).name)
         known = self._known.get(self.tick)
         self.tick += 1
-        if known is None or self.tick > self.until:
-            return run_op(func, args, kwargs or {})
-        return self._run_known(func, args, kwargs or {}, known)
+        if self.tick > self.until:
+            known = None
+        if self._asking is not None:
+            return self._run_watched(self._asking, func, args, kwargs or {}, known)
+        return self._run_known(func, args, kwargs or {}, known) if known else run_op(func, args, kwargs or {})
+
+    def _run_watched(
+        self, asking: AskingNodes, func: Any, args: Any, kwargs: dict[str, Any], known: KnownOp | None
+    ) -> Any:
+        """Run an op whose node may ask whether a mode is on."""
+        asking.follow()
+        result = self._run_known(func, args, kwargs, known) if known else run_op(func, args, kwargs)
+        asking.made(func, result)
+        return result
+
+    def node_begins(self) -> None:
+        """A node runs; what it calls is not shown, and nothing of it is captured."""
+
+    def node_ended(self, name: str, given: Sequence[Any], made: Sequence[Any]) -> None:
+        """Count it as the one op that it is in the step's record."""
+        del name, given, made
+        self.tick += 1
 
     def _told_by(self, name: str) -> int:
         """The index of the first op since the mode was put on, which is called ``name``. See NOTE [Counting ops]."""

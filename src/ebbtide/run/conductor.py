@@ -22,6 +22,7 @@ from ebbtide.observe.clock import Clock, Span
 from ebbtide.observe.compiled_calls import compiled_calls
 from ebbtide.observe.ledger import sizes
 from ebbtide.observe.mode import correct_notes, is_between_ops, modes_on
+from ebbtide.observe.passes import in_pass, tell_no_more, tell_of_passes
 from ebbtide.observe.transforms import in_trace, in_transform
 from ebbtide.observe.uncompiled import never_compiled
 from ebbtide.observe.wrapped import PLAIN_TYPES, inside, is_subclass
@@ -31,7 +32,6 @@ from ebbtide.run.forks import Library
 from ebbtide.run.garbage import expect_objects
 from ebbtide.run.holdings import Kept, View, keep
 from ebbtide.run.keeper import DisableTorchDispatch
-from ebbtide.run.passes import in_pass, tell_no_more, tell_of_passes
 from ebbtide.run.safe import SafePolicy
 from ebbtide.run.script import NOBODY, Saving, Script
 from ebbtide.run.tiers import SlowTier

@@ -180,14 +180,12 @@ class Kind:
         if self.plan is not None and self.plan.binds != plan.binds:
             self.pace = Pace()  # where nothing bound, nobody took the times of events
         outcome = simulate(self.step, machine, plan.decisions)
-        self.plan = plan
+        script = write_script(self.step, plan, outcome.memory, captures_all=self.captures_all)
+        self.plan = None  # until all is there: an interrupt leaves a kind that is planned for anew
         self.audits, self.verifies, self._counts, self.audited = 0, 0, 0, None
-        self.script = write_script(self.step, plan, outcome.memory, captures_all=self.captures_all)
-        self._unverified = {saving.value for saving in self.script.savings if saving.remakes}
-        if not plan.binds:
-            self.state = "idle"
-        else:
-            self.state = "verify" if verify and self.script.remakes else "audit"
+        self.script, self._unverified = script, {saving.value for saving in script.savings if saving.remakes}
+        self.state = "idle" if not plan.binds else "verify" if verify and script.remakes else "audit"
+        self.plan = plan
 
     def verified(self, values: Set[int], *, whole: bool) -> None:
         """A step has compared ``values`` with the truth; ``whole``: it left out nothing.
@@ -239,7 +237,7 @@ class Kind:
         former, self.step = self.step, step
         try:
             self.make_plan(machine, self.plan.limit_bytes, verify)
-        except BudgetError:
+        except BaseException:
             self.step = former
             raise
         self.places.forget()
@@ -319,13 +317,13 @@ class Kind:
         self.banned |= {i for i, absence in enumerate(self.step.absences) if absence.value in values}
 
     def spare(self, values: Set[int], machine: Machine, verify: bool) -> None:
-        """A step wrote to these external values once it had read them, as others may: what reads them is never run
-        again, unless there is no plan without."""
-        if self.plan is None or not values:
-            return
+        """A step wrote to these values once it had read them, as others may: what reads them is never run again, unless
+        there is no plan without."""
         step = self.step
         storages = {step.values[value].storage for value in values if value >= 0}
         ops = tuple(_spared(op, step, storages) for op in step.ops)
+        if self.plan is None or ops == step.ops:
+            return
         with contextlib.suppress(BudgetError):
             self._plan_instead(dataclasses.replace(step, ops=ops), machine, verify)
 

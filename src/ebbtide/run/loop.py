@@ -311,8 +311,12 @@ class Loop:
         if self.looks.left > 0 and len(self.kinds) == 1:
             return  # look once more, without the page faults of the first time
         if self.limit_bytes is None:
+            # Of all that was seen: the second step may be a short batch, or one that was left out.
+            most = max(plain_peak_bytes(known) for one in self.kinds.values() for known in one.observed)
+            if not most:
+                return
             assert self._fraction is not None
-            self.limit_bytes = int(self._fraction * plain_peak_bytes(step))
+            self.limit_bytes = int(self._fraction * most)
         if self._plan_for_all_like(kind, is_one_of_many) or is_one_of_many:
             self.looks.left = 0
             return
@@ -385,3 +389,5 @@ def _leave_allocator() -> None:
         is_left = not any(loop.has_tuned for loop in _open)
     if is_left:
         allocator.set_default()
+        allocator.leave_regions()
+        allocator.trim()

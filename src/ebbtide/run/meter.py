@@ -14,7 +14,7 @@ from ebbtide.observe.ledger import Ledger, StorageRecord, enlarged, has_storage,
 from ebbtide.observe.mode import DispatchMode, run_op
 from ebbtide.observe.schema import operator_info
 from ebbtide.observe.uncompiled import never_compiled
-from ebbtide.observe.wrapped import AsOrdinary, wraps
+from ebbtide.observe.wrapped import AsOrdinary, runs_as_called, wraps
 
 _running: list[PeakMeter] = []
 
@@ -69,8 +69,9 @@ class PeakMeter(DispatchMode):
 
     def __exit__(self, *exception: Any) -> None:
         self._ledger.close()
+        self._asking.forget()
         self._hidden = True  # it stays on, if this is another thread than it was put on in
-        _running.remove(self)
+        _running[:] = [other for other in _running if other is not self]
         super().__exit__(*exception)
         self._compiled.__exit__(None, None, None)
 
@@ -84,7 +85,7 @@ class PeakMeter(DispatchMode):
         kwargs = kwargs or {}
         if not self._hidden and types and wraps(types):
             return self.see_within(self._count, func, args, kwargs)
-        if types:
+        if types or runs_as_called(func, args, kwargs):
             return self._count(func, args, kwargs)
         with AsOrdinary():
             return self._count(func, args, kwargs)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ebbtide.errors import StepError
+from ebbtide.observe.hooks import hooks_on
 from ebbtide.observe.inductor import compiled_as_ops
 from ebbtide.observe.recorder import Recorder
 from ebbtide.run import allocator
@@ -33,7 +34,7 @@ def observe_step(run: Callable[[], Any], device: torch.device | None = None) -> 
     with (
         compiled_as_ops(),
         allocator.tuned() if on_cpu else contextlib.nullcontext(),
-        torch.autograd.graph.saved_tensors_hooks(policy.pack, policy.unpack),
+        hooks_on(policy.pack, policy.unpack),
         recorder,
     ):
         run()

@@ -117,7 +117,7 @@ class Recipe:
             leaf = self.leaves[item.value]
             tensor = leaf.arrive()
             if not leaf.intact:
-                raise changed_error(tensor, tensor._version, leaf.version)
+                raise changed_error(tensor, tensor._version, leaf.version, item.value)
             return item.of(tensor)
         if type(item) in (list, tuple):
             return type(item)(self._filled(part, made) for part in item)

@@ -126,7 +126,9 @@ class Rehearsed:
         arena = arena_library()
         assert arena is not None
         self._start = arena.ebbtide_arena_new_region(reach_bytes)
-        if self._start:
+        if not self._start:
+            self._failures += 1  # there are no addresses left
+        else:
             self._least, self._sizes, self._offsets = found.least, found.blocks.sizes, offsets
             self.layout = layout
             arena.ebbtide_arena_trim(1)  # nobody reuses what the rehearsed step took

@@ -7,13 +7,14 @@ import dataclasses
 import functools
 import os
 import threading
-from contextlib import AbstractContextManager
+import warnings
 from types import TracebackType
 from typing import Any
 
 from ebbtide.decisions import Plan
 from ebbtide.errors import BudgetError, RecipeError, StepError
 from ebbtide.measured import Measured
+from ebbtide.observe.hooks import Pack, Show, disabled, drop_hooks, push_hooks, take_off
 from ebbtide.observe.inductor import compiled_as_ops
 from ebbtide.observe.recorder import Recorder
 from ebbtide.observe.uncompiled import uncompiled
@@ -22,7 +23,7 @@ from ebbtide.run.conductor import Conductor
 from ebbtide.run.device import TrainingDevice
 from ebbtide.run.forks import Library
 from ebbtide.run.held import Audited, Held, Rest
-from ebbtide.run.hooks import LightWatch, disabled, drop_hooks, forget_failed_backward, pop_hooks, push_hooks
+from ebbtide.run.hooks import LightWatch, forget_failed_backward
 from ebbtide.run.kinds import Kind
 from ebbtide.run.loop import FINAL_STATES, Loop
 from ebbtide.run.meter import AllocatedMeter, PeakMeter
@@ -33,12 +34,17 @@ from ebbtide.run.script import Script
 from ebbtide.run.shortage import is_out_of_memory
 from ebbtide.run.tiers.choose import settle
 from ebbtide.run.verify import Truth
+from ebbtide.run.versions import ChangedError
 from ebbtide.units import format_bytes
 
 _AUDITS_OF_SMALLER = 3
 """Steps that are audited where tensors are smaller than planned for, or left out: one of the planned sizes, with all of
 them, may not come soon."""
 _LEFT_ELSEWHERE = "a step was left in another thread than it began in"
+_BLIND = (
+    "a backward pass of this step ran in another thread than the step began in. Nobody sees what it takes there: the"
+    " budget does not hold for it. Run it in the thread of the step"
+)
 _RSS_SLACK = 0.06
 """Resident bytes above rest may exceed the planned ones by this share before the heap's holes are given back."""
 
@@ -62,36 +68,49 @@ class Running:
         self._state = "observe"
         self._began: Any = None
         self._has_begun = False
-        self._compiled: AbstractContextManager[object] = contextlib.nullcontext()
+        self._hooks: tuple[Pack, Show] | None = None
+        self._compiled = contextlib.ExitStack()
 
     def __enter__(self) -> None:
         loop = self._loop
         if (reason := disabled()) is not None:
             raise StepError(f"a step cannot begin here ({reason}); put it around the transform, not into it")
-        with loop.lock:
-            if loop.closed:
-                raise StepError("this Budget was closed; make a new one")
-            if loop.running is not None:
-                raise StepError(
-                    "a step of this Budget is under way already (nested, or in another thread); "
-                    "leave it first, or use one Budget for each loop"
-                )
-            if self._has_begun:
-                raise StepError("a context is for one step only: write `with budget.step():` anew for each")
-            loop.running = self
-            self._has_begun, self._thread = True, threading.get_ident()
+        is_ours = False
         try:
+            with loop.lock:
+                self._check_begins()
+                is_ours, loop.running = True, self
+                self._has_begun, self._thread = True, threading.get_ident()
             self._ground = loop.ground = loop.ground or TrainingDevice()
             self._state = loop.state
             self._kind = None if self._state == "observe" else loop.expected
-            self._compiled = compiled_as_ops() if loop.compiles else uncompiled(warns=False)
-            self._compiled.__enter__()
+            self._compiled.enter_context(compiled_as_ops() if loop.compiles else uncompiled(warns=False))
             self._begin()
+            self._began = self._ground.clock.mark()
         except BaseException:
-            self._compiled.__exit__(None, None, None)
-            loop.running = None
+            if is_ours:
+                try:
+                    self._take_down(began=False)
+                finally:
+                    self._compiled.close()
+                    loop.running = None
             raise
-        self._began = self._ground.clock.mark()
+
+    def _check_begins(self) -> None:
+        loop = self._loop
+        if loop.closed:
+            raise StepError("this Budget was closed; make a new one")
+        if loop.running is not None:
+            raise StepError(
+                "a step of this Budget is under way already (nested, or in another thread); "
+                "leave it first, or use one Budget for each loop"
+            )
+        if self._has_begun:
+            raise StepError("a context is for one step only: write `with budget.step():` anew for each")
+
+    def _push_hooks(self, pack: Pack, unpack: Show) -> None:
+        self._hooks = pack, unpack
+        push_hooks(pack, unpack)
 
     def _begin(self) -> None:
         loop, kind, memory = self._loop, self._kind, self._ground.memory
@@ -109,7 +128,7 @@ class Running:
                 self._turn = held.begin()
             if self._state == "idle" and not kind.looks_closely(library):
                 self._light = LightWatch(next(iter(kind.step.saved), None))
-                push_hooks(self._light.pack, self._light.unpack)
+                self._push_hooks(self._light.pack, self._light.unpack)
             else:
                 self._conduct(kind, kind.script, kind.plan, library)
         if kind is not None and self._state in ("rehearse", *FINAL_STATES) and loop.tunes:
@@ -137,7 +156,7 @@ class Running:
         if self._state == "audit" or counts:
             self._meter = PeakMeter(loop.tiers.values()) if memory is None else AllocatedMeter(memory)
             self._meter.enter()
-        push_hooks(self._conductor.pack, self._conductor.unpack)
+        self._push_hooks(self._conductor.pack, self._conductor.unpack)
         self._conductor.start()
 
     def _observe(self) -> None:
@@ -153,7 +172,7 @@ class Running:
         if loop.current is not None and loop.limit_bytes is not None:
             trimmer = self._trimmer(loop.limit_bytes - loop.current.step.resting_bytes)
         self._policy = SafePolicy(loop.within, loop.tier, self._recorder, trimmer=trimmer, memory=memory)
-        push_hooks(self._policy.pack, self._policy.unpack)
+        self._push_hooks(self._policy.pack, self._policy.unpack)
         self._recorder.enter()
 
     def _trimmer(self, above_rest_bytes: int) -> allocator.Trimmer | None:
@@ -180,12 +199,12 @@ class Running:
                 forget_failed_backward()
                 for tier in loop.tiers.values():
                     tier.drain()
-                if isinstance(fault, RecipeError) and self._conductor is not None:
-                    self._spare_rewritten(self._conductor)
+                if isinstance(fault, (RecipeError, ChangedError)) and self._conductor is not None:
+                    self._spare_rewritten(self._conductor, {fault.leaf} if isinstance(fault, ChangedError) else set())
             else:
                 self._note(ended)
         finally:
-            self._compiled.__exit__(None, None, None)
+            self._compiled.close()
             loop.running = None
         error = late if late is not None and fault is None else short
         if error is not None:
@@ -195,17 +214,25 @@ class Running:
                 # They and this frame would keep each other, and with them the tensors of the step.
                 del error, late, short
 
-    def _take_down(self) -> None:
-        if self._conductor is not None:
-            self._conductor.stop()
-        if self._recorder is not None:
-            self._recorder.leave()
-            self._loop.looked()
-        if self._meter is not None:
-            self._meter.leave()
+    def _take_down(self, *, began: bool = True) -> None:
+        """Undo `_begin`, each part of it, whatever becomes of the others; that may not have ``began`` in full."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._take_off_hooks)
+            stack.callback(self._leave_places, exact=began)
+            if self._meter is not None:
+                stack.callback(self._meter.leave)
+            if self._recorder is not None:
+                stack.callback(self._loop.looked)
+                stack.callback(self._recorder.leave)
+            if self._conductor is not None:
+                stack.callback(self._conductor.stop)
+
+    def _leave_places(self, *, exact: bool) -> None:
         self._held = held.end(self._turn)
         if self._places is not None:
-            self._places.end(exact=self._went_through() and self._meter is None)
+            self._places.end(exact=exact and self._went_through() and self._meter is None)
+
+    def _take_off_hooks(self) -> None:
         if self._is_child():
             drop_hooks()
         elif self._thread != threading.get_ident():
@@ -218,8 +245,8 @@ class Running:
                 f"{_LEFT_ELSEWHERE}, and nothing is learnt from it; leave it where it began, as by closing a "
                 "generator that yields within it there"
             )
-        elif self._light is None or self._light.watching:
-            pop_hooks()
+        elif self._hooks is not None:
+            take_off(*self._hooks)
 
     def _is_child(self) -> bool:
         """Whether this is a child that was forked within the step: what it does is no part of the step."""
@@ -242,6 +269,8 @@ class Running:
         if kind is not None and self._held is not None and self._state in ("rehearse", *FINAL_STATES):
             self._weigh(kind, self._held)
         if self._recorder is not None and self._policy is not None:
+            if self._recorder.is_blind:
+                warnings.warn(_BLIND, stacklevel=3)
             if self._ground.was_right(self._policy.seen_bytes):
                 loop.learn(self._recorder.finish(), captures_all=self._recorder.captures_all)
             else:
@@ -295,11 +324,12 @@ class Running:
             return
         if key not in loop.kinds and conductor.truth is None:
             loop.met_part(ran, key, peak)
-        if conductor.truth is not None:
+        if conductor.truth is not None and conductor.truth.differing:
+            # Until there is another plan, steps of this one verify: whatever happens, none goes unseen that differs.
+            ran.ban(conductor.truth.differing)
+            ran.make_plan(loop.machine, ran.plan.limit_bytes if ran.plan else 0, loop.verify)
+        elif conductor.truth is not None:
             ran.verified(conductor.truth.compared, whole=conductor.followed)
-            if conductor.truth.differing:
-                ran.ban(conductor.truth.differing)
-                ran.make_plan(loop.machine, ran.plan.limit_bytes if ran.plan else 0, loop.verify)
         elif ran is not kind:
             return  # what else there is to find out begins with the step
         elif peak is not None:
@@ -311,11 +341,11 @@ class Running:
         """The kind whose script was followed; None if it was planned for anew meanwhile."""
         return next((kind for kind in self._loop.kinds.values() if kind.script is conductor.script), None)
 
-    def _spare_rewritten(self, conductor: Conductor) -> None:
+    def _spare_rewritten(self, conductor: Conductor, more: set[int]) -> None:
         """The step wrote to what values were to be computed from, as others of its kind may do from now on."""
         ran = self._kind_of(conductor)
         if ran is not None:
-            ran.spare(conductor.rewritten(), self._loop.machine, self._loop.verify)
+            ran.spare(conductor.rewritten() | more, self._loop.machine, self._loop.verify)
 
     def _note_audit(self, kind: Kind, conductor: Conductor, peak: int) -> None:
         """A step was counted: if it held more than the limit, what the observed one did not hold is planned for now."""

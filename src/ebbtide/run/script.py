@@ -19,7 +19,7 @@ from ebbtide.errors import PlanError
 from ebbtide.plan.problem import replayable_from
 from ebbtide.run.calls import KnownOp
 from ebbtide.run.footprint import Footprint, footprint_of
-from ebbtide.run.stretches import next_saves, one_stretch, stretches
+from ebbtide.run.stretches import next_saves, one_stretch, shows_nodes_that_ask, stretches
 from ebbtide.step import EXTERNAL, Absence, Event, Saved, Step
 
 NOBODY = -2
@@ -179,14 +179,15 @@ def write_script(step: Step, plan: Plan, memory: Sequence[int], *, captures_all:
     known = _known_ops(step, plan.decisions)
     savings = _savings(step, plan.decisions)
     actions = _actions(step, plan.decisions)
-    runs = one_stretch(step) if captures_all else stretches(step, known)
+    stays_on = captures_all or shows_nodes_that_ask(step, known)
+    runs = one_stretch(step) if stays_on else stretches(step, known)
     return Script(
         savings=savings,
         expected=tuple(e.saved if e.kind == "pack" else ~e.saved for e in step.events),
         actions=actions,
         stretches=runs,
         next_saves=next_saves(step),
-        stays_on=captures_all,
+        stays_on=stays_on,
         known=known,
         names=tuple(op.name for op in step.ops),
         limit_bytes=plan.limit_bytes,

@@ -6,6 +6,7 @@ import bisect
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
+from ebbtide.observe.asking import is_node_that_asks
 from ebbtide.run.capture import COPY_NAME, is_clear
 from ebbtide.step import Step
 
@@ -77,6 +78,13 @@ def _openings(step: Step, ticks: Sequence[int]) -> Callable[[int, int], int]:
 def one_stretch(step: Step) -> tuple[int, ...]:
     """The same with the capture mode on from the start of the step, counting anew from each event."""
     return (*(event.tick for event in step.events), 0)
+
+
+def shows_nodes_that_ask(step: Step, known: Iterable[int]) -> bool:
+    """Whether calls with these ticks are captured in a backward pass in which nodes may ask whether a mode is on. See
+    NOTE [Nodes that ask] in `ebbtide.observe.asking`."""
+    has_any = any(is_node_that_asks(op.name) for op in step.ops)
+    return has_any and any(step.ops[tick].phase == "backward" for tick in known)
 
 
 def next_saves(step: Step) -> tuple[int, ...]:

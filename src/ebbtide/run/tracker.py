@@ -19,12 +19,12 @@ from collections.abc import Callable
 
 import torch
 
+from ebbtide.observe.passes import in_pass
 from ebbtide.run.capture import CaptureMode
 from ebbtide.run.covering import next_like
 from ebbtide.run.forks import Known, Library, catch_up, is_like, is_smaller, remade_alike, renumbered
 from ebbtide.run.holdings import is_plain
 from ebbtide.run.keeper import Keeper
-from ebbtide.run.passes import in_pass
 from ebbtide.run.safe import LEAST_MOVED_BYTES, SafePolicy
 from ebbtide.run.script import Saving, Script, Treatment
 from ebbtide.run.tiers import SlowTier
@@ -280,7 +280,7 @@ class Tracker(Keeper):
             if (told := differs()) is not None:
                 told(reason)
 
-        return CaptureMode(script.known, script.names, tell, place)
+        return CaptureMode(script.known, script.names, tell, place, stays_on=script.stays_on)
 
     def _differs(self, reason: str) -> None:
         """An op is not the recorded one: what is saved next tells whether some were left out. See NOTE [Leaving the

@@ -31,16 +31,25 @@ class Shown(Protocol):
 
 
 class ChangedError(RuntimeError):
-    """What was saved has been written in place since. PyTorch itself raises a `RuntimeError` that says the same."""
+    """What was saved has been written in place since. PyTorch itself raises a `RuntimeError` that says the same.
+
+    Attributes:
+        leaf: the value that was written to, if another one was to be computed from it, as in no plain step; or -1.
+    """
+
+    leaf = -1
 
 
-def changed_error(shown: Shown, found: int, version: int) -> ChangedError:
+def changed_error(shown: Shown, found: int, version: int, leaf: int = -1) -> ChangedError:
     """The error for what ``shown`` has, whose version is ``found`` and should be ``version``."""
     shape = list(sizes(shown) if isinstance(shown, torch.Tensor) else shown.shape)
-    return ChangedError(
+    error = ChangedError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{shown.dtype} {shape}] is at version {found}; expected version {version} instead."
+        + (" From the next step on, plans keep what is computed from it, if they can" if leaf >= 0 else "")
     )
+    error.leaf = leaf
+    return error
 
 
 @functools.cache

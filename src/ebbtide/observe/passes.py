@@ -21,6 +21,7 @@ class _Told(threading.local):
 
     def __init__(self) -> None:
         self.each: list[Tell] = []
+        self.next: list[Tell] = []
 
 
 _told = _Told()
@@ -38,6 +39,12 @@ def tell_no_more(tell: Tell) -> None:
     _told.each = [other for other in _told.each if other != tell]
 
 
+def tell_of_next_pass(tell: Tell) -> None:
+    """Call ``tell`` before the next backward pass that this thread begins, be it within another."""
+    _stand_between()
+    _told.next.append(tell)
+
+
 def in_pass() -> bool:
     """Whether a backward pass is under way in this thread."""
     return torch._C._current_graph_task_id() >= 0
@@ -52,6 +59,8 @@ def _stand_between() -> None:
 
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
+        while _told.next:
+            _told.next.pop()()
         if not in_pass():
             for tell in _told.each:
                 tell()
