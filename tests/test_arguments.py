@@ -121,7 +121,7 @@ def test_what_cannot_be_called(name: str) -> None:
 @pytest.mark.parametrize(
     ("call", "argument", "expected"),
     [
-        (run, {"schedule": "revolve"}, "schedule='revolve' is none"),
+        (run, {"schedule": "revolve"}, "schedule='revolve' is no schedule"),
         (run, {"name": 3, "spill": "/tmp"}, "name=3 cannot be that of a folder"),
         (run, {"reverse_seconds": -1.0}, "reverse_seconds=-1.0: a step cannot take so long"),
         (run, {"reverse_seconds": "long"}, "reverse_seconds='long'"),

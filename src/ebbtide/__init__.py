@@ -22,6 +22,7 @@ from ebbtide.run.observing import observe_step
 from ebbtide.sequence import scan
 from ebbtide.step import Step
 
+__version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
     "Budget",

@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
+from ebbtide import __version__
 from ebbtide.bundle import Bundle, load_step
 from ebbtide.errors import EbbtideError
 from ebbtide.files import write_whole
@@ -56,6 +57,21 @@ app = typer.Typer(
 )
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"ebbtide {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version, and exit.")
+    ] = False,
+) -> None:
+    """Train PyTorch models within a memory budget, with the same gradients bit for bit."""
+
+
 @app.command()
 def demo(
     models: Annotated[str, typer.Option(help="Comma-separated models out of vgg19, resnet50, gpt2.")] = "",
@@ -74,6 +90,8 @@ def demo(
     from ebbtide.demo.run import demo_notes, demo_table, faults, run_demo
 
     names = [name for name in models.split(",") if name]
+    if models and not names:
+        raise typer.BadParameter("it names no model", param_hint="--models")
     rows = run_demo(_errors(), models=names, steps=steps, spill=None if spill is None else str(spill))
     output = _output()
     output.print(demo_table(rows))

@@ -6,10 +6,12 @@ import contextlib
 import functools
 import logging
 import marshal
+import signal
 import sys
+import threading
 import types
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 NOTICE = "ebbtide compiles its planner, once for this installation: some 20 seconds"
@@ -44,14 +46,42 @@ def dispatcher_of(function: Callable[..., Any]) -> Callable[..., Any]:
     Functions of ours that it calls are compiled with it. numba is imported here and not sooner: it takes half a second,
     which only those who plan should pay.
     """
-    import numba
-
+    numba = _numba()
     _tell_of_compiling()
     whole = _with_its_calls(function)
     dispatcher = numba.njit(whole)
     with contextlib.suppress(RuntimeError):  # no directory can be written to: it is compiled once in each process
         dispatcher._cache = _cache_class()(whole)
     return dispatcher  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _numba() -> Any:
+    """numba, and what it imports when it first compiles. Ctrl-C waits: what it leaves half imported stays so."""
+    with _interrupts_held():
+        import numba
+        from numba.core.registry import cpu_target
+
+        cpu_target.typing_context.refresh()
+        cpu_target.target_context.refresh()
+    return numba
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """What comes as SIGINT inside comes at the end; only where that is handled in this thread, and in Python."""
+    former = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(former):
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, former)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 @functools.cache

@@ -174,6 +174,9 @@ class Step:
     absences: tuple[Absence, ...]
     device: str = "cpu"
 
+    def __repr__(self) -> str:
+        return f"<Step on {self.device}: {len(self.ops)} ops, {len(self.values)} values, {len(self.absences)} absences>"
+
     @property
     def moments(self) -> int:
         """Number of moments: ops and events together."""

@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+import ebbtide
 from ebbtide import Budget
 from ebbtide.bundle import Bundle
 from ebbtide.cli import app
@@ -431,3 +432,13 @@ def test_a_plan_on_standard_output(script: Path, machine: Path, tmp_path: Path) 
     command = [sys.executable, "-m", "ebbtide", "plan", str(step), "--machine", str(machine), "--budget", "90%"]
     done = subprocess.run([*command, "-o", "/dev/stdout"], stdout=subprocess.PIPE, check=True)
     assert b'"ebbtide-plan"' in done.stdout
+
+
+def test_version() -> None:
+    assert run("--version") == f"ebbtide {ebbtide.__version__}\n"
+
+
+def test_a_list_of_models_that_names_none() -> None:
+    result = CliRunner().invoke(app, ["demo", "--models", ","])
+    assert result.exit_code == 2
+    assert "it names no model" in result.output

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -14,7 +15,7 @@ from ebbtide.demo import run as demo
 from ebbtide.demo.case import CaseResult
 from ebbtide.demo.process import CaseProcess
 from ebbtide.demo.run import Row, demo_notes, demo_table, faults, limit_for, run_demo
-from ebbtide.errors import EbbtideError
+from ebbtide.errors import EbbtideError, SpillError
 
 PLAIN = CaseResult(peak_bytes=1100, resting_bytes=100, rss_bytes=1050, seconds=2.0, loss=1.5, digest="a", timed_steps=4)
 WITHIN = dataclasses.replace(PLAIN, peak_bytes=590, seconds=2.1)
@@ -84,3 +85,8 @@ def test_small_demo_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     for row in rows[1:]:
         assert row.result.loss == rows[0].result.loss
         assert row.result.peak_bytes < rows[0].result.peak_bytes
+
+
+def test_a_directory_that_is_not_there_is_missed_at_once(tmp_path: Path) -> None:
+    with pytest.raises(SpillError, match="does not exist"):
+        run_demo(Console(file=io.StringIO()), spill=str(tmp_path / "none"))

@@ -165,3 +165,18 @@ def test_what_has_no_largest_batch() -> None:
             largest_batch(network, MACHINE, 10**9, between=between)
     with pytest.raises(ValueError, match="0 or more"):
         largest_batch(network, MACHINE, 10**9, overhead=-0.1)
+
+
+def test_of_millions_the_answer_is_one_within_a_thousandth() -> None:
+    planned: list[str] = []
+    limit_bytes = plain_peak_bytes(network(3_000_000, layers=2))
+    found = largest_batch(
+        lambda batch: network(batch, layers=2),
+        lone_machine(),
+        limit_bytes,
+        overhead=0.0,
+        seconds=0.0,
+        progress=planned.append,
+    )
+    assert 2_997_000 <= found.batch <= 3_000_000
+    assert len(planned) < 40

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from numba.core.caching import CacheImpl, IndexDataCacheFile
 
-from ebbtide.compiled import NOTICE, compiled, dispatcher_of
+from ebbtide.compiled import NOTICE, _interrupts_held, compiled, dispatcher_of
 from ebbtide.plan import find_recipes
 from ebbtide.plan.course import run_course
 from ebbtide.plan.follow import Follower, Moves, Trip, follow
@@ -182,3 +182,37 @@ def test_who_waits_for_the_compiler_is_told_so_once() -> None:
     command = [sys.executable, "-c", COMPILES]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True)
     assert done.stdout.splitlines() == ["so far nothing", NOTICE]
+
+
+def test_interrupts_wait_while_numba_is_imported() -> None:
+    """It cannot be imported again where it was half imported."""
+    former, here = signal.getsignal(signal.SIGINT), []
+
+    def interrupted() -> None:
+        with _interrupts_held():
+            signal.raise_signal(signal.SIGINT)
+            here.append("went on")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert here == ["went on"]
+    assert signal.getsignal(signal.SIGINT) is former
+    program = """
+import importlib.abc, signal, sys
+
+class Once(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "numba.core.decorators":
+            sys.meta_path.remove(self)
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Once())
+from ebbtide.compiled import dispatcher_of
+try:
+    dispatcher_of(lambda x: x)
+except KeyboardInterrupt:
+    print("interrupted")
+dispatcher_of(lambda x: x)(3)
+"""
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=True)
+    assert done.stdout == b"interrupted\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import sys
 
 import pytest
 from rich.console import Console
@@ -163,3 +164,17 @@ def test_a_late_host_is_named(
 
 def test_nothing_is_said_of_the_host_before_a_step_was_measured(step: Step, on: Machine, plan: Plan) -> None:
     assert "the host" not in str(summarise(dataclasses.replace(step, device="cuda"), on, plan))
+
+
+def test_a_terminal_that_knows_no_lines(step: Step, on: Machine, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    summary = summarise(step, on, plan)
+    assert "─" in str(summary)
+    assert repr(summary) == str(summary)  # what a notebook shows
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    print(summary)
+    assert "---" in str(summary)
+    assert str(summary).isascii()
+
+
+def test_a_step_shows_itself_in_a_line(step: Step) -> None:
+    assert repr(step) == f"<Step on cpu: {len(step.ops)} ops, {len(step.values)} values, {len(step.absences)} absences>"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import gc
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,12 +22,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import ebbtide
+from ebbtide.decisions import Recompute
 from ebbtide.errors import BudgetError
+from ebbtide.machine import Machine
 from ebbtide.observe.interrupts import Interrupts
 from ebbtide.run import allocator, kinds, rehearsed
 from ebbtide.run.versions import ChangedError
 from tests.conftest import hooks_left, modes_left
-from tests.run.harness import FAST_DISK, SLOW_DISK, Guard
+from tests.run.harness import FAST_DISK, HELD_MORE, SLOW_DISK, Guard
 from tests.run.programs import Chain
 
 MIB = 2**20
@@ -133,6 +137,85 @@ def test_what_later_steps_write_to_is_spared(limit: str, tmp_path: Path) -> None
                 failed += 1
         assert memory.state == "planned"
     assert failed <= 1
+
+
+class Frozen(nn.Module):
+    """Norms in evaluation mode; nobody is told when they are trained: that counts no version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList([nn.Conv2d(8, 8, 3, padding=1) for _ in range(4)])
+        self.norms = nn.ModuleList([nn.BatchNorm2d(8) for _ in range(4)])
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for convolution, norm in zip(self.convolutions, self.norms, strict=True):
+            x = torch.sigmoid(norm(convolution(x)))
+        return x
+
+
+@pytest.mark.parametrize("way", ["recalibrated", "thawed"])
+@pytest.mark.parametrize("limit", ["80%", "60%"])
+def test_norms_that_later_steps_train(limit: str, way: str, tmp_path: Path) -> None:
+    """Between the forward and the backward pass, in steps 8 and 9 alone."""
+
+    def step(model: Frozen, index: int, guard: Guard) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        first, second = (torch.randn(16, 8, 16, 16, generator=generator) for _ in range(2))
+        trains = index in (8, 9)
+        with guard():
+            loss = model(first).square().mean()
+            if way == "thawed":
+                loss = loss + model.train(trains)(2 * second + 1).square().mean()
+            elif trains:
+                with torch.no_grad():
+                    model.train()(3 * second + 1)
+            model.eval()
+            loss.backward()
+        found = [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        model.zero_grad()
+        return found + [buffer.clone() for buffer in model.buffers()]
+
+    torch.manual_seed(0)
+    plain = Frozen()
+    planned = copy.deepcopy(plain)
+    with ebbtide.Budget(limit, spill=tmp_path, machine=SLOW_DISK) as memory, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", HELD_MORE)
+        for index in range(11):
+            expected = step(plain, index, contextlib.nullcontext)
+            assert all(map(torch.equal, expected, step(planned, index, memory.step))), index
+            if index == 7:
+                assert memory.plan is not None
+                assert any(isinstance(decision, Recompute) for decision in memory.plan.decisions)
+
+
+@pytest.mark.parametrize("machine", [SLOW_DISK, FAST_DISK], ids=["slow", "fast"])
+@pytest.mark.parametrize("since", [0, 7])
+def test_a_backward_pass_in_inference_mode(since: int, machine: Machine, tmp_path: Path) -> None:
+    plain, planned = Chain(), Chain()
+    with ebbtide.Budget("60%", spill=tmp_path, machine=machine) as memory:
+        for index in range(10):
+            found = []
+            for program, guard in ((plain, contextlib.nullcontext), (planned, memory.step)):
+                with guard():
+                    loss = program.model(program.data(index, 256, 64)).square().mean()
+                    with torch.inference_mode(index >= since):
+                        loss.backward()
+                found.append([p.grad.clone() for p in program.model.parameters() if p.grad is not None])
+                program.model.zero_grad()
+            assert len(found[0]) > 0
+            assert all(map(torch.equal, *found)), index
+        assert memory.state == "planned"
+
+
+def test_a_step_that_was_not_entered_cannot_be_left(memory: ebbtide.Budget) -> None:
+    context = memory.step()
+    with pytest.raises(ebbtide.StepError, match="not under way"):
+        context.__exit__(None, None, None)
+    with context:
+        pass
+    with pytest.raises(ebbtide.StepError, match="not under way"):
+        context.__exit__(None, None, None)
 
 
 class TestInterrupts:

@@ -133,3 +133,11 @@ def test_a_damaged_arena_is_built_again(tmp_path: Path) -> None:
     kept.write_bytes(b"half")
     assert "built again" in run()
     assert run() == ""
+
+
+def test_a_directory_that_is_named_relative_to_another_counts_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    assert cache_path("machine.json") == tmp_path / ".cache" / "ebbtide" / "machine.json"

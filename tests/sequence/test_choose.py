@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import time
@@ -230,3 +231,15 @@ def bytes_named(error: Exception) -> int:
     """How many an error asks for."""
     (number,) = re.findall(r"\((\d+) bytes\)", str(error))
     return int(number)
+
+
+def test_a_choice_says_what_it_knows() -> None:
+    known = choose(1, 8, 1.0, 2.0, "1MiB")
+    assert str(known) == "StoreAll: 1 step, 2.00 s, each step forward 1.00 times, 8 B in memory"
+    assert str(dataclasses.replace(known, seconds=math.nan)).startswith("StoreAll: 1 step, each step forward")
+
+
+@pytest.mark.parametrize("n", [True, False])
+def test_a_truth_is_no_number_of_steps(n: bool) -> None:
+    with pytest.raises(SequenceError, match=r"is no number of steps; give an int$"):
+        choose(n, 8, 1.0, 1.0, "1MiB")

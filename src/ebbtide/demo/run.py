@@ -6,14 +6,16 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ebbtide.demo.case import WARM_UP_STEPS, CaseResult
 from ebbtide.demo.process import CaseProcess
 from ebbtide.errors import EbbtideError
+from ebbtide.run.tiers.disk import check_directory
 from ebbtide.units import format_bytes, format_seconds
 
 BATCH_SIZES = {"vgg19": 8, "resnet50": 12, "gpt2": 4}
@@ -68,8 +70,10 @@ def run_demo(
         spill: directory for what is moved out.
 
     Raises:
-        EbbtideError: if a model is unknown or a case fails.
+        EbbtideError: if a model is unknown, a case fails, or ``spill`` is no directory that can be written to.
     """
+    if spill is not None:
+        check_directory(Path(spill))  # before the plain steps, which need none
     names = list(models) or list(BATCH_SIZES)
     for name in names:
         if name not in BATCH_SIZES:
@@ -79,9 +83,16 @@ def run_demo(
         in_turns = max(0, steps - UNTIMED_STEPS)
         total = len(names) * ((1 + len(FRACTIONS)) * steps + WARM_UP_STEPS + in_turns)
         task = progress.add_task("starting", total=total)
-        describe = functools.partial(progress.update, task)
+        describe = functools.partial(_describe, progress, task)
         advance = functools.partial(progress.advance, task)
         return [row for name in names for row in _run_model(name, steps, spill, describe, advance)]
+
+
+def _describe(progress: Progress, task: TaskID, description: str) -> None:
+    """Say what is being done; where there is no terminal, and so no bar, on a line of its own."""
+    progress.update(task, description=description)
+    if not progress.console.is_terminal:
+        progress.console.print(description, markup=False, highlight=False)
 
 
 def _run_model(name: str, steps: int, spill: str | None, describe: Describe, advance: Advance) -> list[Row]:

@@ -3,7 +3,8 @@
 A step is observed at two batch sizes. In between, and beyond, every size and duration is taken to grow evenly with the
 batch, which is exact for bytes and nearly so for times; so any batch can be planned for without observing it. The
 answer is then observed and planned for. Whether it holds or not, it is one more known point, and the search goes on
-from it until an observed step holds and the next batch is not expected to.
+from it until an observed step holds and the next batch is not expected to; from 2,000 samples on, one that is larger by
+a thousandth.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from ebbtide.step import MOST_BYTES, Op, Saved, Step, Value
 from ebbtide.structure import FIXED
 from ebbtide.units import format_bytes
 
+FINE = 1e-3
+"""Share by which the largest batch may be larger than the answer: a plan takes a second or so, and to find the very
+largest one of millions takes as many more as twenty of them."""
 ROUNDING = 1e-9
 """Share of its time by which a plan that does nothing may differ from the sum of its ops' durations."""
 
@@ -106,7 +110,7 @@ def largest_batch(
     while True:
         plain_batch = _most(lambda batch: plain_peak_bytes(step_at(steps, batch)) <= limit_bytes, 0, None)
         start = plain_batch if beyond is None else min(plain_batch, beyond - 1)
-        batch = _most(lambda batch: planned(batch) is not None, max(good, start), beyond)
+        batch = _most(lambda batch: planned(batch) is not None, max(good, start), beyond, FINE)
         if not batch:
             raise _no_batch(step_at(steps, 1), machine, limit_bytes, overhead, seconds)
         if batch == good and best is not None:
@@ -206,15 +210,16 @@ def _planned(step: Step, machine: Machine, limit_bytes: int, overhead: float, se
     return plan if plan.seconds <= (1 + overhead + ROUNDING) * step.plain_seconds else None
 
 
-def _most(holds: Callable[[int], bool], low: int, beyond: int | None) -> int:
-    """The largest number for which ``holds``, which is so up to some number: at least ``low``, and below ``beyond``."""
-    stride = 1
+def _most(holds: Callable[[int], bool], low: int, beyond: int | None, fine: float = 0.0) -> int:
+    """The largest number for which ``holds``, which is so up to some number: at least ``low``, and below ``beyond``. It
+    may be less by a share of ``fine``."""
+    stride = max(1, int(fine * low))
     while beyond is None:
         if holds(low + stride):
             low, stride = low + stride, 2 * stride
         else:
             beyond = low + stride
-    while beyond - low > 1:
+    while beyond - low > max(1, int(fine * low)):
         middle = (low + beyond) // 2
         low, beyond = (middle, beyond) if holds(middle) else (low, middle)
     return low

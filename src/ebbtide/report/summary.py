@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
@@ -130,9 +131,13 @@ class Summary:
         return Group(_headline(self), "", _peaks(self), "", _fates(self), *lines)
 
     def __str__(self) -> str:
-        target = io.StringIO()
+        # Lines of tables are drawn by what standard output can show.
+        target = io.TextIOWrapper(io.BytesIO(), getattr(sys.stdout, "encoding", None) or "utf-8", errors="replace")
         Console(file=target, width=_WIDTH, color_system=None, highlight=False).print(self)
-        return "\n".join(line.rstrip() for line in target.getvalue().splitlines())
+        target.seek(0)
+        return "\n".join(line.rstrip() for line in target.read().splitlines())
+
+    __repr__ = __str__
 
 
 def summarise(step: Step, machine: Machine, plan: Plan, measured: Measured | None = None) -> Summary:

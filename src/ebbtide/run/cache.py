@@ -14,8 +14,8 @@ def cache_path(name: str) -> Path | None:
     In containers a process may run as a user who has no home, or none that can be written to. Then it is a directory
     among the temporary ones that nobody else can have put anything in; None if there is no such place either.
     """
-    chosen = os.environ.get("XDG_CACHE_HOME")
-    if chosen:
+    chosen = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(chosen):  # any other is to be ignored, says the specification
         return Path(chosen) / "ebbtide" / name
     home = _home()
     if home is not None and (os.path.exists(home / name) or _can_write(home)):

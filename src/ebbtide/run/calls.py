@@ -23,6 +23,9 @@ from ebbtide.run.versions import Version, version_of
 
 _SetExcluded: Any = vars(torch._C)["_SetExcludeDispatchKeyGuard"]
 _NO_STATISTICS = {torch.ops.aten._native_batch_norm_legit.default: torch.ops.aten._native_batch_norm_legit.no_stats}
+MOST_STATISTICS = 4096
+"""Batch norm in training mode writes to its running statistics, of which there are at most so many as a rule, without
+counting a version: nobody is told of it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,21 +61,27 @@ class Argument(Window):
         value: which one; -1 if the step's record has none there.
         shown: which version of which storage it was; None for external ones.
         external: the tensor, if it is external, and its version.
+        copy: what that had, if it is small and may be written to without a version, as a norm's statistics are.
     """
 
-    __slots__ = ("conjugated", "external", "negated", "shown", "value", "version")
+    __slots__ = ("conjugated", "copy", "external", "negated", "shown", "value", "version")
 
     def __init__(self, value: int, tensor: torch.Tensor, is_external: bool) -> None:
         super().__init__(tensor)
         self.value = value
         self.conjugated, self.negated = tensor.is_conj(), tensor.is_neg()
         self.external: torch.Tensor | None = None
+        self.copy: torch.Tensor | None = None
         self.version = 0
         self.shown: Version | None = None
         if is_external:
             # What an op is being made of here may get a graph, and another version counter, once it is made.
-            self.external = tensor if type(tensor) is torch.nn.Parameter else _without_graph(tensor)
+            is_parameter = type(tensor) is torch.nn.Parameter
+            self.external = tensor if is_parameter else _without_graph(tensor)
             self.version = self.external._version
+            if not is_parameter and tensor.numel() <= MOST_STATISTICS and tensor.is_floating_point():
+                with torch._C._DisableTorchDispatch():  # nobody is to count it
+                    self.copy = self.external.clone()
         else:
             self.shown = version_of(tensor)
 

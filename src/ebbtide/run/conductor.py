@@ -30,7 +30,7 @@ from ebbtide.run.allocator import Trimmer
 from ebbtide.run.capture import OFF, CaptureMode
 from ebbtide.run.forks import Library
 from ebbtide.run.garbage import expect_objects
-from ebbtide.run.holdings import Kept, View, keep
+from ebbtide.run.holdings import Kept, View, keep, ordinary
 from ebbtide.run.keeper import DisableTorchDispatch
 from ebbtide.run.safe import SafePolicy
 from ebbtide.run.script import NOBODY, Saving, Script
@@ -229,9 +229,9 @@ class Conductor(Tracker):
             self._event = event + 1
             if type(handle) is Kept:
                 return handle.show()
-            with self._lock:  # another thread may wait for what is to be shown here
+            with self._lock, ordinary():  # another thread may wait for what is to be shown here
                 return handle.show()
-        with self._lock:
+        with self._lock, ordinary():
             return self._unpack(handle)
 
     def _unpack(self, handle: Handle) -> torch.Tensor:

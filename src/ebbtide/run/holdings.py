@@ -11,7 +11,10 @@ NOTE [Holdings]
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
     from ebbtide.run.backends.base import ComputeStreams
     from ebbtide.run.recipes import Recipe
     from ebbtide.run.tiers.transfers import Load, Slot, SlowTier
+
+_NOTHING_TO_DO: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class Window:
@@ -264,6 +269,17 @@ class Holding:
             self.streams.lead()
             self.share()
         return tensor
+
+
+def ordinary() -> AbstractContextManager[object]:
+    """A context in which what is made is an ordinary tensor, in a backward pass under `torch.inference_mode`, too."""
+    return _ordinary() if torch.is_inference_mode_enabled() else _NOTHING_TO_DO
+
+
+@contextlib.contextmanager
+def _ordinary() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class View(Window):

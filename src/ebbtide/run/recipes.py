@@ -111,7 +111,8 @@ class Recipe:
         """What a captured argument stands for now."""
         if isinstance(item, Argument):
             if item.external is not None:
-                return _unchanged(item.external, item)
+                external = _unchanged(item.external, item)
+                return external if item.copy is None else item.copy
             if item.value in made:
                 return item.of(made[item.value])
             leaf = self.leaves[item.value]

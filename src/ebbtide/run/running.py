@@ -187,6 +187,8 @@ class Running:
         self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
     ) -> None:
         loop, short, late = self._loop, None, None
+        if loop.running is not self:
+            raise StepError("this step is not under way: it was not entered, or is over")
         try:
             try:
                 ended = self._ground.clock.mark()

@@ -21,7 +21,7 @@ from ebbtide.observe.recorder import Recorder
 from ebbtide.observe.uncompiled import never_compiled
 from ebbtide.observe.wrapped import inside
 from ebbtide.run.allocator import Trimmer
-from ebbtide.run.holdings import Holding, Kept, View, is_plain, keep, only_held_once, view_of
+from ebbtide.run.holdings import Holding, Kept, View, is_plain, keep, only_held_once, ordinary, view_of
 from ebbtide.run.hooks import go_late
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.versions import Count
@@ -154,7 +154,7 @@ class SafePolicy:
     def unpack(self, handle: Handle) -> torch.Tensor:
         """The unpack hook."""
         recorder = self.recorder
-        with self._lock:
+        with self._lock, ordinary():
             if recorder is None or not recorder.ledger.open:
                 return handle.show()
             recorder.hidden = True

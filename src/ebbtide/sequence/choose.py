@@ -75,7 +75,7 @@ class Choice:
 
     Attributes:
         schedule: what to run.
-        seconds: predicted time.
+        seconds: predicted time; NaN where nothing was measured, as for a schedule that was given.
         forward_steps: steps that will run forward, besides those that the reverse of each step runs itself.
         recompute_factor: forward steps per step of the chain; 1 if none runs twice.
         memory_bytes: bytes of the states held in memory, the working state included.
@@ -91,9 +91,11 @@ class Choice:
 
     def __str__(self) -> str:
         slow = "".join(f", {format_bytes(size)} in {tier}" for tier, size in self.slow_bytes.items() if size)
+        steps = f"{self.schedule.n} step{'' if self.schedule.n == 1 else 's'}"
+        took = "" if math.isnan(self.seconds) else f", {format_seconds(self.seconds)}"
         return (
-            f"{type(self.schedule).__name__}: {self.schedule.n} steps, {format_seconds(self.seconds)}, each step "
-            f"forward {self.recompute_factor:.2f} times, {format_bytes(self.memory_bytes)} in memory{slow}"
+            f"{type(self.schedule).__name__}: {steps}{took}, each step forward {self.recompute_factor:.2f} times, "
+            f"{format_bytes(self.memory_bytes)} in memory{slow}"
         )
 
 
@@ -169,19 +171,24 @@ def _check_link(link: Link, state_bytes: int) -> None:
         raise SequenceError(f"no state can take a link such as {link}")
 
 
-def number_of_steps(n: SupportsIndex) -> int:
-    """``n`` as an ``int``: those of NumPy, for one, have no place in a journal."""
+def number_of_steps(n: SupportsIndex, otherwise: str = "") -> int:
+    """``n`` as an ``int``: those of NumPy, for one, have no place in a journal.
+
+    Raises `SequenceError` if it is none; ``otherwise`` says what it may be instead.
+    """
     try:
+        if isinstance(n, bool):
+            raise TypeError
         return operator.index(n)
     except TypeError:
-        raise SequenceError(f"n={n!r} is no number of steps; give an int, or a condition") from None
+        raise SequenceError(f"n={n!r} is no number of steps; give an int{otherwise}") from None
 
 
 def seconds_of_steps(name: str, took: float) -> float:
     """``took`` as a ``float``. Raises `SequenceError` unless steps can take so long."""
     seconds = as_seconds(took)
     if seconds is None:
-        raise SequenceError(f"{name}={took!r}: a step cannot take so long; give a number of seconds")
+        raise SequenceError(f"{name}={took!r}: a step cannot take so long; give a number of seconds, 0 or more")
     return seconds
 
 

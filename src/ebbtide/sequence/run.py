@@ -111,11 +111,11 @@ def run(
         if not callable(given):  # or it would be found after the forward pass
             raise SequenceError(f"{what}={given!r} cannot be called; give a function")
     if schedule is not None and not isinstance(schedule, Schedule):
-        raise SequenceError(f"schedule={schedule!r} is none; `choose` makes one")
+        raise SequenceError(f"schedule={schedule!r} is no schedule; `choose` makes one")
     if reverse_seconds is not None:
         reverse_seconds = seconds_of_steps("reverse_seconds", reverse_seconds)
     directories = as_directories("spill", spill)
-    n = n if callable(n) else number_of_steps(n)
+    n = n if callable(n) else number_of_steps(n, ", or a condition")
     layout = Layout(state)
     slots = memory_slots(layout.size_bytes, memory)
     first = layout.view(state)

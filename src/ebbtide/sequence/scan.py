@@ -108,7 +108,9 @@ def _interval(truncate: SupportsIndex) -> int:
     except TypeError:
         interval = 0
     if interval < 1:
-        raise SequenceError(f"truncate={truncate!r}: the state cannot be detached so often; give at least 1")
+        raise SequenceError(
+            f"truncate={truncate!r}: the state is detached every so many steps; give a whole number, at least 1"
+        )
     return interval
 
 
