@@ -105,7 +105,7 @@ def _turn(step: Callable[[], None], memory: ebbtide.Budget, variant: str) -> flo
 def _as_placed() -> AbstractContextManager[object]:
     """Layouts made meanwhile are those of `place`."""
 
-    def unmoved(_blocks: Sequence[Block], layout: Layout, _threads: int) -> Layout:
+    def unmoved(_blocks: Sequence[Block], layout: Layout, _threads: int, _alignment_bytes: int) -> Layout:
         return layout
 
     return mock.patch.object(rehearsed, "keep_local", unmoved)

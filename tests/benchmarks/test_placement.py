@@ -21,9 +21,9 @@ def small() -> nn.Module:
 def test_each_turn_has_a_layout_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
 
-    def counted(blocks: object, layout: object, threads: int) -> object:
+    def counted(blocks: object, layout: object, threads: int, alignment_bytes: int) -> object:
         made.append("keep_local")
-        return keep_local(blocks, layout, threads)  # type: ignore[arg-type]
+        return keep_local(blocks, layout, threads, alignment_bytes)  # type: ignore[arg-type]
 
     monkeypatch.setattr(rehearsed, "keep_local", counted)
     monkeypatch.setattr(placement, "MODELS", {"small": images(small, batch=4, side=64)})

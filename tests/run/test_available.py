@@ -56,6 +56,12 @@ def test_without_proc(tmp_path: Path) -> None:
     assert 0 < available_bytes(tmp_path / "proc") <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def test_a_system_that_does_not_say(tmp_path: Path) -> None:
+    proc = System(tmp_path).proc
+    (proc / "meminfo").write_text("MemTotal: 100 kB\nMemFree: 50 kB\n")
+    assert 0 < available_bytes(proc) <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def test_a_group_without_a_limit(system: System) -> None:
     system.group("pod/step", memory_max="max", memory_high="max", memory_current=5 * GIB, memory_stat="anon 1")
     assert system.gib() == 64

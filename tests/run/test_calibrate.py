@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -151,6 +153,22 @@ def test_a_cache_that_cannot_be_written(
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc")
     assert machine_for(tmp_path).links == MADE_UP.links
     assert "is not remembered" in caplog.text
+
+
+def test_a_disk_without_room_for_it(
+    tmp_path: Path, quick: list[str], cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine_for(tmp_path)
+    before = {path: path.read_bytes() for path in cache.iterdir()}
+
+    def full(_source: Path, _target: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", full)
+        assert calibrate(tmp_path).links == MADE_UP.links
+    assert "cannot be written (No space left on device)" in caplog.text
+    assert {path: path.read_bytes() for path in cache.iterdir()} == before
 
 
 def test_nowhere_to_remember_it(

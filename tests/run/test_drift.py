@@ -76,6 +76,15 @@ def test_traffic_is_what_keeps_a_link_busy(tmp_path: Path) -> None:
             tier.free(slot)
 
 
+def test_transfers_of_less_than_a_block_say_nothing_of_a_link(tmp_path: Path) -> None:
+    with contextlib.closing(DiskTier(tmp_path)) as tier:
+        slot = tier.write(torch.zeros(100, dtype=torch.uint8).untyped_storage())
+        tier.read(slot).wait()
+        assert (tier.written.transfers, tier.read_back.transfers) == (1, 1)
+        for is_late in (False, True):
+            assert drifted(DISK, {"disk": (tier.written, tier.read_back)}, is_late=is_late) is None
+
+
 def test_each_change_is_waited_for_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ebbtide.run.drift.FIRST_STEPS", 2)
     with contextlib.closing(DiskTier(tmp_path)) as tier:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _PROGRAM = """
 import sys, torch, ebbtide
 from ebbtide.run.native import arena_library
@@ -22,8 +24,9 @@ with ebbtide.Budget("60%", spill=sys.argv[1], machine=FAST_DISK) as memory:
 """
 
 
-def test_a_budget_works_without_a_compiler(tmp_path: Path) -> None:
-    environment = os.environ | {"CXX": "/bin/false", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+@pytest.mark.parametrize("compiler", ["/bin/false", 'c++ "-O2'])
+def test_a_budget_works_without_a_compiler(tmp_path: Path, compiler: str) -> None:
+    environment = os.environ | {"CXX": compiler, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM, str(tmp_path)],
         env=environment,

@@ -13,6 +13,7 @@ import ebbtide
 from ebbtide.run import allocator
 from ebbtide.run.native import arena_library, find_compiler
 from ebbtide.run.rehearsed import FAILURES, STRAYS, Rehearsed
+from ebbtide.run.tiers.memory import bytes_of, take_memory
 from tests.run.harness import FAST_DISK, STEPS, compare, run_plain
 from tests.run.programs import Chain
 
@@ -69,6 +70,29 @@ def test_a_repeated_step_lies_where_it_was_planned() -> None:
     assert layout is not None
     assert layout.footprint_bytes <= 1.05 * layout.max_live_bytes
     assert [place - seen[0] for place in seen] == [offset - layout.offsets[0] for offset in layout.offsets[: len(seen)]]
+
+
+@pytest.mark.parametrize("block_bytes", [512, 4096])
+def test_what_comes_back_from_a_disk_lies_where_it_was_planned(block_bytes: int) -> None:
+    places, sizes = Rehearsed(), sizes_of(4)
+    for _ in range(3):
+        places.begin()
+        alive: list[torch.UntypedStorage] = []
+        for size in sizes:
+            left = torch.ones(size + 512, dtype=torch.uint8).untyped_storage()  # an odd number of blocks of 512 bytes
+            alive = [*alive[-2:], left]
+            pointer = left.data_ptr()
+            alive[-1] = take_memory(size + 512, pointer % block_bytes, block_bytes)
+            bytes_of(alive[-1]).fill_(1)
+            del left
+            assert (alive[-1].data_ptr() - pointer) % block_bytes == 0
+        serves = places.serves
+        if serves:
+            library = arena_library()
+            assert library is not None
+            assert library.ebbtide_arena_unfollow() == 0
+        places.end(exact=True)
+    assert serves
 
 
 def test_a_place_that_is_taken_is_left_alone() -> None:

@@ -44,7 +44,7 @@ def available_bytes(proc: Path = PROC) -> int:
     try:
         lines = (proc / "meminfo").read_text().splitlines()
         least = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))  # it says KiB
-    except OSError:  # as in a jail without it; what is free is less than what is available
+    except (OSError, StopIteration):  # a jail without it, or one that does not say; what is free is less than that
         least = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for directory, files in _groups(proc):
         with contextlib.suppress(OSError, ValueError):  # the root group has no such files, and not all may be read

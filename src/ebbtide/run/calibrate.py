@@ -20,7 +20,6 @@ import logging
 import os
 import platform
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -218,10 +217,7 @@ def _remember(machine: Machine, path: Path | None) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
-        os.close(descriptor)
-        machine.save(name)
-        os.replace(name, path)
+        machine.save(path)
     except OSError as fault:
         _log.warning("the calibration is not remembered: %s cannot be written (%s)", path, fault.strerror)
 

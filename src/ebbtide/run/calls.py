@@ -61,7 +61,7 @@ class Argument(Window):
         value: which one; -1 if the step's record has none there.
         shown: which version of which storage it was; None for external ones.
         external: the tensor, if it is external, and its version.
-        copy: what that had, if it is small and may be written to without a version, as a norm's statistics are.
+        copy: what that had, if it may be written to without a version, as a norm's statistics are.
     """
 
     __slots__ = ("conjugated", "copy", "external", "negated", "shown", "value", "version")
@@ -79,7 +79,7 @@ class Argument(Window):
             is_parameter = type(tensor) is torch.nn.Parameter
             self.external = tensor if is_parameter else _without_graph(tensor)
             self.version = self.external._version
-            if not is_parameter and tensor.numel() <= MOST_STATISTICS and tensor.is_floating_point():
+            if not is_parameter and _may_be_statistics(tensor):
                 with torch._C._DisableTorchDispatch():  # nobody is to count it
                     self.copy = self.external.clone()
         else:
@@ -89,6 +89,15 @@ class Argument(Window):
     def is_rewritten(self) -> bool:
         """Whether it is external and was written in place since."""
         return self.external is not None and self.external._version != self.version
+
+    def as_captured(self, external: torch.Tensor) -> torch.Tensor:
+        """``external``, or the copy if that had other elements."""
+        copy = self.copy
+        if copy is None:
+            return external
+        with torch._C._DisableTorchDispatch():
+            # Elsewhere than on the CPU, to compare them is to wait for the device.
+            return external if copy.device.type == "cpu" and torch.equal(copy, external) else copy
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The argument, as a part of the storage that ``tensor`` shows."""
@@ -102,6 +111,12 @@ class Argument(Window):
         tensor = super().over(storage)
         tensor = torch.conj(tensor) if self.conjugated else tensor
         return torch._neg_view(tensor) if self.negated else tensor
+
+
+def _may_be_statistics(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a number for each channel."""
+    count = tensor.numel()
+    return count <= MOST_STATISTICS and max(tensor.shape, default=1) == count and tensor.is_floating_point()
 
 
 def _without_graph(tensor: torch.Tensor) -> torch.Tensor:

@@ -68,10 +68,8 @@ def drifted(machine: Machine, moved: Mapping[str, tuple[Traffic, Traffic]], *, i
     times = {}
     for name, (out, back) in moved.items():
         for link, traffic in ((machine.link(machine.fast, name), out), (machine.link(name, machine.fast), back)):
-            if traffic.transfers:
-                predicted = (
-                    traffic.transfers * link.latency_seconds + traffic.size_bytes / link.bandwidth_bytes_per_second
-                )
+            predicted = traffic.transfers * link.latency_seconds + traffic.size_bytes / link.bandwidth_bytes_per_second
+            if traffic.seconds > 0 and predicted > 0:  # less than a block crosses no link, and takes no time there
                 times[link.source, link.target] = traffic.seconds / predicted
     slower = is_late and max(times.values(), default=1.0) > SLOWER
     if not slower and min(times.values(), default=1.0) > FASTER:

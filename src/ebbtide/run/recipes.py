@@ -111,8 +111,7 @@ class Recipe:
         """What a captured argument stands for now."""
         if isinstance(item, Argument):
             if item.external is not None:
-                external = _unchanged(item.external, item)
-                return external if item.copy is None else item.copy
+                return item.as_captured(_unchanged(item.external, item))
             if item.value in made:
                 return item.of(made[item.value])
             leaf = self.leaves[item.value]

@@ -161,6 +161,7 @@ class TwoThreads(Program):
         return {"loss": losses[0], "other loss": losses[1]}
 
 
+@pytest.mark.filterwarnings("ignore:a backward pass of this step ran in another thread")  # here as on a device
 def test_two_threads_of_autograd(tmp_path: Path) -> None:
     """Autograd has a thread for each device: saved tensors are asked for by several at once, but served in turn."""
     overlaps: list[str] = []

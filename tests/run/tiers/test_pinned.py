@@ -87,6 +87,25 @@ class TestArena:
         arena.settle(PlannedPlaces((), (), 50 * MIB), quiet)
         assert arena.reserve(4 * MIB) is not None
 
+    def test_if_the_system_refuses_even_that_it_is_empty_and_asks_again(self) -> None:
+        most = [4 * MIB]
+
+        def take(size_bytes: int) -> torch.UntypedStorage:
+            if size_bytes > most[0]:
+                raise SpillError("no")
+            return torch.UntypedStorage(size_bytes)
+
+        arena = Arena(take, 100 * MIB, 4 * MIB)
+        assert arena.reserve(5 * MIB) is None
+        most[0] = 0
+        arena.settle(None, quiet)
+        assert arena.size_bytes == 0
+        assert arena.limit_bytes == 4 * MIB
+        assert arena.reserve(3 * MIB) is None
+        most[0] = 4 * MIB
+        arena.settle(None, quiet)
+        assert arena.reserve(3 * MIB) is not None
+
     def test_growth_leaves_what_lies_there_alone(self) -> None:
         arena = Arena(torch.UntypedStorage, 100 * MIB, start_bytes=2 * MIB)
         place = arena.reserve(1 * MIB)

@@ -15,6 +15,7 @@ from ebbtide.errors import SpillError
 from ebbtide.run.backends.threads import InlineBackend, Temper
 from ebbtide.run.tiers import Arena, DeviceTiers, DiskTier, StagedTier, StreamTier, peer_memory
 from ebbtide.run.tiers.pinned import PlannedPlaces
+from ebbtide.run.tiers.stream import StreamSlot
 from tests.run.tiers.stand_ins import MIB, bytes_of, storage_of
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -66,6 +67,11 @@ class TestStreamTier:
         slot.wait()
         assert slot.written
         assert not written_at_once
+        tier.close()
+
+    def test_a_copy_that_was_never_queued_is_not_there(self, backend: InlineBackend) -> None:
+        tier = StreamTier(backend, Arena(torch.UntypedStorage, MIB, MIB))
+        assert not StreamSlot(tier, storage_of(1000)).written
         tier.close()
 
     def test_places_are_given_back(self, backend: InlineBackend) -> None:

@@ -24,8 +24,16 @@ from ebbtide.run.tiers import DiskTier
 from ebbtide.run.tiers import disk as disk_module
 from ebbtide.run.tiers.disk import open_unlinked, switch_to_direct
 from ebbtide.run.tiers.memory import take_memory
+from ebbtide.run.tiers.transfers import Slot
 from tests.conftest import open_files
 from tests.run.tiers.stand_ins import MIB, HeldCall, bytes_of, failing, storage_of
+
+
+def wait_for_end(slot: Slot) -> None:
+    deadline = time.monotonic() + 20
+    while not slot.finished.is_open:
+        assert time.monotonic() < deadline, "nobody ends the transfer"
+        time.sleep(0.001)
 
 
 class TestFaults:
@@ -83,12 +91,25 @@ class TestFaults:
             (tmp_path / "spill").rmdir()
             monkeypatch.setattr(disk, "_pwrite", failing(errno.ENOSPC))
             slot = disk.write(storage_of(8192))
-            deadline = time.monotonic() + 20
-            while not slot.finished.is_open:
-                assert time.monotonic() < deadline, "nobody ends the transfer"
-                time.sleep(0.001)
+            wait_for_end(slot)
             with pytest.raises(SpillError, match=r"is full.* are free; free some space"):
                 slot.wait()
+
+    @pytest.mark.parametrize("gone", ["free_bytes", "format_bytes"])
+    def test_disk_full_and_nothing_to_be_said_of_it(
+        self, disk: DiskTier, monkeypatch: pytest.MonkeyPatch, gone: str
+    ) -> None:
+        """A disk behind a network may be gone: the transfer ends all the same."""
+
+        def fail(_: int) -> int:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+        monkeypatch.setattr(disk, "_pwrite", failing(errno.ENOSPC))
+        monkeypatch.setattr(disk_module, gone, fail)
+        slot = disk.write(storage_of(8192))
+        wait_for_end(slot)
+        with pytest.raises(SpillError, match=r"of 8\.00 KiB failed; free some space|moving 8\.00 KiB .*No space left"):
+            slot.wait()
 
     def test_a_fault_in_one_of_many_parts(self, disk: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
         slot = disk.write(storage_of(4 * DiskTier.part_bytes))
@@ -215,6 +236,7 @@ class TestFaults:
 
     def test_an_interrupt_while_a_thread_ends(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The threads of the other lane end all the same."""
+        before = open_files()
         disk = DiskTier(tmp_path)
         bytes_of(disk.read(disk.write(storage_of(8192))).wait())
         readers, real = disk._reader._threads, disk._writer.close
@@ -227,7 +249,7 @@ class TestFaults:
         with pytest.raises(KeyboardInterrupt):
             disk.close()
         assert not any(thread.is_alive() for thread in readers)
-        disk._release_all()
+        assert open_files() == before
 
     def test_drain_raises_nothing(self, disk: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(disk, "_pwrite", failing(errno.EIO))

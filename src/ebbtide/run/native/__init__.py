@@ -79,13 +79,17 @@ def _build(path: Path) -> None:
     compiler = find_compiler()
     if compiler is None:
         raise FileNotFoundError("no C++ compiler found")
+    try:
+        command = shlex.split(compiler)
+    except ValueError as fault:
+        raise FileNotFoundError(f"$CXX is no command: {compiler}: {fault}") from fault
     path.parent.mkdir(parents=True, exist_ok=True)
     root = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         built = Path(directory) / path.name
         done = subprocess.run(
             [
-                *(*shlex.split(compiler), "-std=c++20", "-O2", "-shared", "-fPIC", str(_SOURCE), "-o", str(built)),
+                *(*command, "-std=c++20", "-O2", "-shared", "-fPIC", str(_SOURCE), "-o", str(built)),
                 f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
                 *("-I", str(root / "include"), f"-L{root / 'lib'}", "-lc10"),
             ],

@@ -10,6 +10,7 @@ would do instead: one more copy of every byte, and the bytes that were to leave 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import errno
@@ -27,7 +28,7 @@ from pathlib import Path
 
 from ebbtide.errors import SpillError
 from ebbtide.machine import TierKind
-from ebbtide.run.tiers.memory import CONGRUENCE_BYTES
+from ebbtide.run.tiers.memory import CONGRUENCE_BYTES, copy_memory, read_memory
 from ebbtide.run.tiers.places import Places
 from ebbtide.run.tiers.queued import QueuedTier
 from ebbtide.run.tiers.transfers import QueuedLoad, Slot
@@ -38,6 +39,8 @@ PLACE_ALIGNMENT_BYTES = 4096
 PART_BYTES = 32 << 20
 """Each part wakes a thread where all cores compute. In parts of 8 MiB a gibibyte cost compute 15 ms here, in parts of
 32 or 64 MiB 11 ms, and an LSTM's step within half its memory 1.048 times the plain one instead of 1.023."""
+CHECKED_BYTES = 256 << 10
+"""Checksums are made of copies of this size."""
 READERS = 2
 """With one, the disk waits while new memory is faulted in: two read 10 to 40 % faster here, a third adds nothing."""
 REFUSALS = {
@@ -139,7 +142,7 @@ class DiskTier(QueuedTier):
         """Write what is at ``pointer`` as a part of the whole blocks."""
         view = memory_view(pointer, stop - start)
         if self.checksum:
-            place.checksums[start] = zlib.crc32(view)
+            place.checksums[start] = _checksum(pointer, stop - start)
         self._move(self._pwrite, view, place.offset_bytes + start)
 
     def _get(self, place: DiskPlace, pointer: int, start: int, stop: int) -> None:
@@ -155,8 +158,8 @@ class DiskTier(QueuedTier):
     def _after_store(self, slot: Slot) -> None:
         place: DiskPlace = slot.place
         end = place.head_bytes + slot.payload_bytes
-        place.head = ctypes.string_at(slot.pointer, place.head_bytes)
-        place.tail = ctypes.string_at(slot.pointer + end, slot.size_bytes - end)
+        place.head = read_memory(slot.pointer, place.head_bytes)
+        place.tail = read_memory(slot.pointer + end, slot.size_bytes - end)
 
     def _after_fetch(self, load: QueuedLoad) -> None:
         place: DiskPlace = load.slot.place
@@ -194,8 +197,10 @@ class DiskTier(QueuedTier):
             code = errno.EFBIG  # up to a limit within a block there is less to write than direct I/O takes
         if code in REFUSALS:
             what, advice = REFUSALS[code]
-            # Asked of the file: the directory may be gone by now, and an error here would leave the transfer endless.
-            free = f", {format_bytes(free_bytes(self._fd))} are free" if code == errno.ENOSPC else ""
+            free = ""
+            if code == errno.ENOSPC:
+                with contextlib.suppress(OSError):  # asked of the file: the directory may be gone by now, or the disk
+                    free = f", {format_bytes(free_bytes(self._fd))} are free"
             return (
                 f"{what.format(self.directory)} ({os.strerror(code)}): {doing} a tensor of {size} failed{free}; "
                 f"{advice}, choose another directory with spill=..., or allow more memory"
@@ -295,6 +300,16 @@ def _warn_if_ram(directory: Path) -> None:
             "choose a directory on a disk with spill=...",
             stacklevel=1,  # one place, so that Python shows it once
         )
+
+
+def _checksum(pointer: int, size_bytes: int) -> int:
+    """CRC-32 of a storage that may get other memory meanwhile. Raises `OSError` as `copy_memory`."""
+    checksum, copy = 0, ctypes.create_string_buffer(CHECKED_BYTES)
+    for start in range(0, size_bytes, CHECKED_BYTES):
+        count = min(CHECKED_BYTES, size_bytes - start)
+        copy_memory(ctypes.addressof(copy), pointer + start, count)
+        checksum = zlib.crc32(memoryview(copy)[:count], checksum)
+    return checksum
 
 
 def memory_view(pointer: int, size_bytes: int) -> memoryview:

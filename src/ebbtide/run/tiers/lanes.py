@@ -10,7 +10,6 @@ NOTE [Fork]
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import threading
@@ -18,6 +17,7 @@ import weakref
 from collections.abc import Callable
 
 from ebbtide.errors import SpillError
+from ebbtide.run.tiers.gate import Gate
 
 Job = Callable[[bool], None]
 """Work for a lane. It is told whether the lane is closing, and then must only report that it was not done."""
@@ -46,7 +46,7 @@ class Lane:
     def _reset(self) -> None:
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._threads: dict[threading.Thread, Gate] = {}  # opened as each of them ends
         self._gates: list[threading.Lock] = []
         self._closing = False
 
@@ -60,41 +60,59 @@ class Lane:
             self._jobs.put(job)
 
     def close(self) -> None:
-        """Tell the jobs that still wait that they will not be done, and join the threads."""
+        """Tell the jobs that still wait that they will not be done, and join the threads.
+
+        After Ctrl-C, closing again waits for those that have not ended.
+        """
         with self._lock:
             self._closing = True
-            threads, self._threads = self._threads, []
-            for _ in threads:
+            for _ in self._threads:
                 self._jobs.put(None)
-        for thread in threads:
-            # The last reference to a tier may die in one of its own workers.
-            if thread is not threading.current_thread():
-                # One that Ctrl-C met while it started is not known to have: it has no job, and ends by itself.
-                with contextlib.suppress(RuntimeError):
-                    thread.join()
+        for thread, ended in self._others:
+            ended.wait()  # a thread counts as joined when Ctrl-C strikes in its `join`
+            thread.join()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether none of the threads does anything more, if it is closed."""
+        return all(ended.is_open for _, ended in self._others)
+
+    @property
+    def _others(self) -> list[tuple[threading.Thread, Gate]]:
+        """The threads but this one: the last reference to a tier may die in one of its own workers."""
+        return [(thread, ended) for thread, ended in self._threads.items() if thread is not threading.current_thread()]
 
     def _start(self) -> None:
         """Start the threads, or as many of them as the system allows."""
         for _ in range(self._workers):
-            gate = threading.Lock()
-            thread = threading.Thread(target=self._work, args=(gate,), name=self._name, daemon=True)
-            self._gates.append(gate)
-            self._threads.append(thread)
+            gate, ended = threading.Lock(), Gate()
+            thread = threading.Thread(target=self._work, args=(gate, ended), name=self._name, daemon=True)
             try:
+                self._gates.append(gate)
+                self._threads[thread] = ended
                 thread.start()
-            except RuntimeError as fault:  # one that was never started would be counted on, and joined
-                self._threads.remove(thread)
-                self._gates.remove(gate)
+            except BaseException as fault:  # one that was never started would be counted on, and waited for
+                self._threads.pop(thread, None)
+                self._gates = [other for other in self._gates if other is not gate]
+                if not isinstance(fault, RuntimeError):
+                    raise
                 if not self._threads:
                     raise SpillError(f"no thread can be started to move tensors ({fault}); allow more") from fault
 
-    def _work(self, gate: threading.Lock) -> None:
-        while (job := self._jobs.get()) is not None:
-            _no_fork.wait()
-            with gate:
-                job(self._closing)
-            # Otherwise the job, and with it the tier, would live until the next one comes.
-            del job
+    def _work(self, gate: threading.Lock, ended: Gate) -> None:
+        with self._lock:
+            is_known = gate in self._gates
+        if not is_known:
+            return  # Ctrl-C struck as it was started: no fork would wait for it
+        try:
+            while (job := self._jobs.get()) is not None:
+                _no_fork.wait()
+                with gate:
+                    job(self._closing)
+                # Otherwise the job, and with it the tier, would live until the next one comes.
+                del job
+        finally:
+            ended.open()
 
     @property
     def gates(self) -> tuple[threading.Lock, ...]:

@@ -29,6 +29,15 @@ _library.posix_memalign.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_si
 _library.free.argtypes = [ctypes.c_void_p]
 
 
+class _Iovec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("size", ctypes.c_size_t))
+
+
+# Without letting go of the interpreter's lock: to get it again may take far longer than to copy a few bytes.
+_process_vm_readv = ctypes.PyDLL(None, use_errno=True).process_vm_readv
+_process_vm_readv.restype = ctypes.c_ssize_t
+_process_vm_readv.argtypes = [ctypes.c_int, *(ctypes.POINTER(_Iovec), ctypes.c_ulong) * 2, ctypes.c_ulong]
+
 _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.restype = ctypes.py_object
 _capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
@@ -74,6 +83,33 @@ def storage_over(address: int, size_bytes: int, base: Any, free: Callable[[Any],
     block = _block_type(size_bytes).from_address(address)
     block.base, block.free = base, free
     return torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
+
+
+def read_memory(pointer: int, size_bytes: int) -> bytes:
+    """The ``size_bytes`` at an address. Raises `OSError` as `copy_memory`."""
+    if not size_bytes:
+        return b""
+    copy = ctypes.create_string_buffer(size_bytes)
+    copy_memory(ctypes.addressof(copy), pointer, size_bytes)
+    return copy.raw
+
+
+def copy_memory(target: int, source: int, size_bytes: int) -> None:
+    """Copy ``size_bytes`` between addresses, of which another thread may unmap those at ``source`` meanwhile.
+
+    The system copies them: it says so where there is no memory any more, and a read of our own would end the process.
+
+    Raises:
+        OSError: EFAULT if not all of them are mapped.
+    """
+    here, there = _Iovec(target, size_bytes), _Iovec(source, size_bytes)
+    count = _process_vm_readv(os.getpid(), ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+    if count == size_bytes:
+        return
+    fault = ctypes.get_errno() if count < 0 else errno.EFAULT
+    if fault not in (errno.EPERM, errno.ENOSYS):
+        raise OSError(fault, os.strerror(fault))
+    ctypes.memmove(target, source, size_bytes)  # the filters of some containers refuse the call
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

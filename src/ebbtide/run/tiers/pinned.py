@@ -2,7 +2,8 @@
 
 NOTE [Arena]
 1. Memory is taken in one piece, pinned once, between steps: faulting pages in and pinning them takes long. What does
-   not fit has no place here, and is asked for at the next `settle`. If the system refuses, the arena stays as it was.
+   not fit has no place here, and is asked for at the next `settle`. If the system refuses, the arena stays as it was;
+   if by then it has no more even for that, the arena is empty, and asks again at the next `settle`.
    In steps that no plan knows, smaller pieces may be added instead, as to pin one takes less time than a disk would.
    They stay until there is a plan.
 2. Where the plan is known, so are the sizes, the order and the lifetimes of what comes: each has its place beforehand
@@ -116,12 +117,9 @@ class Arena:
             self._pieces.clear()
         if wanted > self.size_bytes:
             former = self.size_bytes
-            try:
-                self._replace(wanted)
-            except SpillError as fault:
-                _log.warning("%s; it stays at %s", fault, format_bytes(former))
+            if not self._replaced(wanted, f"it stays at {format_bytes(former)}"):
                 self.limit_bytes = former + beside
-                self._replace(former)
+                self._replaced(former, "there is none")
 
     def reserve(self, size_bytes: int) -> Place | None:
         """A place, or None if there is none."""
@@ -177,12 +175,18 @@ class Arena:
         self._pieces.clear()
         self._outdated.clear()
 
-    def _replace(self, size_bytes: int) -> None:
+    def _replaced(self, size_bytes: int, otherwise: str) -> bool:
+        """Whether there is other memory, of ``size_bytes``; where the system refuses, ``otherwise`` is logged."""
         # What still lies in the old memory keeps it; otherwise it goes first, to make room.
         self._memory, self._places = None, Places(0)
         if size_bytes:
-            self._memory = self._take(size_bytes)
+            try:
+                self._memory = self._take(size_bytes)
+            except SpillError as fault:
+                _log.warning("%s; %s", fault, otherwise)
+                return False
             self._places = Places(size_bytes)
+        return True
 
     def _planned_offset(self, rounded: int) -> int | None:
         planned, number = self._planned, self._next

@@ -272,10 +272,16 @@ class QueuedTier(abc.ABC):
         try:
             yield
         except BaseException as fault:  # whatever it is, it belongs to whoever waits for the transfer
-            error = fault if isinstance(fault, SpillError) else SpillError(self._explain(fault, transfer))
+            error = fault if isinstance(fault, SpillError) else SpillError(self._describe(fault, transfer))
             if error is not fault:
                 error.__cause__ = fault.with_traceback(None)
             transfer.fault = error.with_traceback(None)
+
+    def _describe(self, fault: BaseException, transfer: Slot | QueuedLoad) -> str:
+        try:
+            return self._explain(fault, transfer)
+        except Exception:  # the transfer has to end
+            return QueuedTier._explain(self, fault, transfer)
 
     def _end_write(self, slot: Slot) -> None:
         if slot.fault is None and not slot.moved:
@@ -363,10 +369,16 @@ def _is_dropped(slot: Slot) -> bool:
 
 
 def _shut(lanes: tuple[Lane, ...], release_all: Callable[[], None]) -> None:
-    with contextlib.ExitStack() as stack:  # Ctrl-C while one is waited for must not keep the others' threads
-        for lane in lanes:
-            stack.callback(lane.close)
-    release_all()
+    interrupts: list[BaseException] = []
+    for lane in lanes * 2:  # Ctrl-C while a thread is waited for: it is waited for all the same, but once more only
+        try:
+            lane.close()
+        except BaseException as fault:
+            interrupts.append(fault)
+    if all(lane.has_ended for lane in lanes):  # what a worker still uses is never given back under it
+        release_all()
+    if interrupts:
+        raise interrupts[0]
 
 
 def _after_fork_in_child() -> None:

@@ -45,7 +45,7 @@ class StreamSlot(Slot):
     @property
     def written(self) -> bool:
         """See `Slot.written`."""
-        return bool(self.copied.query())
+        return self.copied is not None and bool(self.copied.query())
 
     def wait(self) -> None:
         """Make compute wait for the copy; then the storage may be let go of."""
