@@ -326,3 +326,17 @@ def test_keys_of_a_state_in_another_order() -> None:
         return [final["h"], final["rest"][0]["c"], final["rest"][0]["d"]], [weight]
 
     compare(program, memory="60KiB")
+
+
+def test_a_norm_without_statistics_of_its_own() -> None:
+    def program(loop: Loop) -> tuple[Any, list[Tensor]]:
+        weight = weights()
+
+        def cell(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+            return nn.functional.batch_norm(h @ weight + x, None, None, training=True), None
+
+        final, _ = loop(cell, torch.randn(SHAPE), torch.randn(20, *SHAPE))
+        final.square().sum().backward()
+        return final, [weight]
+
+    compare(program, memory="60KiB")

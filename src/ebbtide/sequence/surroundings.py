@@ -264,8 +264,8 @@ class Watch(DispatchMode):
             if isinstance(item, torch.Generator) and id(item) not in self._generators:
                 self._generators[id(item)] = (item, item.get_state())
 
-    def _note_made_written(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in filter(has_storage, tensors):
+    def _note_made_written(self, written: Iterable[Any]) -> None:
+        for tensor in filter(has_storage, tensors_in(written)):  # a norm may have no statistics
             key = tensor.untyped_storage()._cdata
             if self._is_own(key) and key not in self._given:
                 self._made_written[key] = self._own[key]
