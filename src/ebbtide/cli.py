@@ -49,7 +49,6 @@ _POLICIES = "offload-all,autoswap-swdoa,superneurons-cache,capuchin,rotor,pofo"
 """Policies that a frontier shows, if the user names no others: one of each sort."""
 
 app = typer.Typer(
-    help="Train PyTorch models within a memory budget, with the same gradients bit for bit.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -33,12 +33,12 @@ def runner(what: str, batch_size: int | None = None) -> tuple[Callable[[], Any],
         return _function(what), _nothing
     from ebbtide.demo.workloads import make_workload
 
-    with _told(what, RuntimeError, MemoryError):
+    with _named_errors(what, RuntimeError, MemoryError):
         workload = make_workload(what, batch_size=batch_size)
         batch = workload.batch(0)
 
     def run() -> None:
-        with _told(what, RuntimeError, MemoryError):
+        with _named_errors(what, RuntimeError, MemoryError):
             workload.step(batch)
 
     return run, workload.model.zero_grad
@@ -79,8 +79,8 @@ def here() -> AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _told(what: str, *kinds: type[BaseException]) -> Iterator[None]:
-    """Errors of these ``kinds`` become an `EbbtideError` that names ``what`` failed; ours stay as they are."""
+def _named_errors(what: str, *kinds: type[BaseException]) -> Iterator[None]:
+    """Errors of these ``kinds`` become an `EbbtideError` that begins with ``what``; ours stay as they are."""
     try:
         yield
     except EbbtideError:
@@ -102,14 +102,15 @@ def _function(what: str, *arguments: int) -> Callable[[], Any]:
     module = importlib.util.module_from_spec(specification)
     sys.path.insert(0, str(Path(path).resolve().parent))  # as Python does for a script, for the imports beside it
     sys.modules[specification.name] = module  # as an import does: dataclasses and pickle look a class's module up
-    with _told(f"{path}: cannot be imported", Exception, SystemExit):  # a script may call sys.exit() wherever it is run
+    # A script may call sys.exit() wherever it is run.
+    with _named_errors(f"{path}: cannot be imported", Exception, SystemExit):
         specification.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
         raise EbbtideError(f"{path}: has no function {name!r}")
 
     def run() -> None:
-        with _told(what, Exception, SystemExit):
+        with _named_errors(what, Exception, SystemExit):
             function(*arguments)
 
     return run

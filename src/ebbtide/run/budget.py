@@ -28,9 +28,10 @@ class Budget:
     if it computes values again, the next step verifies them; from then on steps run as planned.
 
     Args:
-        limit: an int, ``"6GiB"``, or ``"50%"`` of the plain peak. On a CPU, bytes of all tensors alive that a step
-            touches or makes, parameters and gradients included. On CUDA, all bytes that PyTorch's allocator has handed
-            out on the step's device: optimizer state and workspaces, too.
+        limit: an int, ``"6GiB"``, or ``"50%"`` of the plain peak, the larger one of the steps that are observed first.
+            On a CPU, bytes of all tensors alive that a step touches or makes, parameters and gradients included. On
+            CUDA, all bytes that PyTorch's allocator has handed out on the step's device: optimizer state and
+            workspaces, too.
         spill: directory on a disk for tensors that leave; the system's directory for temporary files by default.
         verify: compare every value that is computed again with the truth, once. The step that does keeps to the limit,
             but for a part of 256 KiB of what it compares.
