@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from ebbtide.documents import write_json
 from ebbtide.errors import RecordError
 from ebbtide.machine import Machine
 from ebbtide.machines import load_machine, machine_names
-from ebbtide.step import write_json
 
 
 def test_the_machines_are_these() -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.decisions import Plan
+from ebbtide.documents import check_document, read_document, write_json
 from ebbtide.errors import RecordError
 from ebbtide.machine import Machine
-from ebbtide.step import Step, check_document, read_document, write_json
+from ebbtide.step import Step
 
 FORMAT = "ebbtide-bundle"
 VERSION = 1

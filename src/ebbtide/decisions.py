@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ebbtide.documents import check_document, read_json, write_json
 from ebbtide.errors import RecordError
 from ebbtide.fields import typed
-from ebbtide.step import check_document, read_json, write_json
 
 FORMAT = "ebbtide-plan"
 VERSION = 1

@@ -16,29 +16,18 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import gzip
-import io
-import json
 import math
-import os
-import stat
-import zlib
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
+from ebbtide.documents import check_document as check_document
+from ebbtide.documents import read_json as read_json
+from ebbtide.documents import write_json as write_json
 from ebbtide.errors import RecordError
 from ebbtide.fields import check_fields, checks_of, wrong_field
-from ebbtide.files import write_whole
-from ebbtide.units import format_bytes
 
 FORMAT = "ebbtide-step"
-_WRITERS = {
-    "ebbtide-step": "`ebbtide observe`",
-    "ebbtide-bundle": "`ebbtide plan -o`",
-    "ebbtide-machine": "`ebbtide calibrate -o`",
-}
-"""What makes a file of each kind that users name."""
 VERSION = 1
 
 Phase = Literal["forward", "backward"]
@@ -53,8 +42,6 @@ MOST_BYTES = 1 << 60
 """More than all values of a step take together, and than an op's workspace: sums of bytes stay numbers of 64 bits."""
 MOST_SECONDS = 1e12
 """More than an op or a transfer takes: sums of times stay finite numbers."""
-_MOST_TEXT_BYTES = 1 << 28
-"""More than a file of ours holds, unpacked; a step of 100,000 ops takes some 12 MB."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -193,13 +180,26 @@ class Step:
         """Duration of the step without a plan: the sum over its ops."""
         return math.fsum(op.duration_seconds for op in self.ops)
 
+    @property
+    def next_storage(self) -> int:
+        """A number that no storage of the step has."""
+        return 1 + max((value.storage for value in self.values), default=-1)
+
     def is_final(self, absence: Absence) -> bool:
         """Whether nothing asks for the value of ``absence`` any more."""
         return absence.closes >= self.values[absence.value].dies
 
+    def values_of(self, absences: Iterable[int]) -> set[int]:
+        """The values of the absences with these numbers."""
+        return {self.absences[number].value for number in absences}
+
+    def event_ticks(self) -> list[int]:
+        """Tick of each event, by index."""
+        return [event.tick for event in self.events]
+
     def op_moments(self) -> list[int]:
         """Moment of each op, by tick."""
-        ticks = [event.tick for event in self.events]
+        ticks = self.event_ticks()
         return [tick + bisect.bisect_right(ticks, tick) for tick in range(len(self.ops))]
 
     def event_moments(self) -> list[int]:
@@ -320,71 +320,3 @@ def _rows(kind: type, columns: dict[str, list[Any]]) -> Iterable[Any]:
 
 def _frozen(item: Any) -> Any:
     return tuple(_frozen(part) for part in item) if isinstance(item, list) else item
-
-
-def write_json(path: str | Path, document: dict[str, Any]) -> None:
-    """Write ``document`` as compact JSON; gzip-compressed if the name ends in ``.gz``."""
-    data = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
-    write_whole(path, gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data)
-
-
-def read_json(path: str | Path, format_name: str, version: int) -> dict[str, Any]:
-    """Read a JSON document of ours.
-
-    Raises:
-        RecordError: if it is missing, malformed, of another kind or of another version.
-    """
-    document = read_document(path)
-    check_document(document, str(path), format_name, version)
-    return document
-
-
-def read_document(path: str | Path) -> dict[str, Any]:
-    """Read a JSON object, gzip-compressed or not. Raises `RecordError` if it is missing or malformed."""
-    try:
-        data = _read(Path(path))
-        document = json.loads(data)
-        if b"\\u" in data or b"\xed" in data:  # of halves of characters, which JSON lets through, no text can be made
-            json.dumps(document, ensure_ascii=False).encode()
-    except (gzip.BadGzipFile, zlib.error) as fault:
-        raise RecordError(f"{path}: damaged, or cut short: {fault}") from fault
-    except OSError as fault:
-        raise RecordError(f"{path}: cannot be read: {fault.strerror or fault}") from fault
-    except (ValueError, EOFError, RecursionError) as fault:
-        raise RecordError(f"{path}: not JSON, or cut short: {fault}") from fault
-    if not isinstance(document, dict):
-        raise RecordError(f"{path}: not a file of ebbtide's")
-    return document
-
-
-def _read(path: Path) -> bytearray:
-    """What a file holds, unpacked. What has no end, or is far too large to be ours, is not read until memory ends."""
-    with path.open("rb") as file:
-        kind = os.fstat(file.fileno()).st_mode
-        if stat.S_ISCHR(kind) or stat.S_ISBLK(kind):
-            raise RecordError(f"{path}: not a file of ebbtide's, but a device")
-        data = _read_whole(file, path)
-    if data[:2] == b"\x1f\x8b":
-        with gzip.GzipFile(fileobj=io.BytesIO(data)) as unpacked:
-            data = _read_whole(unpacked, path)
-    return data
-
-
-def _read_whole(file: BinaryIO | gzip.GzipFile, path: Path) -> bytearray:
-    data = bytearray()
-    while piece := file.read(1 << 20):
-        data += piece
-        if len(data) > _MOST_TEXT_BYTES:
-            raise RecordError(f"{path}: not a file of ebbtide's: none holds {format_bytes(_MOST_TEXT_BYTES)}")
-    return data
-
-
-def check_document(document: Any, name: str, format_name: str, version: int) -> None:
-    """Check that ``document`` says of itself that it is of this format and version. Raises `RecordError` if not."""
-    if not isinstance(document, dict) or document.get("format") != format_name:
-        wanted = f"{format_name}, as {_WRITERS[format_name]} writes" if format_name in _WRITERS else format_name
-        found = document.get("format") if isinstance(document, dict) else None
-        raise RecordError(f"{name}: not a file of kind {wanted}{f', but of kind {found}' if found else ''}")
-    if document.get("version") != version:
-        found = document.get("version")
-        raise RecordError(f"{name}: version {found}, but this ebbtide reads version {version}; make it again")

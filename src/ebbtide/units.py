@@ -102,3 +102,8 @@ def format_seconds(seconds: float) -> str:
     if seconds >= 1e-3:
         return f"{seconds * 1e3:.1f} ms"
     return f"{seconds * 1e6:.0f} us"
+
+
+def round_up(size: int, multiple: int) -> int:
+    """The least multiple of ``multiple``, which is 1 or more, that is no less than ``size``: both in the same unit."""
+    return -(-size // multiple) * multiple

@@ -20,12 +20,13 @@ import ebbtide
 from ebbtide import Budget
 from ebbtide.bundle import Bundle
 from ebbtide.cli import app
+from ebbtide.documents import read_json, write_json
 from ebbtide.errors import RecordError
 from ebbtide.machine import Link, Machine, Tier
 from ebbtide.machines import load_machine
 from ebbtide.options import check_apart, share_of
 from ebbtide.report.sentences import links_table
-from ebbtide.step import Step, read_json, write_json
+from ebbtide.step import Step
 from tests.cli.commands import SCRIPT, Failure, run
 from tests.plan.random_steps import network_step
 

@@ -74,7 +74,7 @@ def with_everything_allocated(step: Step) -> Step:
     unseen = [op.workspace_bytes - step.resting_bytes for op in step.ops]
     always = max(0, min(unseen, default=0))
     values, ops = list(step.values), []
-    storage = 1 + max((value.storage for value in values), default=-1)
+    storage = step.next_storage
     values.append(Value(always, storage, EXTERNAL, (), step.moments))
     for tick, op in enumerate(step.ops):
         more: tuple[int, ...] = ()
@@ -87,5 +87,5 @@ def with_everything_allocated(step: Step) -> Step:
 
 
 def _without_workspace(op: Op, more: tuple[int, ...]) -> Op:
-    # After the other outputs: a replay gives its results to these in order, and has none for a workspace.
+    # At the end: a replay gives its results to the outputs in order, and it has none for a workspace.
     return dataclasses.replace(op, outputs=(*op.outputs, *more), workspace_bytes=0)

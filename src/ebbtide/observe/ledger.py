@@ -36,9 +36,11 @@ def tensors_in(items: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` has one storage of its own that can be followed (sparse, nested ones do not, nor do those that
-    wrap others, or that a transform has wrapped, nor what takes no memory: the zeros of forward mode, meta tensors, and
-    fake ones, unless they stand for those of a step)."""
+    """Whether ``tensor`` has one storage of its own that can be followed.
+
+    Sparse and nested tensors have none, nor have those that wrap others or that a transform has wrapped. Nor has what
+    takes no memory: the zeros of forward mode, meta tensors, and fake tensors unless they stand for those of a step.
+    """
     return (
         tensor.layout is torch.strided
         and _has_memory(tensor)
@@ -87,7 +89,7 @@ def _which(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def is_traceable(tensor: torch.Tensor) -> bool:
-    """Whether it can be told which version of which storage it shows: nobody counts those of inference tensors."""
+    """Whether it is known which version of which storage it shows. Versions of inference tensors are not counted."""
     return has_storage(tensor) and not tensor.is_inference()
 
 
@@ -128,6 +130,12 @@ class Ledger:
     Args:
         on_death: called when a storage has died.
         size_of: bytes that a storage counts for.
+
+    Attributes:
+        resting_bytes: bytes of all external storages that were touched, whether or not they still live.
+        made_bytes: bytes alive now of storages that were made.
+        peak_made_bytes: the most bytes of storages that were made and alive at once.
+        open: whether it still counts.
     """
 
     def __init__(
@@ -153,10 +161,6 @@ class Ledger:
     def peak_bytes(self) -> int:
         """The most bytes that were ever alive."""
         return self.resting_bytes + self.peak_made_bytes
-
-    def find(self, storage: torch.UntypedStorage) -> StorageRecord | None:
-        """The record of a storage, if it was seen before and lives."""
-        return self._living.get(storage._cdata)
 
     def touch(self, storage: torch.UntypedStorage) -> StorageRecord:
         """The record of a storage that is used; one that was never seen before is external."""
@@ -196,11 +200,11 @@ class Ledger:
                 self._on_death(record)
 
     def make_larger(self, storage: torch.UntypedStorage) -> StorageRecord:
-        """An op has given a storage more memory: it is another one from now on, and the former one is dead."""
+        """An op has given a storage more memory: it counts as another one from now on, and the former one as dead."""
         former = self._living.pop(storage._cdata, None)
-        record = self._enter(storage, external=False)  # while the former is there: what it held was copied
+        record = self._enter(storage, external=False)  # both count for a moment: the op copied from one to the other
         if former is not None:
-            former.reference = None  # which would tell of its death once more
+            former.reference = None  # or it would report the death a second time
             self._gone(former)
         return record
 
@@ -209,7 +213,7 @@ class Ledger:
         return [record for record in list(self._living.values()) if record.external]
 
     def reached(self, made_bytes: int) -> None:
-        """So many bytes of storages that the ledger saw made were alive at once."""
+        """Note that ``made_bytes`` of storages that were made were alive at once."""
         self.peak_made_bytes = max(self.peak_made_bytes, made_bytes)
 
     def close(self) -> None:

@@ -61,7 +61,7 @@ def kind_of(func: Any) -> Kind:
 def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
     """What a call of ``func`` with these arguments did; ``result`` is what it returned."""
     kind = kind_of(func)
-    outputs = list(tensors_in(result if isinstance(result, (list, tuple)) else (result,)))
+    outputs = list(tensors_in((result,)))
     inputs = list(tensors_in((*args, *kwargs.values())))
     if kind == "none" or not (inputs or outputs):
         return Work("none", 0, 0, "float32")
@@ -73,7 +73,7 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     packet = getattr(func, "_overloadpacket", None)
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=result))
-    # PyTorch counts the kernels of accelerators; those of the CPU for the same mathematics it does not.
+    # PyTorch counts the kernels of accelerators, but not those of the CPU that compute the same.
     name = getattr(packet, "__name__", "")
     if name == _CPU_ATTENTION:
         return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))

@@ -2,10 +2,10 @@
 
 The problem is dynamic storage allocation, the "weighted graph colouring" of SmartPool (Zhang et al. 2019): blocks that
 are alive at the same time must not overlap, and the footprint should be as near as possible to the most bytes alive at
-once, below which it cannot be. Two ways of placing are tried. A *skyline* takes, of all blocks that are left, the one
+once, which no layout goes below. Two ways of placing are tried. A *skyline* takes, of all blocks that are left, the one
 that can lie lowest on top of what is placed already. *First fit* takes the blocks in a given order, each to the lowest
-gap between those that are alive beside it. What comes out depends on the order; so a number of them are tried, mixed at
-random from the order of birth, of life, of size and of their product.
+gap between those that are alive at the same time. The result depends on the order of the blocks, so many orders are
+tried: those by birth, by life, by size and by life times size, and random mixtures of these.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbtide.arguments import as_whole, check_instance
+from ebbtide.arrays import Ints
 from ebbtide.compiled import compiled
 from ebbtide.errors import ArgumentError
 from ebbtide.heaps import make_heap, take_least
 from ebbtide.step import MOST_BYTES
-
-Ints = npt.NDArray[np.int64]
+from ebbtide.units import round_up
 
 FOREVER = np.iinfo(np.int64).max
 """When a block dies that outlives the trace."""
@@ -33,7 +33,7 @@ ALIGNMENT_BYTES = 512
 MOST_TRIES, WORK = 400, 200_000_000
 """Orders to try at most, and pairs of blocks to look at in all of them."""
 NOISE = (0.0, 0.05, 0.2, 0.5)
-"""How far a block may be moved in an order, as shares of it."""
+"""How far a block may be moved in an order at random, as shares of the number of blocks."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,10 +119,11 @@ def columns(blocks: Sequence[Block], alignment_bytes: int) -> tuple[Ints, Ints, 
     if alignment_bytes < 1:
         raise ArgumentError(f"blocks are aligned to 1 byte at least, not {alignment_bytes}")
     rows = [_row(block) for block in blocks]
-    if sum(-(-size // alignment_bytes) for _, _, size in rows) * alignment_bytes > MOST_BYTES:
+    sizes = [round_up(size, alignment_bytes) for _, _, size in rows]
+    if sum(sizes) > MOST_BYTES:
         raise ArgumentError(f"blocks of more than {MOST_BYTES} bytes, rounded up to {alignment_bytes}, have no place")
-    born, dies, sizes = np.array(rows, dtype=np.int64).reshape(-1, 3).T.copy()
-    return born, dies, -(-sizes // alignment_bytes) * alignment_bytes
+    born, dies, _ = np.array(rows, dtype=np.int64).reshape(-1, 3).T.copy()
+    return born, dies, np.array(sizes, dtype=np.int64)
 
 
 def _row(block: Block) -> tuple[int, int, int]:

@@ -56,7 +56,7 @@ def computed_again(
     away: dict[int, list[tuple[int, int]]] = {}
     for number, span in gone.items():
         away.setdefault(step.absences[number].value, []).append(span)
-    never = {step.absences[number].value for number in banned}
+    never = step.values_of(banned)
     known: dict[tuple[int, int, int], Again] = {}
     found = []
     for absence, moment in zip(step.absences, recompute_moments(facts, gone), strict=True):
@@ -167,7 +167,7 @@ class Returns:
 
     def __init__(self, facts: Facts, banned: Set[int], gone: Gone, load_seconds: Mapping[int, float]) -> None:
         self.facts, self.gone, self.load_seconds = facts, gone, load_seconds
-        self.never = {facts.step.absences[number].value for number in banned}
+        self.never = facts.step.values_of(banned)
         self.absences: dict[int, list[int]] = {}
         for number in gone:
             self.absences.setdefault(facts.step.absences[number].value, []).append(number)

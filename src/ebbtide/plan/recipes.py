@@ -29,7 +29,7 @@ def find_recipes(step: Step, banned: Set[int] = frozenset()) -> list[tuple[int, 
         banned: absences whose values no recipe may make, neither as its result nor on the way.
     """
     facts = Facts.of(step)
-    never = {step.absences[number].value for number in banned}
+    never = step.values_of(banned)
     return [None if step.is_final(absence) else recipe_of(facts, absence, never) for absence in step.absences]
 
 

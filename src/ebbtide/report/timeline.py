@@ -67,7 +67,7 @@ def timeline_data(step: Step, machine: Machine, plan: Plan) -> dict[str, Any]:
         "ops": [_word(words, short_name(op.name)) for op in step.ops],
         "modules": [_word(words, op.module) for op in step.ops],
         "words": list(words),
-        "events": [event.tick for event in step.events],
+        "events": step.event_ticks(),
         "plain": _curve(plain),
         "planned": _curve(planned),
         "limit_bytes": plan.limit_bytes,

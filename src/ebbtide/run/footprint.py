@@ -74,7 +74,7 @@ def footprint_of(step: Step, decisions: Sequence[Decision], memory: Sequence[int
     """
     gaps = _gaps(step, decisions)
     plain, moments, op_moments = plain_memory(step), step.event_moments(), step.op_moments()
-    ticks = [*(event.tick for event in step.events), len(step.ops)]
+    ticks = [*step.event_ticks(), len(step.ops)]
     spans = [range(first, end) for first, end in itertools.pairwise(ticks)]
     besides, between = [], []
     for moment, span, away in zip(moments, spans, _away(gaps, len(moments)), strict=True):

@@ -123,6 +123,5 @@ def end(turn: int | None) -> Held | None:
 
 def holding_more(step: Step, size_bytes: int) -> Step:
     """The step, if so many bytes that it did not hold were there all the time."""
-    storage = 1 + max((value.storage for value in step.values), default=-1)
-    more = Value(size_bytes, storage, EXTERNAL, (), step.moments)
+    more = Value(size_bytes, step.next_storage, EXTERNAL, (), step.moments)
     return dataclasses.replace(step, values=(*step.values, more))

@@ -57,7 +57,7 @@ class Pace:
 
     def refine(self, step: Step) -> Step:
         """``step`` with the durations of its ops refined."""
-        ticks = [0, *(event.tick for event in step.events), len(step.ops)]
+        ticks = [0, *step.event_ticks(), len(step.ops)]
         if len(self._runs[0]) == 1:
             ticks = [0, len(step.ops)]
         ops = list(step.ops)

@@ -15,11 +15,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from ebbtide.arrays import Ints
 from ebbtide.place import Block, Layout, keep_local, place
-from ebbtide.place.layout import Ints
 from ebbtide.run.native import arena_library
 from ebbtide.run.recordings import Recording, expected
 from ebbtide.run.tiers.disk import PLACE_ALIGNMENT_BYTES
+from ebbtide.units import round_up
 
 STRAY_SHARE = 0.02
 """Share of a step's footprint that may lie outside its region: more, and the step strayed."""
@@ -153,7 +154,7 @@ def _spread(recording: Recording) -> tuple[Layout, Ints, int]:
     ghosts = place(
         [block for block, touched in zip(blocks, written, strict=True) if not touched], PLACE_ALIGNMENT_BYTES
     )
-    above = -(-layout.footprint_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    above = round_up(layout.footprint_bytes, HUGE_PAGE_BYTES)
     offsets = np.zeros(len(blocks), dtype=np.int64)
     offsets[written] = layout.offsets
     offsets[~written] = np.array(ghosts.offsets, dtype=np.int64) + above

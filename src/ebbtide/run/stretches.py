@@ -27,7 +27,7 @@ def stretches(step: Step, known: Iterable[int]) -> tuple[int, ...]:
     Returns:
         By event, the tick of the next op if the mode runs from there on, else -1; the last entry is for the start.
     """
-    ticks = [0, *(event.tick for event in step.events), len(step.ops)]
+    ticks = [0, *step.event_ticks(), len(step.ops)]
     opening = _openings(step, ticks)
     runs = [False] * (len(ticks) - 1)
     for tick in known:
@@ -77,7 +77,7 @@ def _openings(step: Step, ticks: Sequence[int]) -> Callable[[int, int], int]:
 
 def one_stretch(step: Step) -> tuple[int, ...]:
     """The same with the capture mode on from the start of the step, counting anew from each event."""
-    return (*(event.tick for event in step.events), 0)
+    return (*step.event_ticks(), 0)
 
 
 def shows_nodes_that_ask(step: Step, known: Iterable[int]) -> bool:

@@ -30,7 +30,7 @@ import torch
 from ebbtide.errors import SequenceError
 from ebbtide.run.tiers.disk import PLACE_ALIGNMENT_BYTES
 from ebbtide.run.tiers.memory import bytes_of, storage_over
-from ebbtide.units import format_bytes
+from ebbtide.units import format_bytes, round_up
 
 MAPPING_BYTES = 16 << 20
 """A mapping has at most so many bytes, or one block."""
@@ -120,7 +120,7 @@ class Blocks:
             while len(run) < length and self._mapping is not None and self._end_bytes < len(self._mapping):
                 run.append(self._new())
             return run
-        # Those that have been free for longest: of them most lie together still.
+        # Of the blocks that have been free for longest, most still lie together.
         addresses = sorted(itertools.islice(self._free, LOOKED_AT * length))
         best, start = (0, 1), 0
         for stop in range(1, len(addresses) + 1):
@@ -187,4 +187,4 @@ def slots_within(memory_bytes: int, count: int, slot_bytes: int) -> int:
 
 def whole_bytes(size_bytes: int, alignment_bytes: int) -> int:
     """The next multiple of ``alignment_bytes``, at least one."""
-    return max(-(-size_bytes // alignment_bytes), 1) * alignment_bytes
+    return max(round_up(size_bytes, alignment_bytes), alignment_bytes)

@@ -24,6 +24,7 @@ from ebbtide.run.tiers.disk import PLACE_ALIGNMENT_BYTES, READERS, TOO_MANY_FILE
 from ebbtide.run.tiers.transfers import Load, QueuedLoad, Slot
 from ebbtide.sequence import aio
 from ebbtide.sequence.codec import Codec
+from ebbtide.units import round_up
 
 PART_BYTES = 8 << 20
 """Small, so that several threads pack a state, and each needs little memory for that."""
@@ -116,7 +117,7 @@ class StateDisk(DiskTier):
             return _QueuedCopy(self, slot, slot)
         with self._lock:
             self._check_usable()
-            place_bytes = -(-size_bytes // PLACE_ALIGNMENT_BYTES) * PLACE_ALIGNMENT_BYTES
+            place_bytes = round_up(size_bytes, PLACE_ALIGNMENT_BYTES)
             place = StatePlace(self._places.take(place_bytes), place_bytes, 0)
         try:
             return file.write(storage, place.offset_bytes, place)
@@ -241,7 +242,7 @@ class StateDisk(DiskTier):
 
     def _blocks(self, size_bytes: int) -> memoryview:
         """This thread's memory for whole blocks of at least ``size_bytes``, as direct I/O wants it."""
-        whole = -(-size_bytes // self.congruence_bytes) * self.congruence_bytes
+        whole = round_up(size_bytes, self.congruence_bytes)
         if len(getattr(self._scratch, "memory", b"")) < whole:
             self._scratch.memory = mmap.mmap(-1, whole)
         return memoryview(self._scratch.memory)[:whole]

@@ -16,15 +16,16 @@ import numpy.typing as npt
 from ebbtide.errors import SequenceError
 from ebbtide.sequence.blocks import Block
 from ebbtide.sequence.overlaps import Array, are_apart, are_same, hosts, place_within
+from ebbtide.units import round_up
 
 ALIGNMENT_BYTES = 64
 """Arrays begin at multiples of this: a cache line, and what the widest vector instructions want."""
 
 Orders = tuple[tuple[int, ...], ...]
-"""Of each array of a state its axes, the one with the longest stride first; () where that is C's order.
+"""How each array of a state lies: its axes, the one with the longest stride first; () where that is C's order.
 
-Of one that lies in the memory of another: `SHARED`, the number of that one and, unless it is the same array, the offset
-from where that begins, and strides, in bytes. See NOTE [Shared memory] in `ebbtide.sequence.overlaps`."""
+For an array in the memory of another: `SHARED`, the number of the other, and, unless the two are the same, the offset
+from the other's begin and the strides, in bytes. See NOTE [Shared memory] in `ebbtide.sequence.overlaps`."""
 SHARED = -1
 OBJECTS_BYTES, ARRAY_OBJECTS_BYTES = 2048, 320
 """What Python's objects take for a stored state, and for each array in it. Chains of 20,000 steps that stored all took
@@ -103,7 +104,7 @@ class Layout:
         for path, array in found:
             if array.dtype.hasobject:
                 raise SequenceError(f"{path or 'the state'} is no array of plain numbers: {type(array).__name__}")
-            offset = -(-self.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            offset = round_up(self.size_bytes, ALIGNMENT_BYTES)
             self._leaves.append(_Leaf(array.shape, array.dtype, offset, path))
             self.size_bytes = offset + array.nbytes
         if not self._leaves:

@@ -18,6 +18,7 @@ from ebbtide.observe.ledger import has_storage
 from ebbtide.observe.wrapped import is_subclass, is_wrapper
 from ebbtide.sequence.blocks import Block
 from ebbtide.sequence.surroundings import Surroundings, Written, unseen
+from ebbtide.units import round_up
 
 ALIGNMENT_BYTES = 64
 """Tensors begin at multiples of this, as PyTorch's own do: kernels may choose their code by alignment."""
@@ -147,7 +148,7 @@ class TensorLayout:
             end += part.numel()
         self._offsets: list[int] = []
         for _, part in found:
-            offset = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            offset = round_up(end, ALIGNMENT_BYTES)
             self._offsets.append(offset)
             end = offset + part.numel() * part.element_size()
         self.size_bytes = end
@@ -204,7 +205,7 @@ class TensorLayout:
             views = self._views(block)
             forms, firsts = self._forms[int(views.form[0])]
             self.surroundings.set([place.clone() for place in views.surroundings])
-            # Detached: a state's tensors are told apart by what they are, and may be wanted more than once.
+            # Detached: a state's tensors are told apart by identity, and a block may be unpacked more than once.
             parts = [place.detach() for place in views.parts]
             if self.device_types != ["cpu"]:
                 parts = [part.to(leaf.device) for part, leaf in zip(parts, self._leaves, strict=True)]
