@@ -25,7 +25,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     What a signal's handler raises while such code runs, `KeyboardInterrupt` as a rule, comes up as it returns: Python
     makes a `SystemError` of a result and an exception at once.
     """
-    dispatcher = dispatcher_of(function)
+    dispatcher: Callable[..., Any] = dispatcher_of(function)
 
     @functools.wraps(function)
     def call(*arguments: Any) -> Any:
@@ -40,8 +40,8 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @functools.cache
-def dispatcher_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` as compiled by numba, and kept on disk beside it or in the user's cache.
+def dispatcher_of(function: Callable[..., Any]) -> Any:
+    """numba's dispatcher of ``function``: that as compiled, and kept on disk beside it or in the user's cache.
 
     Functions of ours that it calls are compiled with it. numba is imported here and not sooner: it takes half a second,
     which only those who plan should pay.
@@ -52,7 +52,7 @@ def dispatcher_of(function: Callable[..., Any]) -> Callable[..., Any]:
     dispatcher = numba.njit(whole)
     with contextlib.suppress(RuntimeError):  # no directory can be written to: it is compiled once in each process
         dispatcher._cache = _cache_class()(whole)
-    return dispatcher  # type: ignore[no-any-return]
+    return dispatcher
 
 
 @functools.cache

@@ -5,27 +5,27 @@ numba takes seconds to compile NumPy's sorts, and what stops early need not sort
 
 from __future__ import annotations
 
-from typing import Any
+from ebbtide.arrays import Floats, Ints
 
 
-def make_heap(heap: Any, size: int, keys: Any) -> None:
+def make_heap(heap: Ints, size: int, keys: Ints | Floats) -> None:
     """Bring the first ``size`` numbers of ``heap`` into an order in which the first has the least of ``keys``.
 
-    Of equal keys, that of the smaller number is the lesser one.
+    Ties go to the smaller number.
     """
     for at in range(size // 2 - 1, -1, -1):
         _sink(heap, size, at, keys)
 
 
-def take_least(heap: Any, size: int, keys: Any) -> Any:
+def take_least(heap: Ints, size: int, keys: Ints | Floats) -> int:
     """The first number of a heap of ``size``, of which one less is left."""
-    least = heap[0]
+    least: int = heap[0]
     heap[0] = heap[size - 1]
     _sink(heap, size - 1, 0, keys)
     return least
 
 
-def _sink(heap: Any, size: int, at: int, keys: Any) -> None:
+def _sink(heap: Ints, size: int, at: int, keys: Ints | Floats) -> None:
     number = heap[at]
     while 2 * at + 1 < size:
         below = 2 * at + 1
@@ -38,5 +38,6 @@ def _sink(heap: Any, size: int, at: int, keys: Any) -> None:
     heap[at] = number
 
 
-def _is_less(one: int, other: int, keys: Any) -> Any:
-    return keys[one] < keys[other] or (keys[one] == keys[other] and one < other)
+def _is_less(one: int, other: int, keys: Ints | Floats) -> bool:
+    less: bool = keys[one] < keys[other] or (keys[one] == keys[other] and one < other)
+    return less

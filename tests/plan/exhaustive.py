@@ -104,9 +104,9 @@ def try_all(scene: Any, choices: Any, first: Any, unlimited: Any) -> Any:
         for number in range(count):
             plan[:, number] = choices[turn[number]]
         script = write_script(scene, plan[0], plan[1], plan[2], plan[3], plan[4])
-        levels, _, _, _, ended = run_course(scene, script, plan[0], plan[1], 1 << 60, unlimited, np.inf)
-        if ended[0] == DONE:
-            peaks[trial], seconds[trial] = levels[0].max(), levels[2][-1]
+        ran = run_course(scene, script, plan[0], plan[1], 1 << 60, unlimited, np.inf)
+        if ran.ending == DONE:
+            peaks[trial], seconds[trial] = ran.memory.max(), ran.starts[-1]
         for number in range(count):
             turn[number] += 1
             if turn[number] < first[number + 1]:

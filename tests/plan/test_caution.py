@@ -90,7 +90,7 @@ def test_late_copies_make_those_behind_them_late() -> None:
     slots = np.arange(400)
     releases = place_releases(
         slots,
-        slots * tick,
+        (slots * tick).astype(np.float64),
         np.zeros(400, dtype=np.bool_),
         np.zeros(400, dtype=np.int64),
         np.full(400, 10),
@@ -103,6 +103,7 @@ def test_late_copies_make_those_behind_them_late() -> None:
         np.zeros(count),
         np.array([share, extra]),
     )
+    assert releases is not None
     late_seconds = (1 + share) * seconds * np.arange(1, count + 1) + extra
     assert releases * tick == pytest.approx(late_seconds, abs=tick)
     assert (releases * tick >= late_seconds - 1e-12).all()

@@ -149,7 +149,7 @@ def test_what_a_signal_raises_meanwhile_is_raised() -> None:
 
 def test_functions_that_are_called_are_compiled_too_and_named_after() -> None:
     """A change in what is called must not find the caller that was kept before it."""
-    walked, ran = dispatcher_of(walk).py_func, dispatcher_of(run_course).py_func  # type: ignore[attr-defined]
+    walked, ran = dispatcher_of(walk).py_func, dispatcher_of(run_course).py_func
     assert walked.__qualname__.startswith("walk_")
     assert ran.__qualname__ == "run_course"
     assert walked.__globals__["_judged"].py_func.__globals__["run_course"] is dispatcher_of(run_course)

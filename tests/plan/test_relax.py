@@ -80,7 +80,7 @@ def test_fits_and_is_never_slower(seed: int, machine: Machine) -> None:
         for name in ("tier", "replay", "out"):
             assert (getattr(plan.after, name) == getattr(plan.before, name)).all()
         for way in (0, 1):
-            queues = [course.sent[0][course.sent[0][:, 1] == way, 0].tolist() for course in plan.courses]
+            queues = [course.sent.rows[course.sent.rows[:, 1] == way, 0].tolist() for course in plan.courses]
             assert queues[0] == queues[1]
         for times in (1.0, 1.5, 4.0):
             before, after = plan.on(slower(machine, times))

@@ -16,14 +16,12 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from ebbtide.arguments import as_whole, check_instance
+from ebbtide.arrays import Floats, Ints
 from ebbtide.compiled import compiled
 from ebbtide.errors import ArgumentError
-from ebbtide.place.layout import ALIGNMENT_BYTES, WORK, Block, Ints, Layout, columns
-
-Floats = npt.NDArray[np.float64]
+from ebbtide.place.layout import ALIGNMENT_BYTES, WORK, Block, Layout, columns
 
 CACHE_BYTES = 32 << 20
 """What was in use lately: the last so many bytes that blocks were born with. A cache that several cores share holds

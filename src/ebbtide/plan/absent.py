@@ -10,9 +10,10 @@ from collections.abc import Set
 
 import numpy as np
 
+from ebbtide.arrays import Floats, Ints, Mask
 from ebbtide.plan.necessary import Gone, computed_again, recompute_moments
-from ebbtide.plan.problem import Floats, Ints, Problem
-from ebbtide.plan.profile import Mask, first_slots
+from ebbtide.plan.problem import Problem
+from ebbtide.plan.profile import first_slots
 
 NEGLIGIBLE = 1e-3
 """Share of the bytes above rest that values may have together to be left out of the program."""
@@ -82,32 +83,32 @@ class Needed:
     back_from: Ints
     again_from: Ints
 
-    def gone(self, place: Absences) -> Gone:
+    def gone(self, absences: Absences) -> Gone:
         """What has to be absent, and when, by absence."""
         spans = zip(self.leaves_by.tolist(), self.back_from.tolist(), strict=True)
-        every = zip(place.number.tolist(), self.absent.tolist(), spans, strict=True)
+        every = zip(absences.number.tolist(), self.absent.tolist(), spans, strict=True)
         return {number: span for number, absent, span in every if absent}
 
 
-def needed_absences(problem: Problem, place: Absences, excess: Floats) -> Needed:
+def needed_absences(problem: Problem, absences: Absences, excess: Floats) -> Needed:
     """Which values have to be absent: rule 11. ``excess`` are plain bytes less the limit."""
-    count, events = len(place.size), np.array(problem.facts.event_moments, dtype=np.int64)
-    begin = np.where(np.isfinite(place.replay), place.opens, place.release)
+    count, events = len(absences.size), np.array(problem.facts.event_moments, dtype=np.int64)
+    begin = np.where(np.isfinite(absences.replay), absences.opens, absences.release)
     change = np.zeros(len(excess) + 1)
-    np.add.at(change, begin, place.size)
-    np.subtract.at(change, place.closes, place.size)
+    np.add.at(change, begin, absences.size)
+    np.subtract.at(change, absences.closes, absences.size)
     spare = np.cumsum(change)[:-1] - excess
     spare[events] = np.inf
-    tight = np.flatnonzero(spare < place.size.max(initial=0.0))
+    tight = np.flatnonzero(spare < absences.size.max(initial=0.0))
     leaves_by, back_from = np.full(count, len(excess) - 1), np.zeros(count, dtype=np.int64)
     needed = np.zeros(count, dtype=np.bool_)
-    bounds = np.searchsorted(tight, np.stack((begin, place.closes)))
+    bounds = np.searchsorted(tight, np.stack((begin, absences.closes)))
     for number, (first, last) in enumerate(bounds.T.tolist()):
-        held = tight[first:last][spare[tight[first:last]] < place.size[number]]
+        held = tight[first:last][spare[tight[first:last]] < absences.size[number]]
         if held.size:
             needed[number] = True
             leaves_by[number] = events[max(0, int(np.searchsorted(events, held[0])) - 1)]
             back_from[number] = events[np.searchsorted(events, held[-1])]
     found = Needed(needed, leaves_by, back_from, back_from)
-    again_from = np.array(recompute_moments(problem.facts, found.gone(place)), dtype=np.int64)
-    return dataclasses.replace(found, again_from=again_from[place.number])
+    again_from = np.array(recompute_moments(problem.facts, found.gone(absences)), dtype=np.int64)
+    return dataclasses.replace(found, again_from=again_from[absences.number])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ebbtide.plan.problem import Floats, Ints, Problem
+from ebbtide.arrays import Floats, Ints
+from ebbtide.plan.problem import Problem
 
 
 class Blocks:

@@ -13,11 +13,12 @@ from collections.abc import Set
 import numpy as np
 
 from ebbtide.arguments import as_seconds
+from ebbtide.arrays import Floats, Ints
 from ebbtide.errors import PlanError
 from ebbtide.machine import Machine
 from ebbtide.plan.bound_program import Formulation, formulate
 from ebbtide.plan.linear import solve_program, solve_whole
-from ebbtide.plan.problem import Floats, Ints, Problem
+from ebbtide.plan.problem import Problem
 from ebbtide.step import Step
 
 MOST_GROUPS = 500

@@ -70,6 +70,7 @@ from collections.abc import Sequence, Set
 
 import numpy as np
 
+from ebbtide.arrays import Floats, Ints
 from ebbtide.machine import Link
 from ebbtide.plan.absent import Absences, absences_of, needed_absences
 from ebbtide.plan.blocks import AFTER, CLOSING, WITHIN, Blocks, memory_rows
@@ -77,7 +78,7 @@ from ebbtide.plan.bound_reads import Parts, Read, Reading, reads_of
 from ebbtide.plan.bound_rows import NARROW, Given
 from ebbtide.plan.linear import Assembled
 from ebbtide.plan.necessary import Returns, computed_again
-from ebbtide.plan.problem import Floats, Ints, Problem
+from ebbtide.plan.problem import Problem
 
 LARGE = 0.5
 """Values of at least this share of the largest are counted in rule 10."""
@@ -156,11 +157,11 @@ class _Builder(Reading):
 
     def _whole(self, excess: Floats) -> tuple[Ints, Floats]:
         """Moments at which large values have to be absent, and how many: rule 10."""
-        place, found = self.absences, []
+        absences, found = self.absences, []
         for moment in self.moments[self.kinds == AFTER].tolist():
-            here = (place.opens <= moment) & (moment < place.closes)
-            missing = excess[moment] - place.size[here & ~self.large].sum()
-            largest = np.cumsum(np.sort(place.size[here & self.large])[::-1])
+            here = (absences.opens <= moment) & (moment < absences.closes)
+            missing = excess[moment] - absences.size[here & ~self.large].sum()
+            largest = np.cumsum(np.sort(absences.size[here & self.large])[::-1])
             number = int(np.searchsorted(largest, missing * (1 - 1e-12))) + 1
             if missing > 0 and number <= len(largest):
                 found.append((moment, number))
@@ -172,7 +173,7 @@ class _Builder(Reading):
         chosen = np.flatnonzero(self.absences.movable)
         if not len(chosen):
             return
-        place = self.absences.some(chosen)
+        absences = self.absences.some(chosen)
         size, total = self.size[chosen], float(self.size[chosen].sum())
         trips = self.program.columns(len(chosen), 1.0)
         for number, column in zip(chosen.tolist(), trips.tolist(), strict=True):
@@ -180,32 +181,32 @@ class _Builder(Reading):
         out_seconds = self._link_seconds(out_link, self.absences.movable)
         in_seconds = self._link_seconds(in_link, self.absences.movable)
         leaving, back = self._leaving(chosen, trips), self._back(chosen, trips)
-        released = self._add_out(place, trips, size, out_seconds, chosen, leaving)
-        arrived, early = self._add_in(place, trips, size, in_seconds, chosen, back)
+        released = self._add_out(absences, trips, size, out_seconds, chosen, leaving)
+        arrived, early = self._add_in(absences, trips, size, in_seconds, chosen, back)
         away, rows = self._pool(total)
         self.program.put(rows, released, -1.0)
         self.program.put(rows, arrived, 1.0)
         lost_seconds = self._lost_seconds(out_link, out_seconds), self._lost_seconds(in_link, in_seconds)
-        self._add_slowdown(place, trips, *lost_seconds)
+        self._add_slowdown(absences, trips, *lost_seconds)
         self._add_away(size, released, early, away, back)
         large = self.large[chosen]
         if large.any() and len(self.counted):
             self._add_counts(size, in_seconds, released, leaving.some(large), back.some(large))
 
     def _add_out(
-        self, place: Absences, trips: Ints, size: Floats, seconds: Floats, chosen: Ints, leaving: Parts
+        self, absences: Absences, trips: Ints, size: Floats, seconds: Floats, chosen: Ints, leaving: Parts
     ) -> Ints:
         """Copies out and releases: rules 2, 3 and 11. Returns what is released."""
         program, group = self.program, self.blocks.group
         total_seconds, rate = float(seconds.sum()), float((size / seconds).max())
         sent = self._flow(total_seconds)
         _, rows = self._pool(total_seconds, empty_end=True)
-        program.put(rows[group[place.out]], trips, -seconds)
+        program.put(rows[group[absences.out]], trips, -seconds)
         program.put(rows, sent, 1.0)
         needed = self.needed.absent[chosen]
         if needed.any():
             self._done_by(sent, trips[needed], seconds[needed], self.needed.leaves_by[chosen[needed]])
-        self._between(trips, seconds, place.out, self.needed.leaves_by[chosen], needed)
+        self._between(trips, seconds, absences.out, self.needed.leaves_by[chosen], needed)
         released = program.columns(self.blocks.count, np.where(self.blocks.waits, size.sum(), 0.0))
         copied, rows = self._pool(rate * total_seconds)
         program.put(rows, sent, -rate)
@@ -221,16 +222,16 @@ class _Builder(Reading):
         return released
 
     def _add_in(
-        self, place: Absences, trips: Ints, size: Floats, seconds: Floats, chosen: Ints, back: Parts
+        self, absences: Absences, trips: Ints, size: Floats, seconds: Floats, chosen: Ints, back: Parts
     ) -> tuple[Ints, Ints]:
         """Loads: rules 2, 5 and 11. Returns what arrives, and what has arrived before it is needed."""
         program, rates = self.program, size / seconds
         fetched = self._fetched(seconds, back)
         _, rows = self._pool(float(seconds.sum()))
-        begin = np.maximum(place.release, self.needed.back_from[chosen])
+        begin = np.maximum(absences.release, self.needed.back_from[chosen])
         program.put(rows[self.blocks.group[begin]], trips, -seconds)
         program.put(rows, fetched, 1.0)
-        self._between(trips, seconds, begin, place.closes, self.needed.absent[chosen])
+        self._between(trips, seconds, begin, absences.closes, self.needed.absent[chosen])
         arrived = program.columns(self.blocks.count, float(size.sum()))
         for rate, lower, upper in ((float(rates.max()), -np.inf, 0.0), (float(rates.min()), 0.0, np.inf)):
             rows = program.rows(lower, upper, self.blocks.count)
@@ -271,12 +272,12 @@ class _Builder(Reading):
         program.put(rows, taken, -longest)
         program.put(rows, fetched, 1.0)
 
-    def _add_slowdown(self, place: Absences, trips: Ints, out_cost: Floats, in_cost: Floats) -> None:
+    def _add_slowdown(self, absences: Absences, trips: Ints, out_cost: Floats, in_cost: Floats) -> None:
         """What transfers cost compute, after their first slots and before they close: rule 6."""
         group = self.blocks.group
-        self.program.put(self.ready_rows[group[place.out]], trips, -out_cost)
-        self.program.put(self.ready_rows[group[place.release]], trips, -in_cost)
-        self.program.put(self.ahead_rows[group[place.closes]], trips, out_cost + in_cost)
+        self.program.put(self.ready_rows[group[absences.out]], trips, -out_cost)
+        self.program.put(self.ready_rows[group[absences.release]], trips, -in_cost)
+        self.program.put(self.ahead_rows[group[absences.closes]], trips, out_cost + in_cost)
 
     def _add_away(self, size: Floats, released: Ints, early: Ints, away: Ints, back: Parts) -> None:
         """What one tier takes off the rows of memory: rule 7."""
@@ -300,20 +301,20 @@ class _Builder(Reading):
 
     def add_recomputation(self) -> None:
         """Recomputed values: rule 6, and what they take off the rows of memory."""
-        place, size = self.absences.some(self.replayed), self.size[self.replayed]
+        absences, size = self.absences.some(self.replayed), self.size[self.replayed]
         replays = self.program.columns(len(self.replayed), 1.0)
         for number, column in zip(self.replayed.tolist(), replays.tolist(), strict=True):
             self.columns_of[number].append(column)
         earliest = self.needed.again_from[self.replayed]
         self.program.put(self.ready_rows[self.blocks.group[earliest]], replays, -self.replay)
-        self.program.put(self.ahead_rows[self.blocks.group[place.closes]], replays, self.replay)
-        self._put_replays(self.blocks.group[earliest], self.blocks.group[place.closes], replays)
+        self.program.put(self.ahead_rows[self.blocks.group[absences.closes]], replays, self.replay)
+        self._put_replays(self.blocks.group[earliest], self.blocks.group[absences.closes], replays)
         moments, which = np.unique(self.moments, return_inverse=True)
         absent = self.program.columns(len(moments), float(size.sum()))
         rows = self.program.rows(0.0, 0.0, len(moments))
         self.program.put(rows, absent, 1.0)
         self.program.put(rows[1:], absent[:-1], -1.0)
-        begin, end = np.searchsorted(moments, place.opens), np.searchsorted(moments, place.closes)
+        begin, end = np.searchsorted(moments, absences.opens), np.searchsorted(moments, absences.closes)
         seen, back = begin < end, self._back(self.replayed, replays)
         self.program.put(rows[begin[seen]], replays[seen], -size[seen])
         ends = np.maximum(np.searchsorted(moments, back.moments), begin[back.which])
@@ -322,7 +323,7 @@ class _Builder(Reading):
         self.program.put(rows[ends[inside]], back.columns[inside], values[inside])
         self.program.put(self.memory, absent[which], 1.0)
         for moment, row in zip(self.counted.tolist(), self.counts.tolist(), strict=True):
-            here = self.large[self.replayed] & (place.opens <= moment) & (moment < place.closes)
+            here = self.large[self.replayed] & (absences.opens <= moment) & (moment < absences.closes)
             self.program.put(np.full(int(here.sum()), row), replays[here], 1.0)
 
     def _put_replays(self, first: Ints, last: Ints, replays: Ints) -> None:

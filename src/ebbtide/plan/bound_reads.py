@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ebbtide.arrays import Floats, Ints, Mask
 from ebbtide.plan.absent import Absences, Needed
 from ebbtide.plan.bound_rows import Given
 from ebbtide.plan.bound_single import Single
 from ebbtide.plan.necessary import Again
-from ebbtide.plan.problem import Floats, Ints, Problem
-from ebbtide.plan.profile import Mask
+from ebbtide.plan.problem import Problem
 from ebbtide.plan.replay import is_replayable
 
 Moments = dict[int, list[int]]
@@ -52,18 +52,20 @@ class Parts(NamedTuple):
         return Parts(self.which[kept], self.columns[kept], self.signs[kept], self.moments[kept])
 
 
-def reads_of(problem: Problem, place: Absences, needed: Needed, again: Sequence[Again], banned: Set[int]) -> list[Read]:
-    """What the recipes of the absences at ``place`` read; ``again`` is per absence of the step."""
+def reads_of(
+    problem: Problem, absences: Absences, needed: Needed, again: Sequence[Again], banned: Set[int]
+) -> list[Read]:
+    """What the recipes of the ``absences`` read; ``again`` is per absence of the step."""
     step = problem.step
-    never = {step.absences[number].value for number in banned}
+    never = step.values_of(banned)
     by_value: dict[int, list[int]] = {}
-    for where, number in enumerate(place.number.tolist()):
+    for where, number in enumerate(absences.number.tolist()):
         by_value.setdefault(step.absences[number].value, []).append(where)
     found = []
-    for reader, number in enumerate(place.number.tolist()):
-        if math.isinf(place.replay[reader]):
+    for reader, number in enumerate(absences.number.tolist()):
+        if math.isinf(absences.replay[reader]):
             continue
-        runs_from, runs_by = needed.again_from[reader], place.closes[reader]
+        runs_from, runs_by = needed.again_from[reader], absences.closes[reader]
         for value in again[number].reads:
             maker = step.values[value].maker
             can_run = maker >= 0 and value not in never and is_replayable(problem.facts, maker)
@@ -71,7 +73,7 @@ def reads_of(problem: Problem, place: Absences, needed: Needed, again: Sequence[
             found += [
                 Read(reader, read, maker, seconds)
                 for read in by_value.get(value, ())
-                if place.opens[read] < runs_from and runs_by < place.closes[read]
+                if absences.opens[read] < runs_from and runs_by < absences.closes[read]
             ]
     return found
 
@@ -94,11 +96,11 @@ class Reading(Single):
 
     def _moments(self) -> tuple[Moments, Moments]:
         """By which moments what is read may have to be back before it closes; after which it may leave instead."""
-        place, needed = self.absences, self.needed
+        absences, needed = self.absences, self.needed
         early: dict[int, set[int]] = {}
         late: dict[int, set[int]] = {}
         for read in self.reads:
-            early.setdefault(read.read, set()).add(int(place.closes[read.reader]))
+            early.setdefault(read.read, set()).add(int(absences.closes[read.reader]))
             runs_from = int(needed.again_from[read.reader])
             if not needed.absent[read.read] or needed.leaves_by[read.read] >= runs_from:
                 late.setdefault(read.read, set()).add(runs_from)
@@ -147,18 +149,18 @@ class Reading(Single):
 
     def add_reads(self) -> None:
         """What recipes read is there, or comes back for them, or is made again by them: rule 14."""
-        place, needed, program, group = self.absences, self.needed, self.program, self.blocks.group
+        absences, needed, program, group = self.absences, self.needed, self.program, self.blocks.group
         made = dict(zip(self.makers, program.columns(len(self.makers), 1.0).tolist(), strict=True))
         if made:
             readers = np.array([reader for reader, _ in made], dtype=np.int64)
             columns = np.array(list(made.values()), dtype=np.int64)
             seconds = np.array(list(self.makers.values())) / self.unit_seconds
             program.put(self.ready_rows[group[needed.again_from[readers]]], columns, -seconds)
-            program.put(self.ahead_rows[group[place.closes[readers]]], columns, seconds)
+            program.put(self.ahead_rows[group[absences.closes[readers]]], columns, seconds)
         for read in self.reads:
             moved = [self.columns_of[read.reader][-1], *self.columns_of[read.read]]
             allowed = [
-                *self.back_by.get((read.read, int(place.closes[read.reader])), ()),
+                *self.back_by.get((read.read, int(absences.closes[read.reader])), ()),
                 *self.leaves_after.get((read.read, int(needed.again_from[read.reader])), ()),
             ]
             if (read.reader, read.maker) in made:

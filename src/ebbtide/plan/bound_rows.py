@@ -9,13 +9,13 @@ import dataclasses
 
 import numpy as np
 
+from ebbtide.arrays import Floats, Ints, Mask
 from ebbtide.machine import Link
 from ebbtide.plan.absent import Absences, Needed
 from ebbtide.plan.blocks import Blocks
 from ebbtide.plan.linear import Program
 from ebbtide.plan.necessary import Returns
-from ebbtide.plan.problem import Floats, Ints, Problem
-from ebbtide.plan.profile import Mask
+from ebbtide.plan.problem import Problem
 
 NARROW = 64
 """Groups between two events at most for a link's work between them to be looked at on its own: rule 11."""

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence, Set
 
 import numpy as np
 
+from ebbtide.arrays import Floats, Ints
 from ebbtide.plan.bound_rows import NARROW, Given, Rows
 from ebbtide.plan.crowded import crowds_of
-from ebbtide.plan.problem import Floats, Ints
 
 
 class Single(Rows):
@@ -33,23 +33,23 @@ class Single(Rows):
 
     def add_needed(self) -> None:
         """Values that have to be absent at some moment: rule 11."""
-        place, needed, clock = self.absences, self.needed, self.problem.clock / self.unit_seconds
+        absences, needed, clock = self.absences, self.needed, self.problem.clock / self.unit_seconds
         ways = [
-            (self._link_seconds(out, place.movable), self._link_seconds(back, place.movable))
+            (self._link_seconds(out, absences.movable), self._link_seconds(back, absences.movable))
             for out, back in self.problem.routes.values()
         ]
-        rank = np.cumsum(place.movable) - 1
-        where = {number: here for here, number in enumerate(place.number.tolist())}
+        rank = np.cumsum(absences.movable) - 1
+        where = {number: here for here, number in enumerate(absences.number.tolist())}
         for number in np.flatnonzero(needed.absent).tolist():
             columns = np.array(self.columns_of[number], dtype=np.int64)
             self.program.put(np.repeat(self.program.rows(1.0, np.inf, 1), len(columns)), columns, 1.0)
-            tiers = [(out[rank[number]], back[rank[number]]) for out, back in ways] if place.movable[number] else []
+            tiers = [(out[rank[number]], back[rank[number]]) for out, back in ways] if absences.movable[number] else []
             out_seconds, in_seconds = np.array(tiers, dtype=np.float64).reshape(-1, 2).T
-            opens, leaves_by = int(place.out[number]), int(needed.leaves_by[number])
-            back_from, closes = int(needed.back_from[number]), int(place.closes[number])
+            opens, leaves_by = int(absences.out[number]), int(needed.leaves_by[number])
+            back_from, closes = int(needed.back_from[number]), int(absences.closes[number])
             self._delayed(opens, leaves_by, columns[: len(tiers)], out_seconds - (clock[leaves_by] - clock[opens]))
             plain = float(clock[closes] - clock[back_from])
-            again = place.replay[number] / self.unit_seconds
+            again = absences.replay[number] / self.unit_seconds
             delays = np.array([*(in_seconds - plain), again][: len(columns)])
             self._delayed(back_from, closes, columns, delays)
             if np.isfinite(again) and not self.blocks.merged:
@@ -58,18 +58,18 @@ class Single(Rows):
 
     def add_crowds(self, excess: Floats, moments: Ints) -> None:
         """Large values that cannot all be held at some of ``moments``: rule 13."""
-        place, links = self.absences, list(self.problem.routes.values())
-        seconds = np.full((2, len(links), len(place.size)), np.inf)
+        absences, links = self.absences, list(self.problem.routes.values())
+        seconds = np.full((2, len(links), len(absences.size)), np.inf)
         for tier, route in enumerate(links):
             for way, link in enumerate(route):
-                seconds[way, tier, place.movable] = self._link_seconds(link, place.movable)
+                seconds[way, tier, absences.movable] = self._link_seconds(link, absences.movable)
         least = seconds.min(axis=1, initial=np.inf) * self.unit_seconds
         parts: dict[tuple[bool, int], dict[int, Ints]] = {}
-        for crowd in crowds_of(self.problem, place, excess, moments, least[0], least[1]):
+        for crowd in crowds_of(self.problem, absences, excess, moments, least[0], least[1]):
             away: list[int] = []
             for member in crowd.members:
                 every = self.columns_of[member.place]
-                trips = every[: len(links)] if place.movable[member.place] else []
+                trips = every[: len(links)] if absences.movable[member.place] else []
                 away += every[len(trips) :]
                 if member.gone:
                     known = parts.setdefault((member.soon, member.event), {})
@@ -80,7 +80,7 @@ class Single(Rows):
             self.program.put(np.repeat(row, len(away)), np.array(away, dtype=np.int64), 1.0)
         for (soon, event), known in parts.items():
             numbers = np.array(list(known), dtype=np.int64)
-            ends = (place.closes if soon else place.out)[numbers]
+            ends = (absences.closes if soon else absences.out)[numbers]
             for tier, end in itertools.product(range(len(links)), np.unique(ends).tolist()):
                 inside = ends <= end if soon else ends >= end
                 columns = np.array([known[number][tier] for number in numbers[inside].tolist()])
@@ -97,36 +97,36 @@ class Single(Rows):
 
     def _queued(self, number: int, in_seconds: Sequence[Floats]) -> None:
         """What has to be loaded before a value is computed again is loaded before that: rule 12."""
-        place, needed, clock = self.absences, self.needed, self.problem.clock / self.unit_seconds
-        begin, end = int(needed.back_from[number]), int(place.closes[number])
+        absences, needed, clock = self.absences, self.needed, self.problem.clock / self.unit_seconds
+        begin, end = int(needed.back_from[number]), int(absences.closes[number])
         groups = np.arange(self.blocks.group[begin], self.blocks.group[end] + 1)
-        starts = np.maximum(place.release, needed.back_from)
-        inside = place.movable & (starts >= begin) & (place.closes < needed.again_from[number])
-        inside[number] = place.movable[number]
+        starts = np.maximum(absences.release, needed.back_from)
+        inside = absences.movable & (starts >= begin) & (absences.closes < needed.again_from[number])
+        inside[number] = absences.movable[number]
         others = np.flatnonzero(inside)
         if len(groups) > NARROW or not len(others):
             return
-        rank = np.cumsum(place.movable) - 1
+        rank = np.cumsum(absences.movable) - 1
         for tier, seconds in enumerate(in_seconds):
             columns = np.array([self.columns_of[other][tier] for other in others], dtype=np.int64)
             row = self.program.rows(float(clock[begin] - clock[end]), np.inf, 1)
             self._delay(np.repeat(row, len(groups)), groups, 1.0)
             self.program.put(np.repeat(row, len(columns)), columns, -seconds[rank[others]])
             self.program.put(
-                row, np.array(self.columns_of[number][-1:]), np.array([-place.replay[number] / self.unit_seconds])
+                row, np.array(self.columns_of[number][-1:]), np.array([-absences.replay[number] / self.unit_seconds])
             )
 
     def _returned(self, number: int, columns: Ints, delays: Floats, plain: float, where: Mapping[int, int]) -> None:
         """What is computed again comes back after what it is computed from: rule 12."""
-        place, needed = self.absences, self.needed
-        begin, end = int(needed.back_from[number]), int(place.closes[number])
+        absences, needed = self.absences, self.needed
+        begin, end = int(needed.back_from[number]), int(absences.closes[number])
         groups = np.arange(self.blocks.group[begin], self.blocks.group[end] + 1)
         if len(groups) > NARROW:
             return
         again_from = int(needed.again_from[number])
 
         def seconds(kept: Set[int]) -> tuple[float, set[int]]:
-            found, loaded = self.returns.seconds(int(place.number[number]), again_from, kept)
+            found, loaded = self.returns.seconds(int(absences.number[number]), again_from, kept)
             return max(found / self.unit_seconds - plain, float(delays[-1])), loaded
 
         least, loaded = seconds(frozenset())

@@ -7,8 +7,8 @@ import math
 
 import numpy as np
 
+from ebbtide.arrays import Floats
 from ebbtide.machine import Machine
-from ebbtide.plan.problem import Floats
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,14 +43,13 @@ class Caution:
     def of(cls, machine: Machine, *, timed: bool = False) -> Caution:
         """What a plan for ``machine`` leaves free: more than usual where everything that moves goes to disks.
 
-        Within minutes a disk takes up to twice as long, and the steps of a CPU are observed with page faults and with
-        the observer in them: 10 to 30 % too long, so that compute seems to hide more transfers than it does. ResNet-50
-        at a quarter, planned from what was observed, took 1.058, 1.089, 1.155 and 1.280 times plain on the durations of
-        planned steps if links were 1, 1.3, 1.6 and 2 times as slow as measured, and so 1.059, 1.059, 1.066 and 1.140.
+        A disk may take twice as long some minutes later. And the steps of a CPU are observed with page faults and with
+        the observer in them, 10 to 30 % too long, so that compute seems to hide more transfers than it does. On links
+        twice as slow as measured, ResNet-50 at a quarter took 1.140 times plain with this much left free, and 1.280
+        times with as much as usual.
 
-        But time left free is memory that is full, and then blocks do not pack: planned from the durations of planned
-        steps the same took 1.050, 1.058, 1.065 and 1.078 so, in places 1.15 times the bytes alive at once, and 1.046,
-        1.054, 1.065 and 1.103 with half as much free, in 1.06 times.
+        But time left free is memory that is full, and then blocks do not pack. So half as much is left free where the
+        durations are those of planned steps, which are more exact.
 
         Args:
             machine: whose links they are.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+
+from ebbtide.arrays import Floats, Ints, Mask
 
 GONE, NEED, RELEASE, OUT, LOAD = range(5)
 """Phases of a moment, in order: see NOTE [What happens in a moment] in `follow`."""
@@ -34,24 +36,82 @@ class Scene(NamedTuple):
         replay_bytes: per recipe the most bytes, the same with workspaces, and the moment until which it is valid.
     """
 
-    clock: Any
-    plain: Any
-    workspace: Any
-    opens: Any
-    closes: Any
-    size_bytes: Any
-    storage: Any
+    clock: Floats
+    plain: Ints
+    workspace: Ints
+    opens: Ints
+    closes: Ints
+    size_bytes: Ints
+    storage: Ints
     storages: int
-    final: Any
-    links: Any
-    late: Any
-    first_leaf: Any
-    leaves: Any
-    replay_seconds: Any
-    replay_bytes: Any
+    final: Mask
+    links: Floats
+    late: Floats
+    first_leaf: Ints
+    leaves: Ints
+    replay_seconds: Floats
+    replay_bytes: Ints
 
 
-def write_script(scene: Any, tier: Any, replay: Any, out: Any, release: Any, load: Any) -> Any:
+class TransferRows(NamedTuple):
+    """Transfers, in the order in which they were queued.
+
+    Attributes:
+        rows: of each its absence, and 0 for a copy out or 1 for one back.
+        times: of each when it was queued, when it started and when it ended, in seconds.
+    """
+
+    rows: Ints
+    times: Floats
+
+
+class StallRows(NamedTuple):
+    """For what compute waited, in order.
+
+    Attributes:
+        rows: of each wait its moment, 0 for a release or 1 for a load, and the absence.
+        seconds: how long each took.
+    """
+
+    rows: Ints
+    seconds: Floats
+
+
+class RecomputationRows(NamedTuple):
+    """Recomputations, in the order in which they ran.
+
+    Attributes:
+        rows: of each its absence and its moment.
+        starts: when each started, in seconds.
+    """
+
+    rows: Ints
+    starts: Floats
+
+
+class RawCourse(NamedTuple):
+    """What `run_course` found, as arrays and numbers.
+
+    Attributes:
+        memory, physical: per moment its most bytes, and the same with workspaces.
+        starts: per moment when it starts, in seconds; the last entry is the end.
+        sent, waited, replayed: transfers, stalls and recomputations.
+        ending: how it ended: `DONE`, `STALE`, `NESTED` or `EXCESS`.
+        absence, moment: where it did, unless it is done; what ends by `EXCESS` has no absence.
+    """
+
+    memory: Ints
+    physical: Ints
+    starts: Floats
+    sent: TransferRows
+    waited: StallRows
+    replayed: RecomputationRows
+    ending: int
+    absence: int
+    moment: int
+
+
+def write_script(scene: Scene, tier: Ints, replay: Ints, out: Ints, release: Ints, load: Ints) -> Ints:
     """What is to be done, in order, as rows of moment, phase, absence; columns are as in `Moves`.
 
     The value of a final absence goes as that closes. Within a phase of a moment, loads are ordered by moment of need,
@@ -80,7 +140,7 @@ def write_script(scene: Any, tier: Any, replay: Any, out: Any, release: Any, loa
         ends[rows[row, 0] + 1] += 1
     for moment in range(moments):
         ends[moment + 1] += ends[moment]
-    # Rows were written by ascending absence; each goes behind those of its moment that come no later than it.
+    # Rows were written by ascending absence. Each is put behind those rows of its moment that do not come after it.
     script, first = np.empty((size, 3), np.int64), ends.copy()
     for row in range(size):
         moment, phase, number = rows[row, 0], rows[row, 1], rows[row, 2]
@@ -97,7 +157,9 @@ def write_script(scene: Any, tier: Any, replay: Any, out: Any, release: Any, loa
     return script
 
 
-def run_course(scene: Any, script: Any, tier: Any, replay: Any, limit_bytes: int, ceiling: Any, longest: float) -> Any:
+def run_course(
+    scene: Scene, script: Ints, tier: Ints, replay: Ints, limit_bytes: int, ceiling: Ints, longest: float
+) -> RawCourse:
     """Carry out ``script`` by NOTE [What happens in a moment] in `follow`.
 
     It is one long function because a recipe and what it waits for share all of the state; recursion is a stack in it.
@@ -110,10 +172,7 @@ def run_course(scene: Any, script: Any, tier: Any, replay: Any, limit_bytes: int
         longest: most seconds.
 
     Returns:
-        memory, physical and start per moment, the last start being the end; rows of transfers (absence, 0 out or 1 in,
-        and in a second array issued, start, end), of stalls (moment, 0 release or 1 load, absence; seconds), of
-        recomputations (absence, moment; start); how it ended, with the absence and moment of a fault. A course that
-        takes more than it may ends in the first moment in which it is seen.
+        What happened. A course that takes more than it may ends in the first moment in which that is seen.
     """
     clock, plain, workspace, links, late = scene.clock, scene.plain, scene.workspace, scene.links, scene.late
     size_bytes, storage, first_leaf, leaves = scene.size_bytes, scene.storage, scene.first_leaf, scene.leaves
@@ -140,7 +199,7 @@ def run_course(scene: Any, script: Any, tier: Any, replay: Any, limit_bytes: int
             phase, number = script[row, 1], script[row, 2]
             row += 1
             if phase == GONE and final[number]:
-                # It dies here and does not come back: `plain` is without it from now on.
+                # The value dies here and does not come back: from now on `plain` does not count it.
                 if state[number] == AWAY:
                     offset += size_bytes[number]
                     high = physical_high = offset
@@ -236,10 +295,14 @@ def run_course(scene: Any, script: Any, tier: Any, replay: Any, limit_bytes: int
         if ending != DONE:
             break
     starts[moments] = clock[moments] + delay
-    return (
-        (memory, physical, starts),
-        (transfers[:sent], transfer_times[:sent]),
-        (stalls[:stalled], stall_seconds[:stalled]),
-        (replays[:replayed], replay_starts[:replayed]),
-        (ending, fault[0], fault[1]),
+    return RawCourse(
+        memory,
+        physical,
+        starts,
+        TransferRows(transfers[:sent], transfer_times[:sent]),
+        StallRows(stalls[:stalled], stall_seconds[:stalled]),
+        RecomputationRows(replays[:replayed], replay_starts[:replayed]),
+        ending,
+        fault[0],
+        fault[1],
     )

@@ -6,8 +6,9 @@ import dataclasses
 
 import numpy as np
 
+from ebbtide.arrays import Floats, Ints
 from ebbtide.plan.absent import Absences
-from ebbtide.plan.problem import Floats, Ints, Problem
+from ebbtide.plan.problem import Problem
 
 MOST_HELD = 3
 """Of how many values at most it is looked at whether one more can be held."""
@@ -39,32 +40,32 @@ class Crowd:
 
 
 def crowds_of(
-    problem: Problem, place: Absences, excess: Floats, moments: Ints, out_seconds: Floats, in_seconds: Floats
+    problem: Problem, absences: Absences, excess: Floats, moments: Ints, out_seconds: Floats, in_seconds: Floats
 ) -> list[Crowd]:
     """The crowds at ``moments``, none of them an event, of values that came, or are needed, within less than the time
     of a transfer; the others can be away without any delay.
 
     Args:
         problem: the problem.
-        place: absences in the program.
+        absences: those in the program.
         excess: plain bytes less the limit, per moment.
         moments: where to look.
         out_seconds, in_seconds: per absence, the least time of its transfers.
     """
     clock, slots = problem.clock, np.array(problem.facts.slots, dtype=np.int64)
     events = np.array(problem.facts.event_moments, dtype=np.int64)
-    begin = np.where(np.isfinite(place.replay), place.opens, place.release)
+    begin = np.where(np.isfinite(absences.replay), absences.opens, absences.release)
     found: dict[Crowd, None] = {}
     for moment in moments[moments < events[-1]].tolist():
-        here = np.flatnonzero((begin <= moment) & (moment < place.closes))
-        spare = float(place.size[here].sum() - excess[moment])
+        here = np.flatnonzero((begin <= moment) & (moment < absences.closes))
+        spare = float(absences.size[here].sum() - excess[moment])
         slot = int(slots[max(0, int(np.searchsorted(slots, moment)) - 1)])
         event = int(events[np.searchsorted(events, moment)])
-        gone = place.movable[here] & (place.release[here] <= moment)
-        came = ~gone | (clock[slot] - clock[place.out[here]] < out_seconds[here])
-        soon = ~came & (clock[place.closes[here]] - clock[event] < in_seconds[here])
+        gone = absences.movable[here] & (absences.release[here] <= moment)
+        came = ~gone | (clock[slot] - clock[absences.out[here]] < out_seconds[here])
+        soon = ~came & (clock[absences.closes[here]] - clock[event] < in_seconds[here])
         for held in range(MOST_HELD + 1):
-            chosen = (came | soon) & (place.size[here] * (held + 1) > spare * (1 + 1e-9))
+            chosen = (came | soon) & (absences.size[here] * (held + 1) > spare * (1 + 1e-9))
             if int(chosen.sum()) > held:
                 columns = (here[chosen].tolist(), gone[chosen].tolist(), soon[chosen].tolist())
                 rows = zip(*columns, strict=True)

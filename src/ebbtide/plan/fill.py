@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from ebbtide.arrays import Floats, Ints, Mask
 from ebbtide.heaps import make_heap, take_least
-from ebbtide.plan.needs import KEEP, OFFLOAD, RECOMPUTE, Needs, bring_back
+from ebbtide.plan.needs import KEEP, OFFLOAD, RECOMPUTE, Modes, Needs, Profile, bring_back
 
 MIDDLE = 0.2
 """How far from the pivot a place to cut may be, as a share of all the bytes that are brought back too early."""
@@ -27,17 +28,17 @@ class Wishes(NamedTuple):
             moving something in another way.
     """
 
-    offload: Any
-    recompute: Any
-    can_offload: Any
-    deepest: Any
-    stay: Any
+    offload: Floats
+    recompute: Floats
+    can_offload: Mask
+    deepest: Modes
+    stay: Mask
     peak_only: bool
     pivot: float
     deepen: bool
 
 
-def fill_modes(needs: Needs, wishes: Wishes, cap: Any, locked: Any, modes: Any) -> Any:
+def fill_modes(needs: Needs, wishes: Wishes, cap: Ints, locked: Mask, modes: Modes) -> tuple[Profile, bool, int, int]:
     """Move candidates, in place, until no moment holds more than ``cap``.
 
     Args:
@@ -48,25 +49,24 @@ def fill_modes(needs: Needs, wishes: Wishes, cap: Any, locked: Any, modes: Any) 
         modes: modes to start from.
 
     Returns:
-        Memory as of `bring_back`; whether it fits; how many profiles and cuts that took.
+        The profile of `bring_back`; whether it fits; how many profiles and cuts that took.
     """
     profiles = cuts = 0
     while True:
         found = bring_back(needs, modes)
         profiles += 1
-        level, _, end, parent, _, _, nested = found
-        over = level - cap
+        over = found.level - cap
         moment = int(np.argmax(over))
-        if over[moment] <= 0 and not nested:
+        if over[moment] <= 0 and not found.nested:
             return found, True, profiles, cuts
         if over[moment] > 0 and _move(needs, wishes, locked, over, moment, modes):
             continue
         cuts += 1
-        if not _cut(needs, wishes, locked, end, parent, nested, moment, modes):
+        if not _cut(needs, wishes, locked, found, moment, modes):
             return found, False, profiles, cuts
 
 
-def _move(needs: Any, wishes: Any, locked: Any, over: Any, moment: int, modes: Any) -> bool:
+def _move(needs: Needs, wishes: Wishes, locked: Mask, over: Ints, moment: int, modes: Modes) -> bool:
     """Move the cheapest kept candidates that free the worst moment; False if there are none."""
     count, closes = len(modes), needs.closes
     short = np.zeros(len(over) + 3)
@@ -100,14 +100,14 @@ def _move(needs: Any, wishes: Any, locked: Any, over: Any, moment: int, modes: A
     return moved
 
 
-def _cut(needs: Any, wishes: Any, locked: Any, end: Any, parent: Any, nested: bool, moment: int, modes: Any) -> bool:
+def _cut(needs: Needs, wishes: Wishes, locked: Mask, found: Profile, moment: int, modes: Modes) -> bool:
     """Stop recomputing one candidate of those whose recipes bring back too much too early, or do it by a deeper
     recipe; False if there is none.
 
     It is one that brings back, directly or not, about the share ``pivot`` of what is too early, so that a chain
     falls into two; the smallest of such.
     """
-    brought, cause = _causes(needs, end, parent, nested, moment, modes)
+    brought, cause = _causes(needs, found, moment, modes)
     only_deeper = False
     for place in range(len(modes)):
         only_deeper |= wishes.deepen and cause[place] and modes[place] < wishes.deepest[place]
@@ -134,9 +134,9 @@ def _cut(needs: Any, wishes: Any, locked: Any, end: Any, parent: Any, nested: bo
     return True
 
 
-def _causes(needs: Any, end: Any, parent: Any, nested: bool, moment: int, modes: Any) -> Any:
+def _causes(needs: Needs, found: Profile, moment: int, modes: Modes) -> tuple[Ints, Mask]:
     """Bytes that each candidate brings back too early, directly or not, and whether it does."""
-    count, closes, whole = len(modes), needs.closes, nested
+    count, closes, end, parent, whole = len(modes), needs.closes, found.end, found.parent, found.nested
     for place in range(count):
         whole &= not (modes[place] != KEEP and end[place] <= moment < closes[place])
     brought, cause = np.zeros(count, np.int64), np.zeros(count, np.bool_)

@@ -25,12 +25,25 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ebbtide.arrays import Floats, Ints
 from ebbtide.compiled import compiled
 from ebbtide.errors import PlanError
 from ebbtide.machine import Link
 from ebbtide.plan.caution import EXPECTED, NO_CAUTION, NO_CEILING, Caution
-from ebbtide.plan.course import DEEPEST_NESTING, DONE, RATES, STALE, Scene, run_course, write_script
-from ebbtide.plan.problem import Floats, Ints, Problem
+from ebbtide.plan.course import (
+    DEEPEST_NESTING,
+    DONE,
+    RATES,
+    STALE,
+    RawCourse,
+    RecomputationRows,
+    Scene,
+    StallRows,
+    TransferRows,
+    run_course,
+    write_script,
+)
+from ebbtide.plan.problem import Problem
 from ebbtide.plan.replay import Replay
 
 
@@ -90,9 +103,9 @@ class Course:
     seconds: float
     size_bytes: Ints
     replay_seconds: Floats
-    sent: tuple[Ints, Floats]
-    waited: tuple[Ints, Floats]
-    replayed: tuple[Ints, Floats]
+    sent: TransferRows
+    waited: StallRows
+    replayed: RecomputationRows
 
     @functools.cached_property
     def transfers(self) -> list[Transfer]:
@@ -189,20 +202,29 @@ class Follower:
         """Carry out ``moves``. Raises `PlanError` as `follow` does."""
         scene = self.scene
         script = compiled(write_script)(scene, moves.tier, moves.replay, moves.out, moves.release, moves.load)
-        levels, sent, waited, replayed, (ending, number, moment) = compiled(run_course)(
+        ran: RawCourse = compiled(run_course)(
             scene, script, moves.tier, moves.replay, NO_CEILING, self.unlimited, math.inf
         )
-        if ending == STALE:
-            until = scene.replay_bytes[moves.replay[number], 2]
+        if ran.ending == STALE:
+            until = scene.replay_bytes[moves.replay[ran.absence], 2]
             raise PlanError(
-                f"absence {number}: at moment {moment} its recipe reads what was freed or written at moment {until}"
+                f"absence {ran.absence}: at moment {ran.moment} its recipe reads what was freed or written at moment"
+                f" {until}"
             )
-        if ending != DONE:
-            raise PlanError(f"absence {number}: more than {DEEPEST_NESTING} recipes wait for each other")
-        memory, physical, starts = levels
-        seconds = scene.replay_seconds[moves.replay] if len(scene.replay_seconds) else np.zeros(len(moves.replay))
+        if ran.ending != DONE:
+            raise PlanError(f"absence {ran.absence}: more than {DEEPEST_NESTING} recipes wait for each other")
         return Course(
-            memory, physical, starts[:-1], float(starts[-1]), scene.size_bytes, seconds, sent, waited, replayed
+            memory=ran.memory,
+            physical=ran.physical,
+            starts=ran.starts[:-1],
+            seconds=float(ran.starts[-1]),
+            size_bytes=scene.size_bytes,
+            replay_seconds=(
+                scene.replay_seconds[moves.replay] if len(scene.replay_seconds) else np.zeros(len(moves.replay))
+            ),
+            sent=ran.sent,
+            waited=ran.waited,
+            replayed=ran.replayed,
         )
 
     def listed(self, moves: Moves) -> list[Move]:

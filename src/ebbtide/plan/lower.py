@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
+from ebbtide.arrays import Ints, Mask
 from ebbtide.plan.dice import draw, draw_below, new_dice
-from ebbtide.plan.needs import KEEP, OFFLOAD, RECOMPUTE, Needs, bring_back
+from ebbtide.plan.needs import KEEP, OFFLOAD, RECOMPUTE, Modes, Needs, bring_back
 
 TRY_COST, CANDIDATE_COST, MOMENT_COST = 1.5, 0.02, 0.008
 """Microseconds that trying a change takes on a common machine: once, for each candidate, for each moment."""
@@ -18,7 +17,7 @@ NEAR = 0.8
 ended above the least peak."""
 
 
-def lower(needs: Needs, can_offload: Any, deepest: Any, start: Any, work: float, seed: int) -> Any:
+def lower(needs: Needs, can_offload: Mask, deepest: Modes, start: Modes, work: float, seed: int) -> Modes:
     """Change one or two candidates, as a rule of those that could be absent at the worst moment, and keep what does not
     raise the peak.
 
@@ -35,7 +34,7 @@ def lower(needs: Needs, can_offload: Any, deepest: Any, start: Any, work: float,
     """
     dice = new_dice(seed)
     modes, trial = start.copy(), start.copy()
-    level = bring_back(needs, modes)[0]
+    level = bring_back(needs, modes).level
     high, near = level.max(), np.empty(len(modes), np.int64)
     cost = TRY_COST + CANDIDATE_COST * len(modes) + MOMENT_COST * len(level)
     for _ in range(int(work / cost)):
@@ -50,14 +49,14 @@ def lower(needs: Needs, can_offload: Any, deepest: Any, start: Any, work: float,
         for _ in range(1 if draw(dice) < ONE else 2):
             place = near[draw_below(dice, count)] if draw(dice) < NEAR else draw_below(dice, len(modes))
             trial[place] = _any_mode(can_offload[place], deepest[place], dice)
-        tried, _, _, _, _, _, nested = bring_back(needs, trial)
-        if not nested and tried.max() <= high:
-            level, high = tried, tried.max()
+        tried = bring_back(needs, trial)
+        if not tried.nested and tried.level.max() <= high:
+            level, high = tried.level, tried.level.max()
             modes, trial = trial, modes
     return modes
 
 
-def _any_mode(can_offload: bool, deepest: int, dice: Any) -> int:
+def _any_mode(can_offload: bool, deepest: int, dice: Ints) -> int:
     """One of the modes that a candidate may have."""
     recipes = deepest - RECOMPUTE + 1 if deepest else 0
     chosen: int = draw_below(dice, 1 + (1 if can_offload else 0) + recipes)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from ebbtide.arrays import Floats, Ints, Mask
 from ebbtide.plan.course import DEEPEST_NESTING
 
+Modes = npt.NDArray[np.int8]
+
 KEEP, OFFLOAD, RECOMPUTE = range(3)
-"""Modes. `RECOMPUTE` is by a candidate's shortest recipe; each number above it is one of its deeper recipes."""
+"""Modes: one for each candidate. `RECOMPUTE` is by its shortest recipe; numbers above are its deeper recipes."""
 
 
 class Needs(NamedTuple):
@@ -20,32 +24,50 @@ class Needs(NamedTuple):
         size_bytes, opens, closes, release: per candidate.
         order: candidates by moment of need.
         first_deeper: per candidate the number of its first deeper recipe; that of the shortest is the candidate's own.
-        first_leaf, leaves: per recipe where the candidates begin that it reads, with one entry more.
+        first_leaf, leaves: per recipe where its leaves begin, with one entry more; leaves, as candidates that it reads.
         replay_seconds: per recipe.
         replay_bytes: per recipe the most bytes, and the same with workspaces.
     """
 
-    plain: Any
-    headroom: Any
-    size_bytes: Any
-    opens: Any
-    closes: Any
-    release: Any
-    order: Any
-    first_deeper: Any
-    first_leaf: Any
-    leaves: Any
-    replay_seconds: Any
-    replay_bytes: Any
+    plain: Ints
+    headroom: Ints
+    size_bytes: Ints
+    opens: Ints
+    closes: Ints
+    release: Ints
+    order: Ints
+    first_deeper: Ints
+    first_leaf: Ints
+    leaves: Ints
+    replay_seconds: Floats
+    replay_bytes: Ints
 
 
-def bring_back(needs: Needs, modes: Any) -> Any:
+class Profile(NamedTuple):
+    """Memory under some modes.
+
+    Attributes:
+        level: bytes per moment with every release and load at its least; a moment's recomputations included.
+        begin, end: moments between which a candidate is absent in `level`.
+        parent: per candidate, the one whose recipe brought it back before its own time, or -1.
+        busy: per moment, whether something is brought back in it.
+        extra_seconds: recomputation per moment.
+        nested: whether recipes wait for each other too deeply for this to be run.
+    """
+
+    level: Ints
+    begin: Ints
+    end: Ints
+    parent: Ints
+    busy: Mask
+    extra_seconds: Floats
+    nested: bool
+
+
+def bring_back(needs: Needs, modes: Modes) -> Profile:
     """Memory under ``modes``, one for each candidate, with every release and load at its least.
 
     It is one function because a recipe and what it waits for share all of the state; recursion is a stack in it.
-
-    Returns:
-        The columns of `Profile`, in its order.
     """
     plain, size_bytes, opens, closes = needs.plain, needs.size_bytes, needs.opens, needs.closes
     release, first_leaf = needs.release, needs.first_leaf
@@ -106,4 +128,4 @@ def bring_back(needs: Needs, modes: Any) -> Any:
     for moment in range(moments):
         moved += change[moment]
         level[moment] = plain[moment] + moved + excess[moment]
-    return level, begin, end, parent, busy, extra_seconds, nested
+    return Profile(level, begin, end, parent, busy, extra_seconds, nested)

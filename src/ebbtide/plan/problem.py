@@ -8,15 +8,11 @@ import itertools
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from ebbtide.arrays import Floats, Ints, Mask
 from ebbtide.machine import Link, Machine, check_machine
 from ebbtide.plan.finals import final_absences, with_ends
 from ebbtide.step import EXTERNAL, Step, check_step
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
-Mask = npt.NDArray[np.bool_]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

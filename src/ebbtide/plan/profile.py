@@ -12,20 +12,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from ebbtide.arrays import Floats, Ints, Mask
 from ebbtide.compiled import compiled
 from ebbtide.machine import Link
 from ebbtide.plan.caution import NO_CEILING
 from ebbtide.plan.needs import KEEP as KEEP
 from ebbtide.plan.needs import OFFLOAD as OFFLOAD
 from ebbtide.plan.needs import RECOMPUTE as RECOMPUTE
+from ebbtide.plan.needs import Modes as Modes
 from ebbtide.plan.needs import Needs, bring_back
-from ebbtide.plan.problem import Facts, Floats, Ints, Problem
-from ebbtide.plan.problem import Mask as Mask
+from ebbtide.plan.needs import Profile as Profile
+from ebbtide.plan.problem import Facts, Problem
 from ebbtide.plan.replay import Replay, check_recipe
-
-Modes = npt.NDArray[np.int8]
 
 SMALLEST_BYTES = 32 * 1024
 """Smaller values are kept: their bytes do not matter, their latency would."""
@@ -237,28 +236,6 @@ def _recipe_columns(problem: Problem, numbers: Sequence[int], replays: list[Repl
     }
 
 
-@dataclasses.dataclass(slots=True)
-class Profile:
-    """Memory under some modes.
-
-    Attributes:
-        level: bytes per moment with every release and load at its least; a moment's recomputations included.
-        begin, end: moments between which a candidate is absent in `level`.
-        parent: per candidate, the one whose recipe brought it back before its own time, or -1.
-        busy: per moment, whether something is brought back in it.
-        extra_seconds: recomputation per moment.
-        nested: whether recipes wait for each other too deeply for this to be run.
-    """
-
-    level: Ints
-    begin: Ints
-    end: Ints
-    parent: Ints
-    busy: Mask
-    extra_seconds: Floats
-    nested: bool
-
-
 def needs_of(problem: Problem, candidates: Candidates, headroom: Ints | None = None) -> Needs:
     """What `profile` has to know besides modes.
 
@@ -276,4 +253,5 @@ def needs_of(problem: Problem, candidates: Candidates, headroom: Ints | None = N
 
 def profile(needs: Needs, modes: Modes) -> Profile:
     """Memory under ``modes``, one for each candidate."""
-    return Profile(*compiled(bring_back)(needs, modes))
+    found: Profile = compiled(bring_back)(needs, modes)
+    return found

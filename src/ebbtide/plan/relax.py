@@ -10,14 +10,14 @@ else changes: neither what moves, nor the order in which links carry it.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from ebbtide.arrays import Floats, Ints
 from ebbtide.compiled import compiled
 from ebbtide.plan.course import RATES, Scene
 from ebbtide.plan.follow import Course, Moves
-from ebbtide.plan.problem import Floats, Ints
 from ebbtide.plan.spans import add_between
 
 ROUNDS = np.array([0.25, 0.5, 0.75, 1.0, 2.0, 4.0])
@@ -36,13 +36,13 @@ class Sent(NamedTuple):
         wanted: moment in which the value is needed.
     """
 
-    tier: Any
-    size_bytes: Any
-    out: Any
-    outs: Any
-    backs: Any
-    seconds: Any
-    wanted: Any
+    tier: Ints
+    size_bytes: Ints
+    out: Ints
+    outs: Ints
+    backs: Ints
+    seconds: Floats
+    wanted: Ints
 
 
 def relaxed(scene: Scene, slots: Ints, moves: Moves, course: Course, room: Ints, rounds: Floats = ROUNDS) -> Moves:
@@ -68,7 +68,7 @@ def relaxed(scene: Scene, slots: Ints, moves: Moves, course: Course, room: Ints,
     starts = np.append(course.starts, course.seconds)
     releases, loads = moves.release.copy(), moves.load.copy()
     releases[numbers], advanced = compiled(spend)(sent, slots, starts, room.copy(), releases[numbers], load, rounds)
-    # What a recipe asks for before its load still is loaded when that recipe asks.
+    # Where a recipe asks for a value before its load, that stays so: the load keeps its moment.
     planned = loads[numbers] < wanted
     loads[numbers[planned]] = advanced[planned]
     return dataclasses.replace(moves, release=releases, load=loads)
@@ -80,7 +80,7 @@ def wanted_moments(scene: Scene, moves: Moves, course: Course) -> Ints:
     sent: dict[int, list[int]] = {}
     for number in np.flatnonzero(moves.tier >= 0).tolist():
         sent.setdefault(int(scene.storage[number]), []).append(number)
-    for remade, moment in course.replayed[0].tolist():
+    for remade, moment in course.replayed.rows.tolist():
         first, last = scene.first_leaf[moves.replay[remade] : moves.replay[remade] + 2].tolist()
         for storage in scene.leaves[first:last].tolist():
             for number in sent.get(storage, ()):
@@ -89,7 +89,9 @@ def wanted_moments(scene: Scene, moves: Moves, course: Course) -> Ints:
     return wanted
 
 
-def spend(sent: Any, slots: Any, starts: Any, room: Any, release: Any, load: Any, rounds: Any) -> Any:
+def spend(
+    sent: Sent, slots: Ints, starts: Floats, room: Ints, release: Ints, load: Ints, rounds: Floats
+) -> tuple[Ints, Ints]:
     """Slots of releases and loads; ``release``, ``load`` and ``room`` are changed to what they become.
 
     ``starts`` are the starts of moments, the last one being the end; a load in the moment in which its value is wanted
@@ -104,14 +106,16 @@ def spend(sent: Any, slots: Any, starts: Any, room: Any, release: Any, load: Any
     return release, load
 
 
-def postpone(sent: Any, slots: Any, starts: Any, room: Any, release: Any, load: Any, loads: Any, share: float) -> None:
+def postpone(
+    sent: Sent, slots: Ints, starts: Floats, room: Ints, release: Ints, load: Ints, loads: Ints, share: float
+) -> None:
     """Move each release to where its copy is done even if copies take longer by ``share``, as far as there is room."""
     free = np.zeros(sent.tier.max() + 1)
     for number in sent.outs:
         link, size = sent.tier[number], sent.size_bytes[number]
         free[link] = max(free[link], starts[sent.out[number]]) + (1 + share) * sent.seconds[0, number]
         place, last = np.searchsorted(slots, release[number]), np.searchsorted(slots, load[number]) - 1
-        # Its own moment has seen the value, unless what is loaded in it comes in addition.
+        # The moment of the release counts the value already, unless something is loaded in it: that comes in addition.
         first = release[number] + (loads[release[number]] == 0)
         while place < last and starts[slots[place]] < free[link]:
             until = slots[place + 1] + 1
@@ -122,7 +126,9 @@ def postpone(sent: Any, slots: Any, starts: Any, room: Any, release: Any, load: 
         release[number] = slots[place]
 
 
-def advance(sent: Any, slots: Any, starts: Any, room: Any, release: Any, load: Any, loads: Any, share: float) -> None:
+def advance(
+    sent: Sent, slots: Ints, starts: Floats, room: Ints, release: Ints, load: Ints, loads: Ints, share: float
+) -> None:
     """Move each load to where it is in time even if loads take longer by ``share``, as far as there is room."""
     links = sent.tier.max() + 1
     issue, free = np.empty(len(load)), np.full(links, np.inf)
@@ -134,7 +140,7 @@ def advance(sent: Any, slots: Any, starts: Any, room: Any, release: Any, load: A
     for number in sent.backs:
         link, size, wanted = sent.tier[number], sent.size_bytes[number], sent.wanted[number]
         if load[number] < wanted:
-            # It stays behind the one that its link carries before it; in one moment those wanted first come first.
+            # The order of loads on a link stays; of loads in one moment, the one that is wanted first comes first.
             bar = max(release[number] + 1, latest[link] + (wanted < due[link]))
             place = np.searchsorted(slots, load[number])
             loads[load[number]] -= 1

@@ -1,20 +1,20 @@
 """When each offloaded candidate is copied out, released and loaded: as lazily as the limit and the links allow.
 
-Copies out are queued as soon as they may be, or, *put off*, right before their value may be released: then those whose
-bytes are free first are copied first. A release comes when its copy is predicted to be done, or earlier, with
-a stall, where memory needs it; a load comes as late as it can to be there in time, or later where there is no room.
+Copies out are queued as soon as they may be. If they are *put off*, each is queued right before its value may be
+released, so that values that can be released first are copied first. A release comes when its copy is predicted to be
+done; where memory needs it, it comes earlier, and compute waits. A load comes as late as it can and still be done in
+time; where there is no room, it comes later.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
+from ebbtide.arrays import Floats, Ints, Mask
 from ebbtide.compiled import compiled
 from ebbtide.plan.caution import Caution
 from ebbtide.plan.follow import Moves
-from ebbtide.plan.problem import Floats, Ints, Problem
+from ebbtide.plan.problem import Problem
 from ebbtide.plan.profile import OFFLOAD, RECOMPUTE, Candidates, Modes, Profile, Trips
 from ebbtide.plan.spans import add_between, count_below, count_to
 
@@ -77,9 +77,9 @@ class Scheduler:
 
 
 def place_releases(
-    slots: Any, slot_seconds: Any, busy: Any, level: Any, cap: Any, queue: Any, links: Any, size_bytes: Any,
-    begin: Any, end: Any, out_seconds: Any, queued_seconds: Any, late: Any,
-) -> Any:  # fmt: skip
+    slots: Ints, slot_seconds: Floats, busy: Mask, level: Ints, cap: Ints, queue: Ints, links: Ints, size_bytes: Ints,
+    begin: Ints, end: Ints, out_seconds: Floats, queued_seconds: Floats, late: Floats,
+) -> Ints | None:  # fmt: skip
     """Slot of each release in ``queue``, when copied or as early as memory needs; None if memory needs more.
 
     ``links``, ``out_seconds`` and ``queued_seconds`` are per place in the queue; ``late`` is a row of `Caution.late`.
@@ -105,13 +105,13 @@ def place_releases(
         if level[moment] <= cap[moment]:
             moment += 1
             continue
-        # Those that are as early as they can be, or that have left before this moment, are of no use from here on.
+        # Releases that are as early as they can be, or that come before this moment, cannot help from here on.
         while settled < count:
             slot = release[settled]
             if slot > begin[queue[settled]] and slot + busy[slot] > moment:
                 break
             settled += 1
-        # The copies queued first are done first.
+        # The copy that was queued first is done first, so its release is moved first.
         relieved = False
         for rank in range(settled, count):
             place = queue[rank]
@@ -132,9 +132,9 @@ def place_releases(
 
 
 def place_loads(
-    slots: Any, slot_seconds: Any, level: Any, cap: Any, queue: Any, order: Any, links: Any, release: Any,
-    size_bytes: Any, end: Any, closes: Any, in_seconds: Any, due_seconds: Any, late: Any,
-) -> Any:  # fmt: skip
+    slots: Ints, slot_seconds: Floats, level: Ints, cap: Ints, queue: Ints, order: Ints, links: Ints, release: Ints,
+    size_bytes: Ints, end: Ints, closes: Ints, in_seconds: Floats, due_seconds: Floats, late: Floats,
+) -> Ints:  # fmt: skip
     """Slot of each load in ``queue``: in time if there is room, else the first with room, else on demand.
 
     ``order`` has the places in the queue by moment of need.

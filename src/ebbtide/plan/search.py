@@ -13,21 +13,48 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ebbtide.arrays import Floats, Ints, Mask
 from ebbtide.compiled import compiled
 from ebbtide.plan.caution import NO_CAUTION, Caution
 from ebbtide.plan.follow import Course, Follower, Move, Moves
-from ebbtide.plan.problem import Floats, Ints, Problem
-from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Mask, Modes, Profile, Trips
+from ebbtide.plan.problem import Problem
+from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Modes, Profile, Trips
+from ebbtide.plan.queues import Queue, ways
 from ebbtide.plan.replay import Replay
 from ebbtide.plan.schedule import Scheduler
 from ebbtide.plan.select import Prices, Room, Selector
 from ebbtide.plan.walk import Choices, walk
 
 PRICE_ROUNDS = 12
+"""Greedy choices from nothing, each with the prices that the one before has taught."""
+PEAK_ONLY_EVERY = 3
+"""Every so many of these choices values what is freed at the worst moment only: see `Wishes.peak_only`."""
 PRICE_MEMORY = 0.6
 """Share of the former price that remains when new stalls are seen; prices of links swing without it."""
 TIE_SECONDS = 1e-6
 """Added to every price, so that among what costs nothing the largest values are taken first."""
+PIVOT, PIVOTS = 0.5, (0.2, 0.8)
+"""Where a chain of recipes is cut, as `Wishes.pivot`: in the middle, or at random between these."""
+RESTART_NOISE, NOISES = 0.3, (0.1, 0.3, 0.8)
+"""Random factors on prices, as in `Search.prices`: where a greedy choice did not fit; one of these where plans are
+ruined and recreated."""
+NEAR_BEST = 1.03
+"""A plan that takes up to so many times the best one's time is scheduled again, as that may make it the best."""
+SAME_TIMES = 1.0005
+"""Ruin and recreate goes on from a plan that takes up to so many times the time of the one before."""
+RETURN = 0.02
+"""How often it goes back to the best plan when a change made its plan worse."""
+MOST_RUINED = 12
+"""Candidates that are changed at once, at most."""
+RUN_TOGETHER = 0.5
+"""How often these are neighbours by moment of need, else any."""
+OTHER_WAY, MAY_NOT_MOVE = 0.35, 0.7
+"""Share of ruins that move candidates in another way, where there is one; and share of those that keep the others for
+all of the turn: after the rest they may be moved again."""
+OTHER_RECIPE = 0.5
+"""How often another way is another recipe, for a candidate that is recomputed and has several."""
+FOLLOW_COST, PROFILE_COST = (60.0, 0.01, 3e-5), (38.0, 0.005, 2e-6)
+"""Microseconds of a judgement, and of a profile: once, for each moment, for each candidate in each moment."""
 TURNS, EXPLORING = 10, 0.7
 """How often ruin and recreate and small changes take turns; share of the work that goes into the former. With two turns
 plans of six hard cases and three seeds were 8.6 % above the bound in the mean instead of 7.7 %."""
@@ -100,9 +127,9 @@ class Search:
         starts = self.problem.clock[:-1].copy()
         starts[1:] += np.cumsum(profile.extra_seconds)[:-1]
         found = self._schedule(modes, rows, profile, starts)
-        if found is not None and (self.best is None or found.course.seconds < 1.03 * self.best.course.seconds):
+        if found is not None and (self.best is None or found.course.seconds < NEAR_BEST * self.best.course.seconds):
             # Scheduled again with what waiting and slowed compute really did to the clock.
-            waits = bool((found.course.waited[0][:, 1] == 0).any())
+            waits = bool((found.course.waited.rows[:, 1] == 0).any())
             for put_off in (False, True) if waits else (False,):
                 again = self._schedule(modes, rows, profile, found.course.starts, put_off)
                 if again is not None and again.course.seconds < found.course.seconds:
@@ -172,11 +199,12 @@ class Search:
         nothing = np.zeros(self.count, dtype=np.bool_)
         for turn in range(PRICE_ROUNDS):
             modes = np.zeros(self.count, dtype=np.int8)
-            found = self.choose(modes, self.prices(), nothing, turn % 3 == 2, 0.5, deepen=deepen)
+            peak_only = (turn + 1) % PEAK_ONLY_EVERY == 0
+            found = self.choose(modes, self.prices(), nothing, peak_only, PIVOT, deepen=deepen)
             if found is None:
-                pivot = float(self.random.uniform(0.2, 0.8))
+                pivot = float(self.random.uniform(*PIVOTS))
                 modes = np.zeros(self.count, dtype=np.int8)
-                self.choose(modes, self.prices(0.3), nothing, turn % 2 == 0, pivot, deepen=deepen)
+                self.choose(modes, self.prices(RESTART_NOISE), nothing, turn % 2 == 0, pivot, deepen=deepen)
             else:
                 self._learn(found)
 
@@ -188,7 +216,7 @@ class Search:
         moved = np.where(offload > recompute, OFFLOAD, RECOMPUTE)
         for peak_only in (False, True):
             modes = np.where(offload + recompute > 0.5, moved, KEEP).astype(np.int8)
-            self.choose(modes, self.prices(), nothing, peak_only, 0.5, deepen=True)
+            self.choose(modes, self.prices(), nothing, peak_only, PIVOT, deepen=True)
 
     def _learn(self, found: Found) -> None:
         """Raise the price of transfers that compute waited for, and of those right before them on the same link."""
@@ -198,8 +226,8 @@ class Search:
         row_of[number] = found.rows
         for row in range(len(self.trips.tiers)):
             own = row_of[sent[:, 0]] == row
-            outs, loads = (_Queue.of(sent[here, 0], times[here], absences) for here in _ways(own, sent[:, 1]))
-            released, awaited = (stalls[here, 2] for here in _ways(row_of[stalls[:, 2]] == row, stalls[:, 1]))
+            outs, loads = (Queue.of(sent[here, 0], times[here], absences) for here in ways(own, sent[:, 1]))
+            released, awaited = (stalls[here, 2] for here in ways(row_of[stalls[:, 2]] == row, stalls[:, 1]))
             in_waited, first = loads.blame(awaited)
             copies = outs.place[loads.absence[first]]
             late = outs.end[copies] >= loads.start[first]
@@ -231,15 +259,15 @@ class Search:
             modes = current.modes.copy()
             stay = np.zeros(self.count, dtype=np.bool_)
             self._ruin(modes, stay)
-            pivot = float(self.random.uniform(0.2, 0.8))
-            noise = float(self.random.choice([0.1, 0.3, 0.8]))
+            pivot = float(self.random.uniform(*PIVOTS))
+            noise = float(self.random.choice(NOISES))
             prices = self.prices(noise)
             peak_only = bool(self.random.integers(2))
             deepen = self.has_deeper and bool(self.random.integers(2))
             found = self.choose(modes, prices, stay, peak_only, pivot, current.rows, deepen)
-            if found is not None and found.course.seconds <= current.course.seconds * 1.0005:
+            if found is not None and found.course.seconds <= current.course.seconds * SAME_TIMES:
                 current = found
-            elif self.random.random() < 0.02:
+            elif self.random.random() < RETURN:
                 current = self.best
 
     def _polish(self, work: float, enough_seconds: float) -> None:
@@ -295,15 +323,16 @@ class Search:
     def costs(self) -> tuple[float, float]:
         """Microseconds of a judgement and of a profile on a common machine: they decide how much is tried."""
         moments, both = self.problem.step.moments, self.problem.step.moments * self.count
-        return 60.0 + 0.01 * moments + 3e-5 * both, 38.0 + 0.005 * moments + 2e-6 * both
+        follow, profile = (once + each * moments + pair * both for once, each, pair in (FOLLOW_COST, PROFILE_COST))
+        return follow, profile
 
     def _ruin(self, modes: Modes, stay: Mask) -> None:
         """Keep some moved candidates, or change how they are moved; some may not be moved again in this turn."""
         moved = np.flatnonzero(modes)
         if not moved.size:
             return
-        count = int(self.random.integers(1, max(2, min(moved.size, 12)) + 1))
-        if self.random.random() < 0.5:
+        count = int(self.random.integers(1, max(2, min(moved.size, MOST_RUINED)) + 1))
+        if self.random.random() < RUN_TOGETHER:
             ranked = moved[np.argsort(self.candidates.closes[moved], kind="stable")]
             first = int(self.random.integers(0, max(1, ranked.size - count + 1)))
             chosen = ranked[first : first + count]
@@ -311,15 +340,16 @@ class Search:
             chosen = self.random.choice(moved, size=min(count, moved.size), replace=False)
         kind, deepest = self.random.random(), self.selector.deepest
         for place in chosen.tolist():
-            if kind < 0.35 and modes[place] >= RECOMPUTE < deepest[place] and self.random.random() < 0.5:
+            has_several = modes[place] >= RECOMPUTE and deepest[place] > RECOMPUTE
+            if kind < OTHER_WAY and has_several and self.random.random() < OTHER_RECIPE:
                 modes[place] = self.random.integers(RECOMPUTE, deepest[place] + 1)
-            elif kind < 0.35 and modes[place] == OFFLOAD and self.candidates.replays[place] is not None:
+            elif kind < OTHER_WAY and modes[place] == OFFLOAD and self.candidates.replays[place] is not None:
                 modes[place] = RECOMPUTE
-            elif kind < 0.35 and modes[place] >= RECOMPUTE and self.candidates.can_offload[place]:
+            elif kind < OTHER_WAY and modes[place] >= RECOMPUTE and self.candidates.can_offload[place]:
                 modes[place] = OFFLOAD
             else:
                 modes[place] = KEEP
-                stay[place] = kind < 0.7
+                stay[place] = kind < MAY_NOT_MOVE
 
 
 def _choices(problem: Problem, candidates: Candidates, trips: Trips) -> Choices:
@@ -336,48 +366,3 @@ def _choices(problem: Problem, candidates: Candidates, trips: Trips) -> Choices:
         tiers=trips.tiers,
         slots=np.array(problem.facts.slots, dtype=np.int64),
     )
-
-
-def _ways(chosen: Mask, ways: Ints) -> tuple[Mask, Mask]:
-    """Which of the ``chosen`` are of the first way, and which of the second."""
-    return chosen & (ways == 0), chosen & (ways == 1)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Queue:
-    """What one link carried, in order.
-
-    Attributes:
-        absence: of each transfer.
-        start, end: of each transfer, in seconds from the beginning of the step.
-        first: for each the first of those before it that are without a pause.
-        place: per absence of the step its place here, if it has one.
-    """
-
-    absence: Ints
-    start: Floats
-    end: Floats
-    first: Ints
-    place: Ints
-
-    @classmethod
-    def of(cls, absence: Ints, times: Floats, absences: int) -> _Queue:
-        """The queue of transfers with ``times`` as in `Course.sent`."""
-        issued, start, end = times.T
-        goes_on = np.zeros(len(absence), dtype=np.bool_)
-        goes_on[1:] = (end[:-1] >= start[1:]) & (start[1:] > issued[1:])
-        places = np.arange(len(absence))
-        place = np.zeros(absences, dtype=np.int64)
-        place[absence] = places
-        return cls(absence, start, end, np.maximum.accumulate(np.where(goes_on, 0, places)), place)
-
-    def blame(self, waited: Ints) -> tuple[Floats, Ints]:
-        """1 for each absence whose transfer those in ``waited`` had to wait for, 0 for the others, and the places of
-        the first ones."""
-        last = self.place[waited]
-        change = np.zeros(len(self.absence) + 1)
-        np.add.at(change, self.first[last], 1.0)
-        np.subtract.at(change, last + 1, 1.0)
-        blamed = np.zeros(len(self.place))
-        blamed[self.absence] = np.cumsum(change)[:-1] > 0
-        return blamed, self.first[last]

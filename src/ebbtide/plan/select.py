@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
+from ebbtide.arrays import Floats, Ints, Mask
 from ebbtide.compiled import compiled
 from ebbtide.plan.caution import NO_CEILING
 from ebbtide.plan.fill import Wishes, fill_modes
-from ebbtide.plan.problem import Floats, Ints, Problem
-from ebbtide.plan.profile import KEEP, OFFLOAD, Candidates, Mask, Modes, Profile, needs_of, profile
+from ebbtide.plan.problem import Problem
+from ebbtide.plan.profile import KEEP, OFFLOAD, Candidates, Modes, Profile, needs_of, profile
 from ebbtide.plan.spans import add_between
 from ebbtide.step import MOST_BYTES
 
@@ -76,12 +76,13 @@ class Selector:
         wishes = Wishes(
             prices.offload, prices.recompute, self.candidates.can_offload, self.deepest, stay, peak_only, pivot, deepen
         )
-        columns, fits, profiles, cuts = compiled(fill_modes)(
+        found: Profile
+        found, fits, profiles, cuts = compiled(fill_modes)(
             self.needs, wishes, self.room.cap, ~self.can_recompute, modes
         )
         self.profiles += profiles
         self.cuts += cuts
-        return Profile(*columns) if fits else None
+        return found if fits else None
 
     def prune(self, modes: Modes, found: Profile, prices: Prices) -> None:
         """Keep, in place, what need not be moved, the dearest first."""
@@ -95,7 +96,7 @@ class Selector:
         )
 
 
-def keep_where_room(room: Any, places: Any, begin: Any, end: Any, size_bytes: Any, modes: Any) -> None:
+def keep_where_room(room: Ints, places: Ints, begin: Ints, end: Ints, size_bytes: Ints, modes: Modes) -> None:
     """Set ``modes`` of ``places`` to `KEEP`, one after the other, wherever ``room`` is left; it is used up."""
     tight = 0
     for place in places:

@@ -10,11 +10,12 @@ All of this is compiled by numba, with the simulator in its middle.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from ebbtide.plan.course import DONE, run_course, write_script
+from ebbtide.arrays import Floats, Ints, Mask
+from ebbtide.plan.course import DONE, Scene, run_course, write_script
 from ebbtide.plan.dice import draw, draw_below, new_dice
 from ebbtide.plan.spans import copy_rows, count_below, count_to
 
@@ -29,6 +30,16 @@ ONE, TWO = 0.5, 0.85
 """How often one candidate, and how often at most two, are changed together; else three."""
 DEEPER = 0.3
 """How often another recipe is tried, where there are several."""
+SHIFTED = 0.7
+"""How often what is offloaded changes one thing about its trip; else it is kept, or moved in another way."""
+MOVED_AGAIN = 0.5
+"""How often what was moved is moved in another way, and not kept."""
+RECOMPUTED = 0.5
+"""How often what can be both recomputed and offloaded is recomputed."""
+ANYWHERE = 0.3
+"""How often a trip gets any slot that it may have; else one near its slot."""
+FARTHER, LATER = 0.5, 0.5
+"""How often a near slot is yet one slot farther away; how often it is a later slot, not an earlier one."""
 HEAT = 0.006
 """How much worse than the plan before a plan may be at first, as a mean share of the time lost."""
 PLAN_COST, ABSENCE_COST, MOMENT_COST = 2.5, 0.012, 0.005
@@ -48,22 +59,29 @@ class Choices(NamedTuple):
         slots: as in `Facts`.
     """
 
-    absence: Any
-    opens: Any
-    closes: Any
-    out: Any
-    release: Any
-    can_recompute: Any
-    first_deeper: Any
-    possible: Any
-    in_seconds: Any
-    tiers: Any
-    slots: Any
+    absence: Ints
+    opens: Ints
+    closes: Ints
+    out: Ints
+    release: Ints
+    can_recompute: Mask
+    first_deeper: Ints
+    possible: Mask
+    in_seconds: Floats
+    tiers: Ints
+    slots: Ints
 
 
 def walk(
-    scene: Any, choices: Any, start: Any, limit_bytes: int, ceiling: Any, work: float, enough_seconds: float, seed: int
-) -> Any:
+    scene: Scene,
+    choices: Choices,
+    start: Ints,
+    limit_bytes: int,
+    ceiling: Ints,
+    work: float,
+    enough_seconds: float,
+    seed: int,
+) -> tuple[Ints, float, float]:
     """Go from plan to plan, and remember the fastest.
 
     Args:
@@ -100,18 +118,16 @@ def walk(
     return best, best_seconds, spent
 
 
-def _judged(scene: Any, plan: Any, limit_bytes: int, ceiling: Any, longest: float) -> Any:
+def _judged(scene: Scene, plan: Ints, limit_bytes: int, ceiling: Ints, longest: float) -> tuple[float, Ints, int, bool]:
     """Seconds of a plan, moments where it loses time, moments simulated, and whether it is allowed."""
     script = write_script(scene, plan[TIER], plan[REPLAY], plan[OUT], plan[RELEASE], plan[LOAD])
-    levels, _, waited, replayed, ended = run_course(
-        scene, script, plan[TIER], plan[REPLAY], limit_bytes, ceiling, longest
-    )
-    fits = ended[0] == DONE
-    reached = len(levels[0]) if fits else ended[2]
-    return levels[2][-1], np.concatenate((waited[0][:, 0], replayed[0][:, 1])), reached, fits
+    ran = run_course(scene, script, plan[TIER], plan[REPLAY], limit_bytes, ceiling, longest)
+    fits = ran.ending == DONE
+    reached = len(ran.memory) if fits else ran.moment
+    return ran.starts[-1], np.concatenate((ran.waited.rows[:, 0], ran.replayed.rows[:, 1])), reached, fits
 
 
-def _change_some(choices: Any, plan: Any, lost_at: Any, clock: Any, dice: Any) -> None:
+def _change_some(choices: Choices, plan: Ints, lost_at: Ints, clock: Floats, dice: Ints) -> None:
     """Change one to three candidates."""
     count = len(choices.absence)
     near = np.empty(0, np.int64)
@@ -121,18 +137,18 @@ def _change_some(choices: Any, plan: Any, lost_at: Any, clock: Any, dice: Any) -
     for _ in range(1 if drawn < ONE else 2 if drawn < TWO else 3):
         place = near[draw_below(dice, len(near))] if len(near) else draw_below(dice, count)
         number, deeper = choices.absence[place], choices.first_deeper[place + 1] - choices.first_deeper[place]
-        if plan[TIER, number] >= 0 and draw(dice) < 0.7:
+        if plan[TIER, number] >= 0 and draw(dice) < SHIFTED:
             _shift(choices, plan, place, dice)
         elif plan[REPLAY, number] >= 0 and deeper and draw(dice) < DEEPER:
             plan[REPLAY, number] = _any_recipe(choices, place, dice)
         else:
             kept = plan[TIER, number] < 0 and plan[REPLAY, number] < 0
             plan[TIER, number] = plan[REPLAY, number] = -1
-            if kept or draw(dice) < 0.5:
+            if kept or draw(dice) < MOVED_AGAIN:
                 _move(choices, plan, place, clock, dice)
 
 
-def _nearest(choices: Any, plan: Any, moment: int) -> Any:
+def _nearest(choices: Choices, plan: Ints, moment: int) -> Ints:
     """The candidates that have something to do nearest to a moment."""
     count = len(choices.absence)
     size = min(NEAREST, count)
@@ -152,10 +168,10 @@ def _nearest(choices: Any, plan: Any, moment: int) -> Any:
     return found
 
 
-def _move(choices: Any, plan: Any, place: int, clock: Any, dice: Any) -> None:
+def _move(choices: Choices, plan: Ints, place: int, clock: Floats, dice: Ints) -> None:
     """Move what is kept, in any way there is."""
     number, row = choices.absence[place], _any_tier(choices, place, dice)
-    if choices.can_recompute[place] and (row < 0 or draw(dice) < 0.5):
+    if choices.can_recompute[place] and (row < 0 or draw(dice) < RECOMPUTED):
         deeper = choices.first_deeper[place + 1] - choices.first_deeper[place]
         plan[REPLAY, number] = _any_recipe(choices, place, dice) if deeper and draw(dice) < DEEPER else place
     elif row >= 0:
@@ -166,14 +182,14 @@ def _move(choices: Any, plan: Any, place: int, clock: Any, dice: Any) -> None:
         plan[LOAD, number] = _slot(choices.slots, release + 1, closes, in_time, True, dice)
 
 
-def _any_recipe(choices: Any, place: int, dice: Any) -> int:
+def _any_recipe(choices: Choices, place: int, dice: Ints) -> int:
     """One of the recipes of a candidate."""
     first, last = choices.first_deeper[place], choices.first_deeper[place + 1]
     chosen = first - 1 + draw_below(dice, last - first + 1)
     return chosen if chosen >= first else place
 
 
-def _any_tier(choices: Any, place: int, dice: Any) -> int:
+def _any_tier(choices: Choices, place: int, dice: Ints) -> int:
     """A row of a tier that may take a candidate, or -1."""
     possible = choices.possible
     count = 0
@@ -189,7 +205,7 @@ def _any_tier(choices: Any, place: int, dice: Any) -> int:
     return row
 
 
-def _shift(choices: Any, plan: Any, place: int, dice: Any) -> None:
+def _shift(choices: Choices, plan: Ints, place: int, dice: Ints) -> None:
     """Put one of the three ticks of a trip elsewhere, or the value in another tier."""
     number, slots = choices.absence[place], choices.slots
     out, release, load = plan[OUT, number], plan[RELEASE, number], plan[LOAD, number]
@@ -204,7 +220,7 @@ def _shift(choices: Any, plan: Any, place: int, dice: Any) -> None:
         plan[TIER, number] = choices.tiers[_any_tier(choices, place, dice)]
 
 
-def _slot(slots: Any, low: int, high: int, now: int, on_demand: bool, dice: Any) -> int:
+def _slot(slots: Ints, low: int, high: int, now: int, on_demand: bool, dice: Ints) -> int:
     """A slot from ``low`` to ``high``, more often one near ``now``; ``now`` if there is none.
 
     ``on_demand`` means that ``high`` itself may be chosen though it is no slot.
@@ -214,11 +230,11 @@ def _slot(slots: Any, low: int, high: int, now: int, on_demand: bool, dice: Any)
     if count <= 0:
         return now
     chosen = count_below(slots, now) - first
-    if draw(dice) < 0.3:
+    if draw(dice) < ANYWHERE:
         chosen = draw_below(dice, count)
     else:
         way = 1
-        while draw(dice) < 0.5:
+        while draw(dice) < FARTHER:
             way += 1
-        chosen = min(max(min(max(chosen, 0), count - 1) + (way if draw(dice) < 0.5 else -way), 0), count - 1)
+        chosen = min(max(min(max(chosen, 0), count - 1) + (way if draw(dice) < LATER else -way), 0), count - 1)
     return slots[first + chosen] if first + chosen < last else high

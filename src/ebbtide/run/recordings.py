@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ebbtide.place.layout import FOREVER, Ints
+from ebbtide.arrays import Ints
+from ebbtide.place.layout import FOREVER
 from ebbtide.run.native import arena_library
 from ebbtide.run.roomy import sizes_with_room
 

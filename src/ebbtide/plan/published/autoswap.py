@@ -13,11 +13,11 @@ from typing import Literal
 
 import numpy as np
 
+from ebbtide.arrays import Floats, Ints
 from ebbtide.decisions import Plan
 from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
 from ebbtide.plan.follow import Move
-from ebbtide.plan.problem import Floats, Ints
 from ebbtide.plan.profile import Candidates
 from ebbtide.plan.published.layers import slot_before, spanning
 from ebbtide.plan.published.switches import check_choice, check_count

@@ -10,11 +10,11 @@ import dataclasses
 
 import numpy as np
 
+from ebbtide.arrays import Floats, Ints
 from ebbtide.decisions import Plan
 from ebbtide.errors import PolicyError
 from ebbtide.machine import Machine
 from ebbtide.plan.follow import Move, Trip, follow
-from ebbtide.plan.problem import Floats, Ints
 from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Modes, Profile, needs_of, profile
 from ebbtide.plan.published.layers import slot_after, slot_before
 from ebbtide.plan.published.switches import check_count

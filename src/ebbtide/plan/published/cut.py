@@ -8,9 +8,10 @@ import itertools
 
 import numpy as np
 
+from ebbtide.arrays import Ints
 from ebbtide.errors import PolicyError
 from ebbtide.machine import Machine
-from ebbtide.plan.problem import Facts, Ints, Problem
+from ebbtide.plan.problem import Facts, Problem
 from ebbtide.plan.profile import SMALLEST_BYTES, movable
 from ebbtide.plan.published.chain import Chain, Stage
 from ebbtide.plan.published.remembered import remembered
@@ -168,14 +169,14 @@ def _sorted(bare: Cut, turn: int) -> Cut:
             remakeable[stage].append(number)
         else:
             fixed[stage].append(number)
-    decided = {step.absences[number].value for group in (*remakeable, *outputs) for number in group}
+    decided = step.values_of(number for group in (*remakeable, *outputs) for number in group)
     lasting = frozenset(number for number in facts.packed if number not in decided)
     found = dataclasses.replace(bare, lasting=lasting)
     for stage in range(stages):
         stay = [number for number in outputs[stage] if not (first[number] and found.sweep(number, stage) is not None)]
         outputs[stage] = [number for number in outputs[stage] if number not in stay]
         fixed[stage] += stay
-        lasting |= {step.absences[number].value for number in stay}
+        lasting |= step.values_of(stay)
     return dataclasses.replace(
         found, outputs=_frozen(outputs), remakeable=_frozen(remakeable), fixed=_frozen(fixed), lasting=lasting
     )

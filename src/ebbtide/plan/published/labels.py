@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from ebbtide.arrays import Floats, Ints, Mask
 from ebbtide.compiled import compiled
-from ebbtide.plan.problem import Floats, Ints
-from ebbtide.plan.profile import Mask
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -27,9 +27,9 @@ import math
 
 import numpy as np
 
+from ebbtide.arrays import Floats
 from ebbtide.decisions import Plan
 from ebbtide.machine import Machine
-from ebbtide.plan.problem import Floats
 from ebbtide.plan.published.chain import Action, ChainPlan
 from ebbtide.plan.published.cut import stages_of
 from ebbtide.plan.published.labels import Labels, trail, waiting

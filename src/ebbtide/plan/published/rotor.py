@@ -29,10 +29,10 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from ebbtide.arrays import Floats, Ints
 from ebbtide.decisions import Plan
 from ebbtide.errors import PolicyError
 from ebbtide.machine import Machine
-from ebbtide.plan.problem import Floats, Ints
 from ebbtide.plan.published.chain import Action, Chain, ChainPlan
 from ebbtide.plan.published.cut import stages_of
 from ebbtide.plan.published.mapping import fitted

@@ -14,12 +14,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from ebbtide.arrays import Floats, Ints
 from ebbtide.decisions import Plan
 from ebbtide.errors import PolicyError
 from ebbtide.machine import Machine
 from ebbtide.plan.follow import Move, Trip
 from ebbtide.plan.judged import judged
-from ebbtide.plan.problem import Floats, Ints, Problem
+from ebbtide.plan.problem import Problem
 from ebbtide.plan.profile import Candidates, Profile
 from ebbtide.plan.published.remembered import remembered
 from ebbtide.plan.recipes import find_recipes

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ebbtide.plan.problem import Floats
+from ebbtide.arrays import Floats
 
 POOL = 256
 """Weights drawn by chance among which the next trial is chosen."""

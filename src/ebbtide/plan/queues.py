@@ -1,0 +1,58 @@
+"""Which transfers a stall is due to: the one that compute waited for, and those right before it on the same link."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from ebbtide.arrays import Floats, Ints, Mask
+
+
+def ways(chosen: Mask, way: Ints) -> tuple[Mask, Mask]:
+    """Which of the ``chosen`` go out, and which come back, by ``way`` as in `TransferRows`."""
+    return chosen & (way == 0), chosen & (way == 1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Queue:
+    """What one link carried, in order.
+
+    Attributes:
+        absence: of each transfer.
+        start, end: of each transfer, in seconds from the beginning of the step.
+        first: for each the transfer since which the link made no pause.
+        place: per absence of the step its place in this queue; 0 if it has none.
+    """
+
+    absence: Ints
+    start: Floats
+    end: Floats
+    first: Ints
+    place: Ints
+
+    @classmethod
+    def of(cls, absence: Ints, times: Floats, absences: int) -> Queue:
+        """The queue of transfers with ``times`` as in `Course.sent`."""
+        issued, start, end = times.T
+        goes_on = np.zeros(len(absence), dtype=np.bool_)
+        goes_on[1:] = (end[:-1] >= start[1:]) & (start[1:] > issued[1:])
+        places = np.arange(len(absence))
+        place = np.zeros(absences, dtype=np.int64)
+        place[absence] = places
+        return cls(absence, start, end, np.maximum.accumulate(np.where(goes_on, 0, places)), place)
+
+    def blame(self, waited: Ints) -> tuple[Floats, Ints]:
+        """Which transfers those of the absences in ``waited`` had to wait for, themselves included.
+
+        Returns:
+            Per absence of the step 1 if its transfer is one of these, else 0; and per entry of ``waited`` the place of
+            the first such transfer.
+        """
+        last = self.place[waited]
+        change = np.zeros(len(self.absence) + 1)
+        np.add.at(change, self.first[last], 1.0)
+        np.subtract.at(change, last + 1, 1.0)
+        blamed = np.zeros(len(self.place))
+        blamed[self.absence] = np.cumsum(change)[:-1] > 0
+        return blamed, self.first[last]
