@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from ebbtide.plan.problem import Floats, Ints
+from ebbtide.arrays import Floats, Ints
 
 Scalars = float | Floats
 
@@ -98,6 +98,14 @@ class Solution:
     columns: Floats
 
 
+@functools.cache
+def _highspy() -> Any:
+    """HiGHS. It is imported here and not sooner, since only those who plan should wait for that."""
+    import highspy
+
+    return highspy
+
+
 def solve_program(program: Assembled, seconds: float) -> Solution:
     """Minimise ``program`` for at most about ``seconds``; the answer is a bound even if the time was too short.
 
@@ -108,8 +116,7 @@ def solve_program(program: Assembled, seconds: float) -> Solution:
     methods it is the older one: where the newer is installed (`highspy-extras`), "ipm" takes that, which took twice as
     long for these programs, in places three times.
     """
-    import highspy
-
+    highspy = _highspy()
     count, height = len(program.cost), len(program.row_lower)
     solver = _silent_solver()()
     if count <= SMALL:
@@ -136,8 +143,7 @@ def solve_whole(program: Assembled, whole: Ints, seconds: float) -> float:
     A lower bound of the minimum but for HiGHS's tolerances, which nothing here makes up for; infinite if there is no
     solution, and minus infinity if the time was too short for any.
     """
-    import highspy
-
+    highspy = _highspy()
     model = _model(program)
     kinds = np.full(len(program.cost), highspy.HighsVarType.kContinuous)
     kinds[whole] = highspy.HighsVarType.kInteger
@@ -153,8 +159,7 @@ def solve_whole(program: Assembled, whole: Ints, seconds: float) -> float:
 
 def _model(program: Assembled) -> Any:
     """``program`` as HiGHS takes it."""
-    import highspy
-
+    highspy = _highspy()
     model = highspy.HighsLp()
     count, height = len(program.cost), len(program.row_lower)
     model.num_col_, model.num_row_ = count, height
@@ -170,12 +175,11 @@ def _model(program: Assembled) -> Any:
 @functools.cache
 def _silent_solver() -> Any:
     """A class of solvers that print nothing. Some versions print who they are as soon as they take callbacks."""
-    import highspy
 
-    class Silent(highspy.Highs):
+    class Silent(_highspy().Highs):  # type: ignore[misc]
         def enableCallbacks(self) -> None:  # noqa: N802 - the name is highspy's
             self.silent()
-            super().enableCallbacks()  # type: ignore[no-untyped-call]
+            super().enableCallbacks()
 
     return Silent
 

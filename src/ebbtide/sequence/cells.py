@@ -360,11 +360,11 @@ class CellChain:
 
     # --- states --------------------------------------------------------------------------------------------------
 
-    def pack(self, state: State, block: Block, step: int) -> None:  # noqa: ARG002
+    def pack(self, state: State, block: Block, _step: int) -> None:
         """See `Chain.pack`."""
         self._layout.pack(state, block)
 
-    def unpack(self, block: Block, step: int, *, own: bool) -> State:  # noqa: ARG002
+    def unpack(self, block: Block, _step: int, *, own: bool) -> State:  # noqa: ARG002 - passed by name
         """See `Chain.unpack`."""
         return self._layout.unpack(block)
 

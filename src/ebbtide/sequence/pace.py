@@ -44,7 +44,7 @@ class Pace:
         """Note how long compute has waited for a copy out of so many states."""
         self._waits += [seconds / states] * states
 
-    def interval(self, step: int) -> int:  # noqa: ARG002
+    def interval(self, _step: int) -> int:
         """Steps from a state that is about to be stored to the next."""
         self._intervals += 1
         if self._intervals > RECENT:

@@ -3,9 +3,10 @@
 Aupy, Herrmann, Hovland and Robert 2016 (SIAM J. Sci. Comput. 38(3)); Aupy and Herrmann 2017 (Optim. Methods Softw.).
 
 NOTE [Tables]
-All are indexed by ``l``: ``l`` steps forward and ``l + 1`` reversed. ``memory[l]`` is Revolve's time; ``once[l]``, the
-"1D-Revolve" of the papers, is the time if the first state is on the disk and nothing else goes there; ``disk[l]`` is
-the time with a disk of any size. Beside each, ``advance[l]`` steps are run before the next store, 0 for plain Revolve.
+All are indexed by ``l``, in code ``length``: ``l`` steps forward and ``l + 1`` reversed. ``memory[l]`` is Revolve's
+time; ``once[l]``, the "1D-Revolve" of the papers, is the time if the first state is on the disk and nothing else goes
+there; ``disk[l]`` is the time with a disk of any size. Beside each, ``advance[l]`` steps are run before the next store,
+0 for plain Revolve.
 """
 
 from __future__ import annotations
@@ -58,36 +59,36 @@ class DiskCosts:
         check_times(forward=self.forward, reverse=self.reverse, write=self.write, read=self.read)
 
 
-def memory_times(length: int, states: int, costs: DiskCosts) -> Times:
-    """``memory[0..length]``."""
-    reverses = costs.reverse * np.arange(1, length + 2)
-    return np.asarray(forward_steps_table(length + 1, states)[1:] * costs.forward + reverses)
+def memory_times(longest: int, states: int, costs: DiskCosts) -> Times:
+    """``memory[0..longest]``."""
+    reverses = costs.reverse * np.arange(1, longest + 2)
+    return np.asarray(forward_steps_table(longest + 1, states)[1:] * costs.forward + reverses)
 
 
-def once_times(length: int, states: int, costs: DiskCosts) -> tuple[Times, Distances]:
-    """``once[0..length]`` and its distances. Time O(length^2)."""
-    memory = memory_times(length, states, costs)
-    once, advance = memory.copy(), np.zeros(length + 1, dtype=np.int64)
-    steps = costs.forward * np.arange(length + 1)
-    for l in range(1, length + 1):  # noqa: E741
-        # Advance j = 1..l; Revolve on the l - j steps to the right; read; the j - 1 steps to the left.
-        times = steps[1 : l + 1] + memory[l - 1 :: -1][:l] + once[:l] + costs.read
+def once_times(longest: int, states: int, costs: DiskCosts) -> tuple[Times, Distances]:
+    """``once[0..longest]`` and its distances. Time O(longest^2)."""
+    memory = memory_times(longest, states, costs)
+    once, advance = memory.copy(), np.zeros(longest + 1, dtype=np.int64)
+    steps = costs.forward * np.arange(longest + 1)
+    for length in range(1, longest + 1):
+        # Advance j = 1..length; Revolve on the length - j steps to the right; read; the j - 1 steps to the left.
+        times = steps[1 : length + 1] + memory[length - 1 :: -1][:length] + once[:length] + costs.read
         best = int(np.argmin(times))
-        if times[best] < once[l]:
-            once[l], advance[l] = times[best], best + 1
+        if times[best] < once[length]:
+            once[length], advance[length] = times[best], best + 1
     return once, advance
 
 
-def disk_times(length: int, states: int, costs: DiskCosts, once: Times) -> tuple[Times, Distances]:
-    """``disk[0..length]`` and its distances. Time O(length^2)."""
-    disk = memory_times(length, states, costs)
-    advance = np.zeros(length + 1, dtype=np.int64)
-    steps = costs.forward * np.arange(length + 1)
-    for l in range(1, length + 1):  # noqa: E741
-        times = costs.write + steps[1 : l + 1] + disk[l - 1 :: -1][:l] + once[:l] + costs.read
+def disk_times(longest: int, states: int, costs: DiskCosts, once: Times) -> tuple[Times, Distances]:
+    """``disk[0..longest]`` and its distances. Time O(longest^2)."""
+    disk = memory_times(longest, states, costs)
+    advance = np.zeros(longest + 1, dtype=np.int64)
+    steps = costs.forward * np.arange(longest + 1)
+    for length in range(1, longest + 1):
+        times = costs.write + steps[1 : length + 1] + disk[length - 1 :: -1][:length] + once[:length] + costs.read
         best = int(np.argmin(times))
-        if times[best] < disk[l]:
-            disk[l], advance[l] = times[best], best + 1
+        if times[best] < disk[length]:
+            disk[length], advance[length] = times[best], best + 1
     return disk, advance
 
 

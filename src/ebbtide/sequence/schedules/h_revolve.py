@@ -3,8 +3,8 @@
 Herrmann and Pallez 2020 (ACM TOMS 46(2)).
 
 NOTE [Tables]
-For level ``k``, ``m`` free slots in it and ``l`` steps forward (``l + 1`` reversed), ``stored[k][m, l]`` is the least
-time if the first state is in level ``k`` already, and ``least[k][m, l]`` if it is not:
+For level ``k``, ``m`` free slots in it and ``l`` steps forward (``l + 1`` reversed; in code ``length``),
+``stored[k][m, l]`` is the least time if the first state is in level ``k`` already, and ``least[k][m, l]`` if it is not:
 
     stored[k][m, l] = min(least[k-1][all, l], min_j j f + least[k][m-1, l-j] + read_k + stored[k][m, j-1]),  1 <= j <= l
     least[k][m, l] = min(least[k-1][all, l], write_k + stored[k][m, l]),  least[k][0, l] = least[k-1][all, l]
@@ -125,30 +125,30 @@ class HRevolve(Schedule):
     def records(self) -> Iterator[Record]:
         """See `Schedule.records`."""
         top = len(self.levels) - 1
-        # What is still to be done, the next one last. A part is (level, start, l, slots, its first state is stored).
+        # What is still to be done, the next one last. A part is (level, start, length, slots, first state is stored).
         todo: list[Record | tuple[int, int, int, int, bool]] = [(top, 0, self.n - 1, self._row(top), False)]
         while todo:
             part = todo.pop()
             if not isinstance(part, tuple):
                 yield part
                 continue
-            level, start, l, row, stored = part  # noqa: E741
+            level, start, length, row, stored = part
             table, name = self._tables[level], self.levels[level].name
-            if l == 0:
+            if length == 0:
                 yield Reverse(start)
-            elif not stored and table.stores[row, l]:
+            elif not stored and table.stores[row, length]:
                 yield Store(start, name)
-                todo += [Drop(start, name), (level, start, l, row, True)]
-            elif stored and (distance := int(table.advance[row, l])):
+                todo += [Drop(start, name), (level, start, length, row, True)]
+            elif stored and (distance := int(table.advance[row, length])):
                 yield Advance(start, start + distance)
                 right = row - 1 if self.levels[level].slots is not None else row
                 todo += [
                     (level, start, distance - 1, row, True),
                     Load(start, name),
-                    (level, start + distance, l - distance, right, False),
+                    (level, start + distance, length - distance, right, False),
                 ]
             else:
-                todo.append((level - 1, start, l, self._row(level - 1), False))
+                todo.append((level - 1, start, length, self._row(level - 1), False))
 
     def _row(self, level: int) -> int:
         """The row of a level of which all slots are free."""
@@ -184,21 +184,21 @@ def _table(level: Level, below: Times, forward: float) -> _Table:
     stored = np.tile(below, (rows, 1))
     stores = np.zeros((rows, n), dtype=np.bool_)
     advance = np.zeros((rows, n), dtype=np.int32)
-    # least[m - 1, l - j] for j = 1..l is read backwards: kept mirrored, the slice is contiguous.
+    # least[m - 1, length - j] for j = 1..length is read backwards: kept mirrored, the slice is contiguous.
     mirrored = np.ascontiguousarray(least[:, ::-1])
     steps = forward * np.arange(n)
     index = np.arange(rows - first)
-    for l in range(1, n) if rows > first else ():  # noqa: E741
-        right = mirrored[: rows - first, n - l :]
-        times = right + stored[first:, :l]
-        times += steps[1 : l + 1] + level.read
+    for length in range(1, n) if rows > first else ():
+        right = mirrored[: rows - first, n - length :]
+        times = right + stored[first:, :length]
+        times += steps[1 : length + 1] + level.read
         best = times.argmin(axis=1)
         time = times[index, best]
-        better = time < below[l]
-        stored[first:, l] = np.where(better, time, below[l])
-        advance[first:, l] = np.where(better, best + 1, 0)
-        with_store = level.write + stored[first:, l]
-        stores[first:, l] = with_store < below[l]
-        least[first:, l] = np.minimum(with_store, below[l])
-        mirrored[:, n - 1 - l] = least[:, l]
+        better = time < below[length]
+        stored[first:, length] = np.where(better, time, below[length])
+        advance[first:, length] = np.where(better, best + 1, 0)
+        with_store = level.write + stored[first:, length]
+        stores[first:, length] = with_store < below[length]
+        least[first:, length] = np.minimum(with_store, below[length])
+        mirrored[:, n - 1 - length] = least[:, length]
     return _Table(least, stores, advance)
