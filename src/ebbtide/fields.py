@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 Check = tuple[str, Callable[[Any], bool], str]
-"""The name of a field, what tells whether something is of its type, and what else errors say of that."""
+"""``(name, check, extra text for the error)`` of a field."""
 
 _Record = typing.TypeVar("_Record")
 

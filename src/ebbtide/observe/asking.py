@@ -1,19 +1,19 @@
 """Nodes of autograd that ask whether a dispatch mode is on, and compute by another formula if so.
 
 NOTE [Nodes that ask]
-For some gradients PyTorch has two formulas, one of which it keeps for tensors that are more than memory. It takes every
-tensor for such a one while any mode is on. The results differ in their last bits, or in the signs of zeros. These are
-the nodes of all operators of which PyTorch's own samples show a difference in first derivatives.
+PyTorch has two formulas for some gradients, one of them for tensor subclasses. While a dispatch mode is on, it uses
+that one for all tensors. The results differ in their last bits, or in the signs of zeros. The nodes that ask are those
+of all operators of which PyTorch's own samples show a difference in first derivatives.
 
-So that a step in which a mode of ours is on computes what it would without one, they are not to find it: the dispatch
-key that leads to modes is left out while they run. Autograd puts its keys back after each node, whether it fails or
-not. What a node calls then is not seen: it is taken for one op, with what it was given and what it has made. Two kinds
-of passes go by the other formula still: those in which a mode of the user's is on, as they do without us; and those
-that make a graph, as what a node has made there has to be seen if it saves that. Nodes of `masked_fill` save but what
-they were given, and are hidden there, too.
+So that a step in which a mode of ours is on computes what it would without one, these nodes must not find the mode: the
+dispatch key that leads to modes is excluded while they run. Autograd puts its keys back after each node, whether it
+fails or not. What a node calls then is not seen: the node is taken for one op, with what it was given and what it has
+made. Two kinds of passes use the other formula still: those in which a mode of the user's is on, as they do without
+us; and those that make a graph, because what a node makes there has to be seen if the node saves it. Nodes of
+`masked_fill` save only what they were given, and are hidden in such passes, too.
 
-What a node has saved it asks for as it runs, and hooks may run ops for that. A recipe of ours shows them (`shown`), and
-so does a checkpoint that is not reentrant, which computes all of its region again there.
+A node asks for what it has saved as it runs, and hooks may run ops to give it that. Recipes of ours show these ops to
+modes (`shown`), and so does a checkpoint that is not reentrant, which computes all of its region again there.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _show_checkpoints() -> None:
 
 
 def is_node_that_asks(name: str) -> bool:
-    """Whether this is the name of such a node, or of the op that it is taken for."""
+    """Whether this is the name of a node that asks, or of the op that it is taken for."""
     return name.startswith(_NODES_THAT_ASK)
 
 

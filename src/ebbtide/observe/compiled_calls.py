@@ -1,7 +1,7 @@
 """Counts calls of what `torch.compile` returned.
 
-Behind every such call, whether or not it ran compiled, PyTorch restores its dispatcher's state of before, and with it
-whether modes are asked at all. So no mode may be put on or taken off in the middle of one.
+After every such call, whether or not it ran compiled, PyTorch restores the state that its dispatcher had before, and
+with it whether modes are asked at all. So no mode may be put on or taken off in the middle of one.
 """
 
 from __future__ import annotations

@@ -117,10 +117,10 @@ def absences_of(
 ) -> tuple[Absence, ...]:
     """For each saved value the gaps, in moments, from when only autograd held it to when autograd asked for it.
 
-    The first gap of a value lies before it is first asked for, others between backward passes. What one pass asks for
-    several times comes back for the first of them and stays until the last. Behind that a value has a final one if
-    it lives on to some event, and if the step has a backward pass: else one comes later, which will ask for all of it.
-    What is written to after it was saved has none, nor what stays: see `ValueDraft`.
+    The first gap of a value lies before it is first asked for, others between backward passes. A value that one pass
+    asks for several times comes back for the first of them and stays until the last. After that it has a final gap if
+    it lives on to some event, and if the step has a backward pass: without one, a later pass will ask for everything.
+    A value that is written to after it was saved has no gaps, nor has one that stays: see `ValueDraft`.
 
     Args:
         all_saved: all saved tensors of a step.

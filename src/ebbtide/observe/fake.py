@@ -208,7 +208,7 @@ class _FakeRecorder(Recorder):
             raise RuntimeError("a variable needed for gradient computation was modified by an inplace operation")
         with self._aside():
             self.unpack(watched.number)
-            # A tensor of its own, so that it shows for how long autograd has it; what cannot be away needs none.
+            # A tensor of its own shows for how long autograd has it. External ones are never away, and need none.
             return watched.tensor if self.is_external(watched.number) else watched.tensor.detach()
 
     @contextlib.contextmanager

@@ -1,8 +1,9 @@
 """Gives custom Functions the leaves that they have saved, as they get them without hooks.
 
-Of what comes out of saved-tensor hooks and wants a gradient, autograd makes a new tensor. One made of a parameter has
-none of its attributes, and another `grad`: a Function that adds to its weight's gradient itself, or to Megatron's
-``main_grad``, would do so in vain, or fail. The node that gathers a leaf's gradient is still the same, and knows it.
+Where a saved tensor needs a gradient, autograd makes a new tensor of what comes out of the hooks. If a parameter was
+saved, the new tensor has none of its attributes, and a `grad` of its own: a Function that itself adds to its weight's
+gradient, or to Megatron's ``main_grad``, would do so in vain, or fail. But the node that accumulates the gradient is
+still the parameter's, and knows the parameter.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def _itself(shown: torch.Tensor | None) -> torch.Tensor | None:
     """The leaf that was saved, if ``shown`` was made of one; else ``shown``."""
     if type(shown) is not torch.Tensor or not (shown.requires_grad and shown.is_leaf and has_storage(shown)):
         return shown
-    # No mode is to see that a view is made for its node, and where backward passes run without grad it has one, too.
+    # A view is made only for its node: no mode may see that, and grad is on because a view has no node without it.
     with torch.inference_mode(False), torch.enable_grad(), torch._C._DisableTorchDispatch():
         node: Any = shown.view_as(shown).grad_fn
     if node is None:  # an inference tensor

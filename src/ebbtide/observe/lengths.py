@@ -1,9 +1,9 @@
 """The lengths that `torch.ctc_loss` is given as tensors are numbers to autograd under a dispatch mode, too.
 
-Without a mode PyTorch makes numbers of them. While any is on it hands the tensors themselves on, and autograd saves
-them: a step that is observed would save two tensors more than the same step when it is planned. So while a mode of ours
-is on we do what PyTorch does without one. Of its ops it is the only one that saves something else under a mode. A
-function of somebody else's in its place is left alone.
+Without a mode PyTorch makes numbers of these tensors. While any mode is on it passes on the tensors themselves, and
+autograd saves them: an observed step would save two tensors more than the same step when it is planned. So while a mode
+of ours is on, we do what PyTorch does without one. No other op of PyTorch saves something else under a mode. If
+somebody has put another function in the place of `torch.ctc_loss`, that is left alone.
 """
 
 from __future__ import annotations

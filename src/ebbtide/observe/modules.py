@@ -67,7 +67,8 @@ class ModuleTrail:
     def enter(self, module: torch.nn.Module) -> None:
         """``module`` is called."""
         warn_if_compiled(module)
-        # What `torch.compile` returned for a module stands for it. Its class may have attributes of its own making.
+        # What `torch.compile` returned for a module is named as that module. `vars`, because a class of the user's may
+        # compute attributes itself.
         children = vars(module).get("_modules")
         original = children.get("_orig_mod") if isinstance(children, dict) else None
         module = original if isinstance(original, torch.nn.Module) else module

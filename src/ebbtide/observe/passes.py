@@ -1,7 +1,8 @@
 """Tells when a backward pass begins, from Python: the last moment at which a mode can be taken off for all of it.
 
-Autograd keeps the modes that are on as a pass begins, and has them on, and no others, at each of its nodes. A mode that
-is not wanted there, but that no save has come to take off at since it was, goes now.
+Autograd notes which modes are on as a pass begins, and has exactly these on at each of the pass's nodes. Modes are
+usually taken off at a save. One that is not wanted in the pass is taken off now, if no save has come since it was
+wanted.
 """
 
 from __future__ import annotations

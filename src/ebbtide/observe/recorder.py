@@ -64,8 +64,8 @@ class Recorder(DispatchMode):
         clock: what ops are timed by. It is read in `finish`, not before.
         memory: of the training device, if its allocator says what is taken: then all of that is counted. See
             NOTE [Everything allocated] in `allocated.py`.
-        collects_all: whether all garbage is collected first, or but the young: where many steps are observed, that
-            takes longer than they do.
+        collects_all: whether all garbage is collected first, or only young objects: to collect all of it takes longer
+            than the steps do where many are observed.
 
     Attributes:
         storages, ledger: what is known of storages and values, and what counts their bytes.
@@ -250,7 +250,7 @@ class Recorder(DispatchMode):
         return phase, self._trail.path if phase == "forward" else self._backward_module
 
     def _tick_over(self) -> None:
-        """What every moment begins with: time since the last belongs to the last op; who is alone from now on."""
+        """A moment begins: the time since the last one is the last op's, and it is noted which storages are alone."""
         self._asking.follow()
         if self._ops:
             now = self._mark()
@@ -276,7 +276,7 @@ class Recorder(DispatchMode):
             draft.outputs += (pair[1],)
 
     def _note_larger(self, draft: OpDraft, tensors: Iterable[torch.Tensor], tick: int) -> int:
-        """Storages that the op has given more memory are others from now on, new ones; the bytes of these."""
+        """Bytes of storages that the op enlarged; from now on these count as new storages."""
         return self._note_new(draft, (self.storages.made_larger(tensor, tick) for tensor in tensors))
 
     def _note_statistics(self, draft: OpDraft, args: Any, tick: int) -> None:
@@ -295,7 +295,7 @@ class Recorder(DispatchMode):
         self.resume()
 
     def _note_new(self, draft: OpDraft, found: Iterable[SeenStorage | None]) -> int:
-        """What is new of ``found`` is output; the bytes of it."""
+        """The storages among ``found`` are new: they are outputs of the op. Returns their bytes."""
         made = 0
         for storage in found:
             if storage is not None:
@@ -326,7 +326,7 @@ class Recorder(DispatchMode):
         value = self.storages.use(tensor) if followed else self.storages.nowhere().versions[-1]
         storage = self.storages.values[value].storage
         if followed and not self.storages.is_external(storage):
-            # What is saved so is kept so: see `is_plain` in `run/holdings.py`.
+            # The runtime does not move tensors of these kinds: see `is_plain` in `run/holdings.py`.
             self.storages.values[value].stays |= tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
         if is_parameter and not self.storages.is_external(storage):
             storage = self.storages.nowhere()  # it is saved as what it will be by then: see `keep` in `run/holdings.py`

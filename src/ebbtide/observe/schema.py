@@ -58,8 +58,8 @@ def operator_info(func: Any) -> OperatorInfo:
 
 
 def is_partly_written(func: Any) -> bool:
-    """Whether parts of the last result of ``func`` are memory as it was found. Its backward op does not read those; but
-    run again it is not the same bit for bit."""
+    """Whether ``func`` leaves parts of its last result unwritten. Its backward op does not read those parts, but a
+    second run does not give the same bits in them."""
     return getattr(getattr(func, "_schema", None), "name", "") in _PARTLY_WRITTEN
 
 

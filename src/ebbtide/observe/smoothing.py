@@ -1,9 +1,10 @@
 """`cross_entropy` with weights of classes and smoothed labels adds up the same numbers under a dispatch mode.
 
-It divides by the weights of all targets that are not ignored. PyTorch picks those and adds them up; while any mode is
-on it adds up zeros for the others as well, which rounds differently. A mode of ours may come and go in the middle of
-it, as autograd saves. So once a step has begun the same ops are called one by one, the first way, whenever it is the
-first way that PyTorch would go without us. A function of somebody else's in its place is left alone.
+The loss is divided by the weights of all targets that are not ignored. PyTorch picks those weights and adds them up;
+while any mode is on, it adds up zeros for the other targets as well, which rounds differently. A mode of ours may come
+and go in the middle of the call, as autograd saves. So once a step has begun, we call the ops of the first way one by
+one wherever PyTorch without us would go that way. If somebody has put another function in the place of `cross_entropy`,
+that is left alone.
 """
 
 from __future__ import annotations

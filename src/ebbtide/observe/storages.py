@@ -47,9 +47,9 @@ class Storages:
         """The value that a tensor shows which is read or saved.
 
         A few tensors count their versions by themselves, from 0 on: those by which `torch.kron` reads what it is given,
-        and those that ``data`` gives. Where some such was written to, no version tells what it shows, so that values
-        with such tensors are to stay, and what reads them is not to be run again. Of external ones the runtime looks
-        after each tensor by itself.
+        and those that ``data`` gives. If such a tensor was written to, its version does not tell what it shows. So
+        values with such tensors must stay, and what reads them must not run again. External values are an exception:
+        there the runtime looks after each tensor by itself.
         """
         storage = self.touch(tensor)
         value = storage.versions[-1]

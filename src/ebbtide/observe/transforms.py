@@ -1,12 +1,13 @@
 """Tells whether a transform of `torch.func`, or a trace, is under way.
 
-Behind every op in `torch.func.vmap` or `jvp`, PyTorch restores its dispatcher's state of before, and with it whether
-modes are asked at all. Autograd saves below them, in the middle of such an op. So no mode may be put on there, which
-would see nothing, or taken off, after which no op would run any more. Neither that state nor the stack of transforms
-shows it there; the stack of Python's frames does.
+After every op in `torch.func.vmap` or `jvp`, PyTorch restores the state that its dispatcher had before the op, and with
+it whether modes are asked at all. Autograd saves in the middle of such an op. So no mode may be put on there: it would
+see nothing. Nor may one be taken off: no op would run any more. Neither the dispatcher's state nor the stack of
+transforms shows at a save that a transform is under way; the stack of Python's frames does.
 
-A trace (`make_fx`, and so `torch.func.linearize`) knows tensors by their Python objects, and takes for a constant what
-no op that it has seen has made. So what autograd saves in one stays where it is, as the result of an op that it sees.
+A trace (`make_fx`, and so `torch.func.linearize`) knows tensors by their Python objects, and takes a tensor for a
+constant if no op that the trace has seen has made it. So what autograd saves in a trace stays where it is: it then is
+the result of an op that the trace has seen.
 """
 
 from __future__ import annotations

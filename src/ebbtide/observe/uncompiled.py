@@ -1,7 +1,8 @@
 """Code compiled by `torch.compile` runs as it was written where ebbtide has to see its ops or to run parts of it again.
 
-Fake tensors, scans and versions of PyTorch that compile nothing under a dispatch mode need it. What PyTorch does not
-compile once it never compiles later, so nobody must ask it to. Gradients are those of the same code not compiled.
+Fake tensors, scans and versions of PyTorch that compile nothing under a dispatch mode need it. If PyTorch is asked to
+compile something and does not, it never compiles that later, so it must not be asked. Gradients are those of the same
+code not compiled.
 """
 
 from __future__ import annotations

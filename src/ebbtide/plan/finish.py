@@ -1,11 +1,11 @@
 """The last touches to a plan: the memory that it leaves unused is spent, as far as its blocks still pack.
 
-Time left free around transfers is memory that is full while nobody needs it, and where memory is full throughout, a
-block that comes when others go finds no hole of its size: what does not pack is resident all the same. So a plan whose
-blocks do not pack is scheduled again with less time left free, down to as much as plans are compared by. That costs it
-nothing unless transfers are later still. Of ResNet-50 at 0.45, 0.5 and 0.6 of its bytes above rest, on a disk of
-0.7 GB/s, with six seeds each, blocks took 1.01 to 1.09 times the bytes alive at once so, 1.043 in the mean, not 1.04 to
-1.10, 1.075 in the mean.
+Time left free around transfers is memory that is full while nobody needs it. Where memory is full throughout, a block
+that comes when others go finds no hole of its size: blocks do not pack, and the holes between them are resident, too.
+So a plan whose blocks do not pack is scheduled again with less time left free, down to the share `EXPECTED`, by which
+plans are compared. That costs it nothing unless transfers are later still. The blocks of ResNet-50 then took 1.043
+times the bytes alive at once in the mean, not 1.075: at 0.45, 0.5 and 0.6 of its bytes above rest, on a disk of
+0.7 GB/s, with six seeds each.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def _spent(search: Search, found: Found) -> _Finished:
     for rounds in (SURE_ROUNDS,) if before.packed_bytes is None else (len(ROUNDS), SURE_ROUNDS):
         moves = relaxed(scene, slots, found.moves, found.course, unused, ROUNDS[:rounds])
         course = search.judge(moves)
-        # What an earlier load costs compute may come at a bad time: it may not, be transfers late or not.
+        # A load costs compute something when it is queued. Queued earlier, it must not make the plan slower, whether
+        # transfers are as late as caution allows or on time.
         if course is None or course.seconds > longest[0] or on_time.follow(moves).seconds > longest[1]:
             continue
         after = _finished(search, moves, course)

@@ -1,19 +1,19 @@
 """What transfers cost those who compute beside them.
 
 NOTE [Two costs]
-1. For each byte, since transfers take bandwidth of memory and time of the processor: a loop of products and
-   element-wise ops while one direction is kept busy and, right before and after that, alone. Streams beside compute are
-   slower than transfers alone, so what counts is the time lost for each byte. (Six calibrations in a row said 18 to
-   53 ms a GiB. In transfers of 32 MiB it is 7 to 15, which is what an LSTM loses; but ResNet-50 loses some 50, and its
-   plans made with less were the slower ones.)
-2. For each transfer, whatever its size, since somebody has to ask for it, another thread wakes up and a core is
-   interrupted: a loop of small ops in a thread that also asks for transfers of few bytes, as planned steps do, and
-   without these. (Sixteen measurements said 118 to 200 us. Transfers by the C library's threads, which need no lock of
-   Python's, cost as much.)
-Both are medians over turns, each compared with the speeds right before and after it, because a shared machine changes
-its own; and the same for both directions. Beside other work, speeds of compute tell little of what a byte costs: once
-it seemed to cost nothing, and plans moved whatever they could for as long as that was remembered. So what was measured
-and what is usual are weighed by how sure they are (`likely`).
+1. For each byte, because transfers take bandwidth of the memory and time of the processor. A loop of products and
+   element-wise ops runs while one direction of a link is kept busy and, right before and after that, without transfers.
+   Streams beside compute are slower than transfers alone, so the loss is told for each byte that was moved meanwhile.
+   (Six calibrations in a row said 18 to 53 ms a GiB. In transfers of 32 MiB it is 7 to 15, which is what an LSTM loses;
+   but ResNet-50 loses some 50, and its plans made with less were the slower ones.)
+2. For each transfer, whatever its size, because somebody has to ask for it, another thread wakes up and a core is
+   interrupted. A loop of small ops runs in a thread that also asks for transfers of few bytes, as planned steps do, and
+   then without these. (Sixteen measurements said 118 to 200 us. Transfers by the C library's threads, which do not need
+   Python's lock, cost as much.)
+Both are medians over turns, and the same for both directions. In each turn speeds are compared with those right before
+and after it, because a shared machine changes its own. Beside other work, the speed of compute tells little of what a
+byte costs: once it seemed to cost nothing, and plans moved whatever they could for as long as that was remembered. So
+the result is a mean of what was measured and what is usual, each weighed by how sure it is (`likely`).
 """
 
 from __future__ import annotations
@@ -35,16 +35,21 @@ from ebbtide.run.tiers.transfers import Slot, Transfer
 Direction = Literal["out", "back"]
 
 STREAM_TURNS, STREAM_SECONDS = 8, 1.0
+"""Turns with a stream of transfers, and the seconds after which half of them are enough: on a busy machine each takes
+up to three times as long, and whoever makes a first `Budget` there waits."""
 SMALL_TURNS, SMALL_SECONDS = 12, 0.5
-"""Turns, and seconds after which half of them have to do: on a busy machine each takes up to three times as long, and
-whoever makes a first `Budget` there waits."""
+"""The same of turns with small transfers."""
 TRIPS = 8
-"""There and back, in a turn with small transfers."""
-STREAM_RATE_SECONDS, SMALL_RATE_SECONDS = 0.03, 0.01
-"""How long the speed of compute is measured at a time."""
+"""Trips, each there and back, in a turn with small transfers."""
+STREAM_RATE_SECONDS = 0.03
+"""How long the speed of compute is measured at a time where streams run beside it."""
+SMALL_RATE_SECONDS = 0.01
+"""The same where small transfers do."""
 
-USUAL_LOST, USUAL_SPREAD = 2.1e-11, 0.8e-11
-"""Seconds of compute that a byte cost as a rule, on the machines that this was written on, and how far they differ."""
+USUAL_LOST = 2.1e-11
+"""Seconds of compute that a byte cost as a rule, on the machines that this was written on."""
+USUAL_SPREAD = 0.8e-11
+"""The standard deviation of that from machine to machine, in seconds."""
 DEVIATIONS = 1.4826 * math.sqrt(math.pi / 2)
 """Standard error of the median of normal samples, times the root of their number, in median distances from it."""
 

@@ -24,8 +24,8 @@ from ebbtide.run.versions import Version, version_of
 _SetExcluded: Any = vars(torch._C)["_SetExcludeDispatchKeyGuard"]
 _NO_STATISTICS = {torch.ops.aten._native_batch_norm_legit.default: torch.ops.aten._native_batch_norm_legit.no_stats}
 MOST_STATISTICS = 4096
-"""Batch norm in training mode writes to its running statistics, of which there are at most so many as a rule, without
-counting a version: nobody is told of it."""
+"""Elements of running statistics, at most as a rule. Batch norm in training writes to them without counting a version,
+so nobody is told; external tensors of up to so many elements are copied when they are captured."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Argument(Window):
         value: which one; -1 if the step's record has none there.
         shown: which version of which storage it was; None for external ones.
         external: the tensor, if it is external, and its version.
-        copy: what that had, if it may be written to without a version, as a norm's statistics are.
+        copy: a copy of that tensor, if it may be written to without a version, as a norm's statistics are.
     """
 
     __slots__ = ("conjugated", "copy", "external", "negated", "shown", "value", "version")

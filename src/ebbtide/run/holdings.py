@@ -79,8 +79,8 @@ class Kept:
 def keep(tensor: torch.Tensor, number: int) -> Kept:
     """Keep a saved tensor where it is. Most saves of most steps end here, and a constructor would be slower to enter.
 
-    A parameter is kept as itself, as PyTorch does: who gives it other ``data`` for some time, as those do who share
-    parameters out among processes, takes the memory from it, and means the data that it has when it is asked for.
+    A parameter is kept as itself, as PyTorch does. FSDP, for one, swaps a parameter's ``data`` for a while, and the
+    backward pass must see what it has by then.
 
     Args:
         tensor: any shape; it is not copied.

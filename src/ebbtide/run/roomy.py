@@ -21,14 +21,18 @@ from ebbtide.step import Op, Saved, Step, Value
 
 EXCEEDED_SHARE = 0.01
 """Share of steps that may turn out to be larger in some tensor, if sizes vary at random."""
-MOST_SIZES, MOST_TIMES = 4, 1.15
-"""Kinds that differ in sizes alone to plan for one by one; more, and there is one plan for all, with room for tensors
-so much larger than any that was seen, if one of the kinds has the largest throughout, as texts of other lengths do."""
+MOST_SIZES = 4
+"""Kinds that differ in sizes alone and are planned for one by one, at most; of more, all are planned for as one."""
+MOST_TIMES = 1.15
+"""How many times as large as any that was seen tensors may be in that plan, at most, where one of the kinds has the
+largest throughout, as with texts of several lengths."""
 MOST_SAMPLES = 16
 """Steps that such a plan is made from: more would tell little more of how sizes vary."""
-TRIFLES_SHARE, TRIFLES_TIMES = 0.01, 2.0
-"""Share of the limit that all tensors together may take that differ in size, if they are small, for kinds to be planned
-for as one, and how much larger than any that was seen they may be then."""
+TRIFLES_SHARE = 0.01
+"""Kinds are planned for as one, however few, if all tensors that differ in size are small and together take at most
+this share of the limit."""
+TRIFLES_TIMES = 2.0
+"""How many times as large as any that was seen such tensors may be in that plan, at least."""
 
 
 def largest_of(steps: Sequence[Step]) -> Step | None:

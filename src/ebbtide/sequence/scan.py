@@ -231,7 +231,7 @@ class _Sweep:
                 self._turn_surroundings = self._layout.surroundings.read()
                 assert self._executor is not None
                 self._turn_versions = versions_of(self._executor.working)
-                # Tensors of its own: this run is the first of the last step, and gradients go back through another.
+                # On detached tensors: this is the first run of the last step, and gradients go through its second run.
                 self.chain.advance(detached(self._executor.working), self._n - 1, self._n)
             except BaseException:
                 self.close()

@@ -30,7 +30,7 @@ class Scene:
         self._device, self._dtype = torch.get_default_device(), torch.get_default_dtype()
         self._attention = _cur_sdpa_kernel_backends(with_priority=True)
         self._parametrized = parametrize._cache_enabled, dict(parametrize._cache)
-        # That of subclasses: PyTorch runs the whole backward pass of a loss with a class of its own without.
+        # Functions of subclasses: if the loss is of a subclass, PyTorch runs the whole backward pass without these.
         self._functions = torch._C._EnableTorchFunction if torch._C._is_torch_function_enabled() else AsOrdinary
 
     @contextlib.contextmanager

@@ -14,7 +14,8 @@ class Shelf:
     """
 
     def __init__(self) -> None:
-        # First step and place, spacing of the steps, how many; ascending. Places are spaced by their own size.
+        # Rows of states, ascending: first step, its place, steps from one to the next, how many. In a row places follow
+        # each other without gaps.
         self._runs: list[tuple[int, StatePlace, int, int]] = []
         self._others: dict[int, StatePlace] = {}
 

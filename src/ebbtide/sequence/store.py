@@ -71,7 +71,7 @@ class StateStore:
         self._memory: dict[int, Block | tuple[Copy, Block]] = {}  # the latter while it comes back
         self._shelves = {name: Shelf() for name in tiers}  # what is on the slow tiers, but for what is on its way there
         self._writing: collections.deque[_Outgoing] = collections.deque()
-        # Of the run that is being filled: its tier, the states in it, and the blocks that follow.
+        # The run that is being filled: its tier and the states in it; below, the blocks for those to come.
         self._filled: tuple[str, dict[int, Block]] = (MEMORY, {})
         self._reserved: collections.deque[Block] = collections.deque()
         self._wanted: list[tuple[int, str]] = []  # states that are to come back

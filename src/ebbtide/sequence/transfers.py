@@ -64,7 +64,7 @@ def time_transfers(
     *,
     seconds: float,
 ) -> SlowMemory:
-    """Measure how long a state takes to ``disk`` and back, and what compute loses for it, but for copying the state.
+    """Measure how long a state takes to ``disk`` and back, and what compute loses by it besides the copy of the state.
 
     Args:
         disk: where to.
