@@ -100,7 +100,7 @@ class TestFork:
     def test_a_child_is_refused(self, tier: QueuedTier) -> None:
         slot = tier.write(storage_of(50_000))
         load = tier.read(slot)
-        load.wait()
+        tier.drain()
 
         def child() -> None:
             with pytest.raises(SpillError, match="made in another process"):

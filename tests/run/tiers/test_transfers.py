@@ -23,7 +23,7 @@ from ebbtide.run.holdings import Holding, view_of
 from ebbtide.run.tiers import DiskTier, QueuedTier
 from ebbtide.run.tiers import queued as queued_module
 from ebbtide.run.tiers.places import Places
-from ebbtide.run.tiers.transfers import Slot
+from ebbtide.run.tiers.transfers import Slot, Transfer
 from tests.run.tiers.stand_ins import MIB, HeldCall, bytes_of, resident_bytes, storage_of
 
 
@@ -181,6 +181,30 @@ class TestMemory:
         for _ in range(20):
             disk.read(slot).wait()
         assert resident_bytes() < before + 16 * MIB
+
+    @pytest.mark.parametrize("early", [False, True])
+    def test_a_worker_that_is_not_done_with_a_load_keeps_no_memory(
+        self, disk: DiskTier, monkeypatch: pytest.MonkeyPatch, early: bool
+    ) -> None:
+        """It may be put aside right after it has said that the copy is there: what came back counted longer, then."""
+        settle, going_on = disk._settle, threading.Event()
+
+        def settle_late(transfer: Transfer, slot: Slot) -> None:
+            assert going_on.wait(20)
+            settle(transfer, slot)  # type: ignore[arg-type]
+
+        slot = disk.write(storage_of(50_000))
+        if not early:
+            slot.wait()
+            disk.drain()
+        monkeypatch.setattr(disk, "_settle", settle_late)
+        memory = disk.read(slot).wait()
+        gone = weakref.ref(memory)
+        del memory
+        try:
+            assert gone() is None
+        finally:
+            going_on.set()
 
     def test_no_memory_is_an_error(self, disk: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
         slot = disk.write(storage_of(5000))

@@ -42,11 +42,8 @@ class StagedLoad(QueuedLoad):
 
     def wait(self) -> torch.UntypedStorage:
         """See `Load.wait`."""
-        super().wait()
-        if self.home is not None:
-            self._storage = seen_on(self._backend, self.home, self._storage, self.slot.pointer)
-            self.home = self._backend.compute()
-        return self._storage
+        storage = super().wait()
+        return storage if self.home is None else seen_on(self._backend, self.home, storage, self.slot.pointer)
 
 
 class StagedTier(DiskTier):

@@ -117,13 +117,16 @@ class Slot(Transfer):
 
 
 class Load(Transfer):
-    """A copy on its way back, into memory of its own."""
+    """A copy on its way back, into memory of its own.
+
+    Whoever waits for it is handed that memory, and can let go of it at once: a worker may hold the load a while longer.
+    """
 
     def __init__(self, slot: Slot, storage: torch.UntypedStorage) -> None:
         super().__init__(slot.size_bytes)
         self.payload_bytes = slot.payload_bytes
         self.pointer = storage.data_ptr()
-        self._storage = storage
+        self._storage: torch.UntypedStorage | None = storage
 
     @property
     def ready(self) -> bool:
@@ -132,13 +135,15 @@ class Load(Transfer):
 
     @property
     def storage(self) -> torch.UntypedStorage:
-        """The memory taken, whatever of its bytes are there yet."""
+        """The memory taken, whatever of its bytes are there yet. Not to be asked for once `wait` has returned it."""
+        assert self._storage is not None
         return self._storage
 
     def wait(self) -> torch.UntypedStorage:
-        """The storage, once its bytes are there. Raises `SpillError` if they could not be read."""
+        """The storage, once its bytes are there; to be called once. Raises `SpillError` if they could not be read."""
         self.join()
-        return self._storage
+        storage, self._storage = self.storage, None
+        return storage
 
 
 class QueuedLoad(Load):
