@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide.decisions import Offload
-from ebbtide.run.backends.threads import InlineBackend
 from ebbtide.run.meter import PeakMeter
 from tests.run.backends.test_programs import TIERS, streams
+from tests.run.backends.threads import InlineBackend
 from tests.run.harness import FAST_DISK, SLOW_DISK, Guard, Program, Record, once, run_plain, run_within
 from tests.run.programs import mlp
 

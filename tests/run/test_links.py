@@ -10,9 +10,9 @@ import torch
 from ebbtide.machine import check_machine
 from ebbtide.observe.clock import HostClock
 from ebbtide.run import links
-from ebbtide.run.backends.threads import InlineBackend, Temper
 from ebbtide.run.links import measure_links
 from ebbtide.run.tiers import Arena, StagedTier, StreamTier
+from tests.run.backends.threads import InlineBackend, Temper
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 KIB = 1024

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ebbtide.run.backends.threads import PIECES, QueuedBackend, Temper, ThreadStream
 from ebbtide.run.tiers import Arena, SlowTier, StreamTier
+from tests.run.backends.threads import PIECES, QueuedBackend, Temper, ThreadStream
 
 SIZE = 16 << 10
 """Bytes of every value."""

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from ebbtide.run.backends import ComputeStreams
-from ebbtide.run.backends.threads import Temper
 from ebbtide.run.holdings import Holding
 from ebbtide.run.tiers import Arena, Load, SlowTier, StagedTier, StreamTier, peer_memory, stream
 from ebbtide.run.tiers.stream import StreamSlot
 from tests.run.backends.rig import SIZE, Device, close, host_tier
 from tests.run.backends.scenarios import SCENARIOS, Scenario, at_random
+from tests.run.backends.threads import Temper
 
 SEEDS = 8
 """Ways of the streams to behave in which every scenario must do right."""

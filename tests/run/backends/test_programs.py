@@ -18,9 +18,9 @@ import tests.run.programs_rare  # noqa: F401  (registers its programs)
 from ebbtide.decisions import Offload
 from ebbtide.machine import Machine, Tier
 from ebbtide.run.backends import ComputeStreams
-from ebbtide.run.backends.threads import InlineBackend, Temper
 from ebbtide.run.tiers import Arena, DiskTier, Load, Slot, StagedTier, StreamTier
 from ebbtide.run.tiers.pinned import GROWTH_BYTES
+from tests.run.backends.threads import InlineBackend, Temper
 from tests.run.harness import (
     FAST_DISK,
     SLOW_DISK,

@@ -13,8 +13,8 @@ import torch
 
 from ebbtide.observe.mode import DispatchMode
 from ebbtide.run.backends import cuda
-from ebbtide.run.backends.ordered import OrderedMemory
-from ebbtide.run.backends.threads import InlineBackend, QueuedBackend, Temper
+from tests.run.backends.ordered import OrderedMemory
+from tests.run.backends.threads import InlineBackend, QueuedBackend, Temper
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

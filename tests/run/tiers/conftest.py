@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.run.backends.threads import InlineBackend
 from ebbtide.run.tiers import Arena, DiskTier, QueuedTier, StagedTier, StreamTier, pinned_memory
+from tests.run.backends.threads import InlineBackend
 from tests.run.tiers.stand_ins import MIB
 
 

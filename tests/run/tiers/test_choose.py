@@ -9,10 +9,10 @@ import torch
 
 from ebbtide.errors import SpillError
 from ebbtide.run.backends.cuda import CudaBackend
-from ebbtide.run.backends.threads import InlineBackend
 from ebbtide.run.tiers import Arena, DeviceTiers, DiskTier, StreamTier
 from ebbtide.run.tiers.choose import settle, tiers_for
 from ebbtide.run.tiers.pinned import PlannedPlaces
+from tests.run.backends.threads import InlineBackend
 from tests.run.tiers.stand_ins import MIB, bytes_of, storage_of
 
 pytestmark = pytest.mark.usefixtures("nothing_left")

@@ -18,10 +18,10 @@ import torch
 
 from ebbtide.errors import SpillError
 from ebbtide.run.backends.cuda import CudaBackend
-from ebbtide.run.backends.threads import InlineBackend
 from ebbtide.run.tiers import Arena, pinned_memory
 from ebbtide.run.tiers.pinned import GROWTH_BYTES, Place, PlannedPlaces, spare_bytes, touch
 from ebbtide.run.tiers.places import Places
+from tests.run.backends.threads import InlineBackend
 from tests.run.tiers.stand_ins import MIB, bytes_of
 
 pytestmark = pytest.mark.usefixtures("nothing_left")

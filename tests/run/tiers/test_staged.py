@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ebbtide.errors import SpillError
-from ebbtide.run.backends.threads import InlineBackend, Temper
 from ebbtide.run.tiers import StagedTier
+from tests.run.backends.threads import InlineBackend, Temper
 from tests.run.tiers.stand_ins import bytes_of, failing, storage_of
 
 PART = 64 << 10

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from ebbtide.errors import SpillError
-from ebbtide.run.backends.threads import InlineBackend, Temper
 from ebbtide.run.tiers import Arena, DeviceTiers, DiskTier, StagedTier, StreamTier, peer_memory
 from ebbtide.run.tiers.pinned import PlannedPlaces
 from ebbtide.run.tiers.stream import StreamSlot
+from tests.run.backends.threads import InlineBackend, Temper
 from tests.run.tiers.stand_ins import MIB, bytes_of, storage_of
 
 pytestmark = pytest.mark.usefixtures("nothing_left")

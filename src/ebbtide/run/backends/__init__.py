@@ -1,4 +1,4 @@
-"""Devices with streams: what tiers need of one, on CUDA and, with threads for streams, on a CPU."""
+"""Devices with streams: what tiers need of one, and CUDA."""
 
 from ebbtide.run.backends.base import Backend, ComputeStreams, Event, Stream, seen_on
 

@@ -25,9 +25,9 @@ from typing import Any, TypeVar
 import torch
 
 from ebbtide.run.backends.base import ComputeStreams
-from ebbtide.run.backends.ordered import OrderedMemory
 from ebbtide.run.tiers.gate import Gate
 from ebbtide.run.tiers.memory import CONGRUENCE_BYTES, take_memory
+from tests.run.backends.ordered import OrderedMemory
 
 PIECES = 4
 """Copies are made in so many pieces, between which a slow stream pauses."""
