@@ -33,14 +33,7 @@ from ebbtide.observe.compiled_calls import compiled_calls
 from ebbtide.observe.drafts import OpDraft, SeenStorage, absences_of
 from ebbtide.observe.inductor import unwatch_compiling, watch_compiling
 from ebbtide.observe.interrupts import Interrupts
-from ebbtide.observe.ledger import (
-    enlarged,
-    has_storage,
-    is_traceable,
-    sizes,
-    tensors_in,
-    written_by,
-)
+from ebbtide.observe.ledger import enlarged, has_storage, is_traceable, sizes, tensors_in, written_by
 from ebbtide.observe.mode import DispatchMode, is_between_ops, modes_on, run_op
 from ebbtide.observe.modules import ModuleTrail
 from ebbtide.observe.schema import COMPILED_GRAPH, OperatorInfo, operator_info
@@ -66,6 +59,7 @@ class Recorder(DispatchMode):
             NOTE [Everything allocated] in `allocated.py`.
         collects_all: whether all garbage is collected first, or only young objects: to collect all of it takes longer
             than the steps do where many are observed.
+        note: called before each op, in its thread: whoever moves values has to know all streams that may use them.
 
     Attributes:
         storages, ledger: what is known of storages and values, and what counts their bytes.
@@ -84,6 +78,7 @@ class Recorder(DispatchMode):
         clock: Clock | None = None,
         memory: Memory | None = None,
         collects_all: bool = True,
+        note: Callable[[], object] | None = None,
     ) -> None:
         super().__init__()
         self.hidden = False
@@ -96,6 +91,7 @@ class Recorder(DispatchMode):
         self._probe = probe if memory is None else AllocatedProbe(memory)
         self._time = clock if clock is not None else HostClock()
         self._mark = self._time.mark
+        self._note = note
         self._trail = ModuleTrail()
         self._asking = AskingNodes(self)
         self._ops: list[OpDraft] = []
@@ -234,6 +230,8 @@ class Recorder(DispatchMode):
 
     def _execute(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Span], int]:
         """Run the op: its result, when it ran, and the bytes by which memory grew inside it, outputs included."""
+        if self._note is not None:
+            self._note()
         if self._probe is not None:
             self._probe.before(self.ledger.made_bytes)
         self._time.fall_behind()

@@ -11,7 +11,10 @@ import dataclasses
 import statistics
 from collections.abc import Mapping
 
+import torch
+
 from ebbtide.machine import Link, Machine
+from ebbtide.run.tiers.devices import DeviceTiers
 from ebbtide.run.tiers.queued import QueuedTier
 from ebbtide.run.tiers.transfers import SlowTier, Traffic
 
@@ -23,12 +26,22 @@ calibrated well takes 0.76 to 1.01 times: transfers that queue save some of the 
 SLOWER_STEPS = 1.03
 """Links that are slower matter if steps take at least this many times what was predicted."""
 
+_RAM = torch.device("cpu")
+
 
 class Drift:
-    """Watches the links to ``tiers`` over planned steps. Only tiers with worker threads say how long they were busy."""
+    """Watches the links to ``tiers`` over planned steps. Only tiers with worker threads say how long they were busy.
+
+    Those of a GPU wait for it in between: so of what several devices share, the part of RAM is watched.
+    """
 
     def __init__(self, tiers: Mapping[str, SlowTier]) -> None:
-        self._tiers = {name: tier for name, tier in tiers.items() if isinstance(tier, QueuedTier)}
+        parts = {
+            name: tier.of(_RAM) if isinstance(tier, DeviceTiers) else tier
+            for name, tier in tiers.items()
+            if tier.kind == "disk"
+        }
+        self._tiers = {name: tier for name, tier in parts.items() if isinstance(tier, QueuedTier)}
         self._wanted = FIRST_STEPS
         self._late: list[float] = []
         self._before = self._totals()

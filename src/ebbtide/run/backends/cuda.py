@@ -66,9 +66,9 @@ class CudaBackend:
                     target.copy_(source, non_blocking=True)
                 return
             before: _StreamKey = torch._C._cuda_getCurrentStream(index)
-            # What `torch.cuda.stream` does where the device is the current one, in a fraction of the time.
-            torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
-            try:
+            try:  # around the first call, too: Ctrl-C is raised as it returns
+                # What `torch.cuda.stream` does where the device is the current one, in a fraction of the time.
+                torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
                 target.copy_(source, non_blocking=True)
             finally:
                 torch._C._cuda_setStream(*before)

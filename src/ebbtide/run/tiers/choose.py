@@ -108,11 +108,21 @@ def machine_on(device: torch.device, tiers: Mapping[str, SlowTier]) -> Machine:
     return measure_links(backend, clock, slow, capacities, name=torch.cuda.get_device_name(device))
 
 
-def settle(tiers: Mapping[str, SlowTier], planned: Callable[[str], PlannedPlaces | None], device: torch.device) -> None:
+def settle(
+    tiers: Mapping[str, SlowTier],
+    planned: Callable[[str], PlannedPlaces | None],
+    device: torch.device,
+    *,
+    grows: bool = True,
+) -> None:
     """Between two steps on ``device``: make the tiers that a plan wants, let arenas grow, and follow the plan.
 
-    ``planned`` says where values lie in the tier of a name. Where several devices share a tier, the order in which
-    their values come is not planned for each of them.
+    Args:
+        tiers: by name.
+        planned: where values lie in the tier of a name. Where several devices share a tier, the order in which their
+            values come is not planned for each of them.
+        device: of the steps.
+        grows: whether arenas grow by what had no place in the last step.
 
     Raises:
         SpillError: if a tier cannot be made.
@@ -124,4 +134,4 @@ def settle(tiers: Mapping[str, SlowTier], planned: Callable[[str], PlannedPlaces
         made = tier.made if isinstance(tier, DeviceTiers) else (tier,)
         arenas = [one for one in made if isinstance(one, StreamTier)]
         for one in arenas:
-            one.settle(places if len(arenas) == 1 else None)
+            one.settle(places if len(arenas) == 1 else None, grows=grows)

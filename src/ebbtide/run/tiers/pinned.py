@@ -98,12 +98,17 @@ class Arena:
         """What there is now is the limit."""
         self.limit_bytes = self.size_bytes + self._added_bytes
 
-    def settle(self, planned: PlannedPlaces | None, quiet: Callable[[], None]) -> None:
+    def settle(self, planned: PlannedPlaces | None, quiet: Callable[[], None], *, grows: bool = True) -> None:
         """Between two steps: grow by what had no place, or to what a plan needs, and follow it in the step that comes.
 
-        ``quiet`` is called before memory goes back: it waits until no copy is under way.
+        Args:
+            planned: the plan's places; None if there is no plan.
+            quiet: called before memory goes back: it waits until no copy is under way.
+            grows: whether what had no place in the last step may come again.
         """
         self._planned, self._next = planned, 0
+        if not grows:
+            self._missed_bytes = 0
         drops = planned is not None and bool(self._pieces)
         beside = 0 if drops else self._added_bytes
         wanted = max(self.size_bytes + self._missed_bytes, planned.footprint_bytes if planned is not None else 0)

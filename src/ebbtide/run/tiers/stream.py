@@ -19,6 +19,8 @@ from __future__ import annotations
 import collections
 import os
 import threading
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -87,12 +89,13 @@ class StreamLoad(Load):
         """The storage, for what is queued on the compute stream from now on."""
         backend = self._backend
         backend.compute().wait_event(self.arrived)
+        storage = self.storage
         if self.home is not None:
-            self._storage = seen_on(backend, self.home, self._storage, self._left_at)
-            self.home = backend.compute()
+            storage = seen_on(backend, self.home, storage, self._left_at)
         if self in self._unwaited:
             self._unwaited.remove(self)
-        return self._storage
+        self._storage = None
+        return storage
 
 
 class StreamTier:
@@ -134,6 +137,7 @@ class StreamTier:
         self._places_in_use = 0
         self._closed = False
         self._process = os.getpid()
+        weakref.finalize(self, _finish, backend, (self._out, self._back), self._process).atexit = False
 
     # --- the contract ----------------------------------------------------------------------------------------------
 
@@ -173,7 +177,7 @@ class StreamTier:
         Raises:
             SpillError: if the tier is closed, the slot freed, or ``into`` of another size.
         """
-        if not isinstance(slot, StreamSlot):
+        if not isinstance(slot, StreamSlot) or slot.tier is not self:  # the overflow of a peer is one like this
             assert self._overflow is not None
             return self._overflow.read(slot, into)
         if into is not None:
@@ -195,7 +199,7 @@ class StreamTier:
 
     def free(self, slot: Slot) -> None:
         """See `SlowTier.free`. Freeing twice does nothing. Never blocks."""
-        if isinstance(slot, StreamSlot):
+        if isinstance(slot, StreamSlot) and slot.tier is self:
             if not self._closed:
                 self._freed.append(slot)
             elif slot.place is not None:  # nobody looks at those that are noted; no copy is under way
@@ -210,7 +214,7 @@ class StreamTier:
             return
         with self._lock:
             self._collect()
-            self._finish()
+            self._wait_for_copies()
         if self._overflow is not None:
             self._overflow.drain()
 
@@ -227,12 +231,12 @@ class StreamTier:
 
     # --- for the runtime -------------------------------------------------------------------------------------------
 
-    def settle(self, planned: PlannedPlaces | None = None) -> None:
+    def settle(self, planned: PlannedPlaces | None = None, *, grows: bool = True) -> None:
         """Between two steps: let the arena grow, and follow a plan in the step that comes. See `Arena.settle`."""
         self._check_usable()
         with self._lock:
-            self._begin()
-            self._arena.settle(planned, self._finish)
+            self._collect()  # no more: the stream that is current between steps may do nothing within them
+            self._arena.settle(planned, self._wait_for_copies, grows=grows)
 
     @property
     def capacity_bytes(self) -> int:
@@ -246,9 +250,8 @@ class StreamTier:
             self._collect()
             return self._places_in_use
 
-    def _finish(self) -> None:
-        for stream in (self._out, self._back):
-            self.backend.finish(stream)
+    def _wait_for_copies(self) -> None:
+        _finish(self.backend, (self._out, self._back), self._process)
 
     def _check_usable(self) -> None:
         if self._process != os.getpid():
@@ -280,3 +283,10 @@ class StreamTier:
             self._arena.give_back(slot.place)
             self._places_in_use -= 1
             slot.place = None
+
+
+def _finish(backend: Backend, streams: Sequence[Stream], process: int) -> None:
+    """Wait until no copy is under way: then memory of a tier may go back, also that of one which nobody has closed."""
+    if process == os.getpid():
+        for stream in streams:
+            backend.finish(stream)
