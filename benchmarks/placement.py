@@ -75,8 +75,9 @@ def measure(model: str, fraction: float, repeats: int, console: Console) -> Gain
         for _ in range(SETTLING):
             with memory.step():
                 step()
+        dice = random.Random(0)
         for _ in track(range(repeats), model, console=console, transient=True):
-            for variant in random.sample(VARIANTS, len(VARIANTS)):
+            for variant in dice.sample(VARIANTS, len(VARIANTS)):
                 takes[variant].append(_turn(step, memory, variant))
     plain, placed, local = (takes[variant] for variant in VARIANTS)
     return Gain(model, fraction, _ratio(placed, plain), _ratio(local, plain), _ratio(local, placed), takes)

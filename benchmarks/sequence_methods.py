@@ -20,7 +20,8 @@ import torch
 
 import ebbtide
 from benchmarks.sequence_cells import Array, Cell, LSTMOperators, Pair
-from ebbtide.run.allocator import RssPeak
+from ebbtide.run.allocator import trim
+from ebbtide.run.resident import RssPeak
 from ebbtide.run.tiers import DiskTier
 from ebbtide.sequence import run
 from ebbtide.sequence.arrays import ArrayChain, OwnCopies
@@ -47,6 +48,7 @@ T = TypeVar("T")
 
 
 def _measured(call: Callable[[], T]) -> tuple[T, Answer]:
+    trim()
     with RssPeak() as rss:
         start = time.perf_counter()
         found = call()

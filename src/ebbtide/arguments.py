@@ -18,7 +18,7 @@ from ebbtide.units import parse_budget, parse_bytes
 
 
 def as_whole(name: str, value: Any, least: int | None = None) -> int:
-    """A whole number of at least ``least``, which those of NumPy and tensors of one element are, too; True is none."""
+    """An integer of at least ``least``. NumPy's integers and tensors of one element count as such, bools do not."""
     at_least = "" if least is None else f", at least {least}"
     try:
         if isinstance(value, bool):
@@ -32,7 +32,7 @@ def as_whole(name: str, value: Any, least: int | None = None) -> int:
 
 
 def as_seconds(value: Any) -> float | None:
-    """A time, finite and not negative, as a ``float``; None if it is none, for which callers have their own errors."""
+    """A time in seconds, finite and not negative, as a ``float``; None for anything else, for callers to refuse."""
     if isinstance(value, SupportsFloat):
         # Of arrays and tensors of several elements, and of whole numbers beyond all floats, none can be made.
         with contextlib.suppress(TypeError, ValueError, OverflowError):

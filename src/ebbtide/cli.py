@@ -206,7 +206,11 @@ def plan(
         raise typer.BadParameter("--batch goes with --model: the step of a file has its batch already")
     with _errors().status("planning"):
         machine = machine_of(machine_name, spill)
-        step = observe_fake(model, batch, machine) if model is not None else Step.load(step_path or "")
+        if model is not None:
+            step = observe_fake(model, batch, machine)
+        else:
+            assert step_path is not None
+            step = Step.load(step_path)
         check_trains(step, str(model or step_path))
         made = solve(step, machine, limit_bytes_of(budget, step, machine))
     if output is not None:

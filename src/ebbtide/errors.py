@@ -1,6 +1,7 @@
-"""Every error that ebbtide raises on purpose.
+"""The kinds of errors that ebbtide raises.
 
-One base class, a few named kinds. Each message says what happened, with the numbers, and what to do about it.
+One base class, a few named kinds; some modules raise subclasses of their own. Each message says what happened, with
+the numbers, and what to do about it.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class SpillError(EbbtideError):
 
 
 class StepError(EbbtideError):
-    """`Budget.step()` was used in a way that cannot work: nested, from two threads, or after a fault."""
+    """A step, or what is done in it, cannot be observed or run: one that is nested, say, or left in another thread."""
 
 
 class RecipeError(EbbtideError, RuntimeError):

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ebbtide.errors import RecordError
 from ebbtide.fields import typed, wrong_field
@@ -243,7 +243,7 @@ def _check_machine(machine: Machine, name: str) -> None:
 
 
 def _check_compute(compute: Compute, name: str) -> None:
-    if compute.kernels not in ("cpu", "cuda"):
+    if compute.kernels not in get_args(Kernels):
         raise RecordError(f"{name}: its kernels are {compute.kernels!r}; they must be 'cpu' or 'cuda'")
     if "float32" not in dict(compute.peak_flops_per_second):
         raise RecordError(f"{name}: its peak_flops_per_second says nothing of float32")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterator
+from typing import Literal
 
 LATEST = 10_000
-"""Of so many steps it is remembered what was measured: a training may have millions."""
+"""How many of the latest measurements are kept: a training may have millions of steps."""
+State = Literal["observe", "verify", "audit", "rehearse", "planned", "idle"]
+"""What a step is for: see ``state`` of `ebbtide.Budget`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -15,17 +18,15 @@ class Measured:
     """One step that ran.
 
     Attributes:
-        state: ``observe``, ``verify``, ``audit``, ``rehearse``, ``planned`` or ``idle``.
+        state: what it was for; None if nobody said.
         seconds: time of the step's context, by the clock of its device; None until the device is known to be done.
         peak_bytes: the most bytes of live tensors, where they were counted.
-        rss_bytes: the most resident bytes above rest, where they were read.
         left: why the step left its plan, or how it differs from the recorded one; or an empty string.
     """
 
-    state: str = ""
+    state: State | None = None
     seconds: float | None = None
     peak_bytes: int | None = None
-    rss_bytes: int | None = None
     left: str = ""
 
 
@@ -45,6 +46,11 @@ class Measurements:
 
     def __iter__(self) -> Iterator[Measured]:
         return iter(self._latest)
+
+    @property
+    def latest(self) -> Measured | None:
+        """The one of the latest step; None if there was none."""
+        return self._latest[-1] if self._latest else None
 
     def add(self, measured: Measured) -> int:
         """A step was measured; returns its number, the first one's being 0."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import ebbtide
-from ebbtide.run import allocator, calibrate
+from ebbtide.run import allocator, calibrate, resident
 from ebbtide.run.native import arena_library, find_compiler
 from tests.run.harness import FAST_DISK, Program, Record, compare, run_plain
 from tests.run.programs import Chain
@@ -94,7 +94,7 @@ def test_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return real(path, *rest, **named)
 
     monkeypatch.setattr(os, "open", refuse)
-    monkeypatch.setattr(allocator, "_statm", None)
+    monkeypatch.setattr(resident, "_statm", None)
     program = Chain(0)
     with ebbtide.Budget("60%", spill=tmp_path, machine=FAST_DISK) as memory:
         for index, record in enumerate(run_plain(Chain)):

@@ -27,6 +27,7 @@ from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
 from ebbtide.observe.interrupts import Interrupts
 from ebbtide.run import allocator, kinds, rehearsed
+from ebbtide.run.resident import rss_bytes
 from ebbtide.run.versions import ChangedError
 from tests.conftest import hooks_left, modes_left
 from tests.run.harness import FAST_DISK, HELD_MORE, SLOW_DISK, Guard
@@ -406,7 +407,7 @@ def test_a_backward_pass_in_another_thread_is_told_of(tmp_path: Path) -> None:
 def resident() -> int:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    return allocator.rss_bytes()
+    return rss_bytes()
 
 
 @pytest.mark.skipif(allocator.arena_probe() is None, reason="needs a C++ compiler")

@@ -86,7 +86,7 @@ def run_both(
     for _ in range(5):
         run(budget, model, EVERY, {})
     whole, part = scripts_of(budget)
-    assert len(part.savings) < len(whole.savings)
+    assert len(part.saves) < len(whole.saves)
     monkeypatch.setattr(Library, "covers", lambda *_: True)
     for _ in range(3):
         peak_bytes = run(budget, model, blocks, keeps)

@@ -236,7 +236,7 @@ def train(way: str, memory: ebbtide.Budget | None) -> Trained:
         assert memory.plan.binds
         assert memory.limit_bytes is not None
         trained.limit_bytes = memory.limit_bytes
-        trained.states = [measured.state for measured in memory.measured]
+        trained.states = [str(measured.state) for measured in memory.measured]
         trained.left = [measured.left for measured in memory.measured]
     return trained
 

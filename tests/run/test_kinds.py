@@ -239,9 +239,9 @@ def test_where_kinds_come_in_no_order_the_largest_is_begun_with(
         library = Library([])
         roomy, tight = (dataclasses.replace(every, limit_bytes=times * every.limit_bytes) for times in (2, 0))
         assert [library.covers(one, some, 0) for one in (roomy, some, few, tight)] == [True, True, False, False]
-        assert library.covers(roomy, few, len(few.savings))
+        assert library.covers(roomy, few, len(few.saves))
 
-        monkeypatch.setattr("ebbtide.run.forks.can_run", lambda one, other, _: len(one.savings) > len(other.savings))
+        monkeypatch.setattr("ebbtide.run.forks.can_run", lambda one, other, _: len(one.saves) > len(other.saves))
         memory._loop._library = library  # what it has worked out is known no more
         for blocks, looks in [dice.choice(kinds) for _ in range(12)]:
             assert memory._loop.expected is max(memory._loop.kinds.values(), key=lambda kind: len(kind.step.saved))

@@ -79,14 +79,14 @@ def watched(kind: Kind, machine: Machine, longer: float, steps: int) -> None:
     ticks = [0, *(event.tick for event in kind.step.events), len(ops)]
     between = [longer * sum(op.duration_seconds for op in ops[a:b]) for a, b in itertools.pairwise(ticks)]
     for _ in range(steps):
-        kind.watch(machine, between, verify=False)
+        kind.watch(machine, between)
 
 
 def planned_kind(machine: Machine) -> Kind:
     """A kind whose steps are planned for, at half of what they need, as if all checks were done."""
     step = network_step(24)
-    kind = Kind(step)
-    kind.make_plan(machine, limit_at(step, 0.5), verify=False)
+    kind = Kind(step, verify=False)
+    kind.make_plan(machine, limit_at(step, 0.5))
     kind.state = "planned"
     return kind
 

@@ -21,8 +21,9 @@ pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
 @pytest.fixture(scope="module")
 def kind() -> Kind:
     model, data = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))), torch.randn(256, 64)
-    found = Kind(observe_step(lambda: model(data).square().mean().backward(), torch.device("cpu")))
-    found.make_plan(FAST_DISK, found.step.resting_bytes + 500_000, verify=False)
+    step = observe_step(lambda: model(data).square().mean().backward(), torch.device("cpu"))
+    found = Kind(step, verify=False)
+    found.make_plan(FAST_DISK, step.resting_bytes + 500_000)
     return found
 
 
@@ -51,7 +52,7 @@ def test_what_was_counted_tells_nothing_of_another_plan(kind: Kind) -> None:
     parts = Parts()
     for number in (10, 17):
         parts.met(kind, 1, number, limit_of(kind))
-    kind.make_plan(FAST_DISK, limit_of(kind), verify=False)
+    kind.make_plan(FAST_DISK, limit_of(kind))
     parts.met(kind, 1, 24, None)
     assert counted(parts, 25, 32) == [31]
 

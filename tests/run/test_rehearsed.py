@@ -13,6 +13,7 @@ import ebbtide
 from ebbtide.run import allocator
 from ebbtide.run.native import arena_library, find_compiler
 from ebbtide.run.rehearsed import FAILURES, STRAYS, Rehearsed
+from ebbtide.run.resident import rss_bytes
 from ebbtide.run.tiers.memory import bytes_of, take_memory
 from tests.run.harness import FAST_DISK, STEPS, compare, run_plain
 from tests.run.programs import Chain
@@ -137,9 +138,9 @@ def test_what_ran_between_two_steps_is_given_back() -> None:
     repeat(places, sizes, 2)
     between = [torch.ones(4 << 20) for _ in range(4)]  # far more than the step's own places hold
     del between
-    before = allocator.rss_bytes()
+    before = rss_bytes()
     places.begin()
-    assert allocator.rss_bytes() < before - (32 << 20)
+    assert rss_bytes() < before - (32 << 20)
     places.end(exact=False)
 
 
@@ -161,11 +162,11 @@ def test_what_comes_and_goes_between_steps_uses_the_pages_of_the_steps() -> None
     assert batch is not None
     assert batch.data_ptr() not in region
     assert places.serves
-    before = allocator.rss_bytes()
+    before = rss_bytes()
     places.begin()
     assert ladder(sizes)[0] == steps
     places.end(exact=True)
-    assert allocator.rss_bytes() <= before + MIB
+    assert rss_bytes() <= before + MIB
 
 
 def ladder_with_ghosts(sizes: list[int]) -> list[int]:
@@ -192,10 +193,10 @@ def test_blocks_that_nobody_writes_to_take_no_memory() -> None:
     assert layout.footprint_bytes <= 1.1 * layout.max_live_bytes
     allocator.trim()
     places.begin()
-    before = allocator.rss_bytes()
+    before = rss_bytes()
     alive = [torch.empty(4 * sizes[0], dtype=torch.uint8), torch.ones(sizes[0], dtype=torch.uint8)]
     assert alive[0].data_ptr() == ghosts[0]
-    assert allocator.rss_bytes() - before <= 2 * MIB  # a huge page for the other
+    assert rss_bytes() - before <= 2 * MIB  # a huge page for the other
     alive[0].fill_(7)  # somebody does, once
     assert bool((alive[1] == 1).all())
     places.end(exact=False)
@@ -241,23 +242,23 @@ def test_a_planned_step_takes_its_places(tmp_path: Path) -> None:
 def test_a_layout_that_is_forgotten_leaves_no_pages() -> None:
     places, sizes = Rehearsed(), [8 * MIB] * 12
     repeat(places, sizes, 3)
-    before = allocator.rss_bytes()
+    before = rss_bytes()
     places.forget()
-    assert allocator.rss_bytes() < before - 3 * 7 * MIB
+    assert rss_bytes() < before - 3 * 7 * MIB
 
 
 def test_a_rehearsed_step_leaves_no_pages() -> None:
-    before = allocator.rss_bytes()
+    before = rss_bytes()
     places = Rehearsed()
     places.begin()
     ladder([8 * MIB] * 12)
     places.end(exact=True)
     assert places.serves
-    assert allocator.rss_bytes() < before + 8 * MIB
+    assert rss_bytes() < before + 8 * MIB
 
 
 def test_kinds_that_take_turns_have_the_same_pages() -> None:
-    before = allocator.rss_bytes()
+    before = rss_bytes()
     one, other = Rehearsed(), Rehearsed()
     repeat(one, [8 * MIB] * 12, 2)
     between = torch.ones(MIB + 4112)  # of a size never seen to come and go, so it lies outside
@@ -266,7 +267,7 @@ def test_kinds_that_take_turns_have_the_same_pages() -> None:
         repeat(one, [8 * MIB] * 12)
         repeat(other, [7 * MIB] * 12)
     assert one.layout is not None
-    assert allocator.rss_bytes() < before + one.layout.footprint_bytes + between.nbytes + 8 * MIB
+    assert rss_bytes() < before + one.layout.footprint_bytes + between.nbytes + 8 * MIB
 
 
 def test_of_kinds_whose_places_are_apart_only_one_has_pages() -> None:
@@ -276,14 +277,14 @@ def test_of_kinds_whose_places_are_apart_only_one_has_pages() -> None:
     _, kept = ladder([8 * MIB] * 12, kept=6)
     one.end(exact=True)
     repeat(other, [7 * MIB] * 12, 2)
-    before = allocator.rss_bytes()
+    before = rss_bytes()
     for _ in range(2):
         repeat(one, [8 * MIB])
         repeat(other, [7 * MIB] * 12)
     assert one.serves
     assert other.serves
     assert abs(one._start - other._start) >= 8 * MIB
-    assert allocator.rss_bytes() < before + 12 * MIB
+    assert rss_bytes() < before + 12 * MIB
     assert kept is not None
     assert bool((kept == 6).all())
 
@@ -291,22 +292,22 @@ def test_of_kinds_whose_places_are_apart_only_one_has_pages() -> None:
 def test_a_step_that_loses_its_way_takes_the_pages_of_the_planned_places() -> None:
     places = Rehearsed()
     repeat(places, [8 * MIB] * 12, 3)
-    before = allocator.rss_bytes()
+    before = rss_bytes()
     places.begin()
     ladder([5 * MIB] * 16)
-    assert allocator.rss_bytes() < before + 8 * MIB
+    assert rss_bytes() < before + 8 * MIB
     places.end(exact=False)
     repeat(places, [8 * MIB] * 12)
     assert places.serves
-    assert allocator.rss_bytes() < before + 8 * MIB
+    assert rss_bytes() < before + 8 * MIB
 
 
 def test_a_step_without_places_leaves_those_of_others_no_pages() -> None:
     places = Rehearsed()
     repeat(places, [8 * MIB] * 12, 3)
-    before = allocator.rss_bytes()
+    before = rss_bytes()
     Rehearsed().begin(rehearses=False)
-    assert allocator.rss_bytes() < before - 3 * 7 * MIB
+    assert rss_bytes() < before - 3 * 7 * MIB
 
 
 def test_an_observed_step_leaves_the_planned_places_no_pages(tmp_path: Path) -> None:
@@ -314,9 +315,9 @@ def test_an_observed_step_leaves_the_planned_places_no_pages(tmp_path: Path) -> 
         gained: dict[str, int] = {}
         for number in range(20):
             x = torch.ones(2 * MIB if number < 10 else MIB, requires_grad=True)
-            state, before = memory.state, allocator.rss_bytes()
+            state, before = memory.state, rss_bytes()
             with memory.step():
-                gained[state] = allocator.rss_bytes() - before
+                gained[state] = rss_bytes() - before
                 if number < 10:
                     x = (x * x).exp()
                 x.sin().square().sum().backward()

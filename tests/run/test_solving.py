@@ -13,6 +13,7 @@ from ebbtide.machines import load_machine
 from ebbtide.plan import simulate, solve
 from ebbtide.run import allocator
 from ebbtide.run.kinds import Kind
+from ebbtide.run.resident import rss_bytes
 from ebbtide.run.solving import plan_for
 from ebbtide.run.tiers.layouts import planned_places
 from ebbtide.step import Step
@@ -76,8 +77,8 @@ def test_the_host_has_less_to_do() -> None:
 
 
 def test_what_is_predicted_is_the_devices_time() -> None:
-    kind = Kind(STEP)
-    kind.make_plan(machine(None), LIMIT, verify=False)
+    kind = Kind(STEP, verify=False)
+    kind.make_plan(machine(None), LIMIT)
     assert kind.plan is not None
     assert kind.plan.seconds == simulate(STEP, machine(None), kind.plan.decisions).seconds
     bound = kind.bounded_plan(machine(None)).bound_seconds
@@ -98,6 +99,6 @@ def test_the_search_leaves_no_holes_in_the_heap() -> None:
     """They stayed resident beside steps planned anew: of ResNet-50 within half, 25 MiB, a tenth of its live bytes."""
     step = Step.load(OBSERVED)
     plan_for(step, disk_machine(1e9), limit_at(step, 0.4), banned=frozenset())
-    left_bytes = allocator.rss_bytes()
+    left_bytes = rss_bytes()
     allocator.trim_heap()
-    assert left_bytes - allocator.rss_bytes() < 2 << 20
+    assert left_bytes - rss_bytes() < 2 << 20

@@ -207,7 +207,7 @@ def test_steps_that_turn_out_to_be_of_another_kind_within_a_compiled_call(smalle
         assert len(budget._loop.kinds) == 3
         for kind in budget._loop.kinds.values():
             assert kind.script is not None
-            assert kind.script.remakes == (kind.script.savings[0].shape[0] >= 256)
+            assert kind.script.remakes == (kind.script.saves[0].shape[0] >= 256)
         assert [measured.left for measured in budget.measured[12:]] == [""] * 36
         states = [kind.state for kind in budget._loop.kinds.values()]
         assert states == ["planned" if smallest == 256 else "idle", "planned", "planned"]

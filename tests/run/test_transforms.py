@@ -33,7 +33,7 @@ def steps(spill: Path, inside: Callable[[Tensor], None]) -> list[str]:
                 h = model[:3](data)
                 inside(h)
                 model[3:](h).square().mean().backward()
-        return [measured.state for measured in memory._loop.measured if not measured.left]
+        return [str(measured.state) for measured in memory._loop.measured if not measured.left]
 
 
 def test_a_transform_that_fails_leaves_the_hooks_on(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide.decisions import Recompute
+from ebbtide.errors import SpillError
 from ebbtide.run.holdings import Holding, view_of
 from ebbtide.run.meter import PeakMeter
 from ebbtide.run.recipes import Recipe
@@ -109,6 +110,15 @@ def test_of_what_is_written_in_part_it_is_looked_whether_it_can_be_made(disk: Di
     value = torch.arange(1000)
     assert not shown(disk, Given(lambda: changed(1000, 5), is_exact=False), value)[1].differing
     assert shown(disk, Given(refuse, is_exact=False), value)[1].differing == {7}
+
+
+@pytest.mark.parametrize("fault", [SpillError("the disk is full"), MemoryError("no more"), torch.OutOfMemoryError("")])
+def test_faults_that_say_nothing_of_the_recipe_are_raised(disk: DiskTier, fault: Exception) -> None:
+    def fail() -> Tensor:
+        raise fault
+
+    with pytest.raises(type(fault)):
+        shown(disk, Given(fail), torch.randn(PART_BYTES))
 
 
 def test_what_is_never_asked_for_leaves_no_place_behind(disk: DiskTier) -> None:

@@ -7,6 +7,7 @@ output. The first is a number of bytes, the budget, or ``plain``; then:
     step    ->  {"settled": bool}       train on the next batch; settled: from now on steps are timed
                 {"unreachable": bytes}  instead, if the budget is below the least reachable peak
     count   ->  {}                      the same, with the live bytes counted, which takes longer
+    least   ->  {"least_bytes": bytes}  the least peak that a budget's step can be brought to
     result  ->  the fields of `CaseResult`
     tune    ->  {}                      plain PyTorch only: take ebbtide's allocator settings, and time anew
 """
@@ -159,10 +160,11 @@ def _say(answer: dict[str, Any]) -> None:
 
 
 def _serve(case: Case) -> None:
+    commands = {command.__name__: command for command in (case.step, case.count, case.least, case.result, case.tune)}
     _say({})
     for line in sys.stdin:
         try:
-            answer = getattr(case, line.strip())()
+            answer = commands[line.strip()]()
         except BudgetError as error:
             answer = {"unreachable": error.reachable_bytes}
         _say(answer)

@@ -7,7 +7,8 @@ import dataclasses
 import time
 from collections.abc import Iterator
 
-from ebbtide.run.allocator import RssPeak, high_water_bytes, reset_high_water, rss_bytes, trim
+from ebbtide.run.allocator import trim
+from ebbtide.run.resident import RssPeak, high_water_bytes, reset_high_water, rss_bytes
 
 
 @dataclasses.dataclass

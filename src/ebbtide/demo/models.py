@@ -19,15 +19,12 @@ class VGG19(nn.Module):
         batch_norm: normalise after each convolution.
         head_features: width of the two hidden layers of the original classifier; 0 for global average pooling and one
             linear layer instead.
-        in_channels: channels of the images.
     """
 
-    def __init__(
-        self, classes: int = 1000, *, batch_norm: bool = True, head_features: int = 0, in_channels: int = 3
-    ) -> None:
+    def __init__(self, classes: int = 1000, *, batch_norm: bool = True, head_features: int = 0) -> None:
         super().__init__()
         stages: list[nn.Module] = []
-        channels = in_channels
+        channels = 3
         for width, convolutions in _VGG19_STAGES:
             stages.append(_vgg_stage(channels, width, convolutions, batch_norm))
             channels = width

@@ -19,7 +19,7 @@ from ebbtide.run.tiers.disk import check_directory
 from ebbtide.units import format_bytes, format_seconds
 
 BATCH_SIZES = {"vgg19": 8, "resnet50": 12, "gpt2": 4}
-"""Models of the demo and the batch with which a step takes about a second on two cores."""
+"""Models of the demo and their batches: smaller than the benchmarks' (`WORKLOADS`), so that all of it takes minutes."""
 FRACTIONS = (0.5, 0.25)
 STEPS = 10
 MARGIN = 1.01

@@ -54,7 +54,7 @@ def make_workload(name: str, *, batch_size: int | None = None, seed: int = 0) ->
 
     Args:
         name: of the model.
-        batch_size: images or passages in a step; None for one that takes about a second on two cores.
+        batch_size: images or passages in a step; None for that of the benchmarks.
         seed: of weights and data.
 
     Raises:
@@ -142,4 +142,4 @@ WORKLOADS: dict[str, tuple[Callable[[int, int], Workload], int]] = {
     "vit": (_vit, 32),
     "lstm": (_lstm, 32),
 }
-"""By name: how to make a workload from a batch size and a seed, and the usual batch size."""
+"""By name: how to make a workload from a batch size and a seed, and the benchmarks' batch size."""

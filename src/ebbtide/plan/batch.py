@@ -81,12 +81,13 @@ def largest_batch(
     Raises:
         BudgetError: if not even one sample can be trained so.
         RecordError: if the steps differ in more than sizes, do not train, or do not need more memory for more samples.
-        ValueError: if ``between`` are not two positive sizes, ``overhead`` is negative, or nothing has so much memory.
+        ArgumentError: if ``between`` are not two positive sizes, ``overhead`` is negative, or nothing has so much
+            memory; it is a `ValueError`.
     """
     if not 0 < between[0] < between[1]:
-        raise ValueError(f"two batch sizes are needed, the smaller one first, not {between}")
+        raise ArgumentError(f"two batch sizes are needed, the smaller one first, not {between}")
     if not overhead >= 0:
-        raise ValueError(f"the overhead is a share of the plain time, 0 or more, not {overhead}")
+        raise ArgumentError(f"the overhead is a share of the plain time, 0 or more, not {overhead}")
     if limit_bytes >= MOST_BYTES:
         raise ArgumentError(f"a batch within {format_bytes(limit_bytes)} has no end: name what a machine has")
     say = progress or (lambda _what: None)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from ebbtide.decisions import Plan
-from ebbtide.errors import BudgetError, PolicyError, RecordError
+from ebbtide.errors import ArgumentError, BudgetError, PolicyError, RecordError
 from ebbtide.machine import Machine
 from ebbtide.plan.caution import NO_CAUTION
 from ebbtide.plan.problem import plain_peak_bytes
@@ -104,10 +104,10 @@ def frontier(
 
     Raises:
         RecordError: as `check_trains`.
-        ValueError: if there are fewer than two points.
+        ArgumentError: if there are fewer than two points; it is a `ValueError`.
     """
     if points < 2:
-        raise ValueError(f"a frontier has two points at least, not {points}")
+        raise ArgumentError(f"a frontier has two points at least, not {points}")
     check_trains(step)
     chosen = dict(policies or {})
     total, done = 1 + points * (1 + len(chosen)), 0

@@ -294,8 +294,6 @@ def _peaks(summary: Summary) -> Table:
     table.add_row("peak", *map(_bytes, peaks), "")
     above = [None if peak is None else peak - resting for peak in peaks]
     table.add_row(f"  above the resting {format_bytes(resting)}", *(_share(part, above[0]) for part in above), "")
-    if measured.rss_bytes is not None:
-        table.add_row("resident memory of the process", "", "", _bytes(measured.rss_bytes), "")
     times = (summary.plain_seconds, summary.predicted_seconds, measured.seconds, summary.bound_seconds)
     table.add_row("step time", *map(_seconds, times))
     table.add_row("  against plain", *(_ratio(time, summary.plain_seconds) for time in times))

@@ -1,4 +1,4 @@
-"""What the operating system sees: resident memory, and where CPU tensors come from.
+"""Where CPU tensors come from, and when its free pages go back to the system.
 
 NOTE [The allocator decides]
 PyTorch takes CPU tensors from ``posix_memalign``. By default glibc maps every large block afresh and unmaps it when it
@@ -15,18 +15,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
-import threading
 from collections.abc import Callable, Iterator
 
 from ebbtide.observe.workspace import WorkspaceProbe
 from ebbtide.run.native import arena_library
+from ebbtide.run.resident import rss_bytes
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 _KEEP_ALL = 2**31 - 1
 _DEFAULT_MMAP_MAX, _DEFAULT_MMAP_THRESHOLD, _DEFAULT_TRIM_THRESHOLD = 65536, 128 * 1024, 128 * 1024
 _EXACT_THRESHOLD = 64 * 1024
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def _glibc() -> ctypes.CDLL | None:
@@ -144,93 +142,6 @@ def leave_regions() -> None:
         library.ebbtide_arena_leave_regions()
 
 
-class _ProcFile:
-    """A file under /proc/self that is read again and again."""
-
-    def __init__(self, name: str) -> None:
-        self._descriptor = os.open(f"/proc/self/{name}", os.O_RDONLY | os.O_CLOEXEC)
-        self._process = os.getpid()
-        self._name = name
-
-    def read(self) -> bytes:
-        if self._process != os.getpid():  # after a fork the descriptor still shows the parent
-            self.__init__(self._name)  # type: ignore[misc]
-        return os.pread(self._descriptor, 4096, 0)
-
-
-_statm: _ProcFile | None = None
-_status: _ProcFile | None = None
-
-
-def rss_bytes() -> int:
-    """Resident bytes of this process now; 0 where there is no ``/proc`` to say so."""
-    global _statm
-    try:
-        if _statm is None:
-            _statm = _ProcFile("statm")
-        return int(_statm.read().split(None, 2)[1]) * _PAGE
-    except OSError:
-        return 0
-
-
-def high_water_bytes() -> int:
-    """The most resident bytes since `reset_high_water`, or since the process began."""
-    global _status
-    if _status is None:
-        _status = _ProcFile("status")
-    status = _status.read()
-    start = status.index(b"VmHWM:") + 6
-    return int(status[start : status.index(b"kB", start)]) * 1024
-
-
-def reset_high_water() -> bool:
-    """Start a new high-water mark; False where the system does not allow it."""
-    try:
-        with open("/proc/self/clear_refs", "wb", buffering=0) as file:
-            file.write(b"5")
-    except OSError:
-        return False
-    return True
-
-
-class RssPeak:
-    """Resident memory over a ``with`` block: ``rest_bytes`` before it, ``peak_bytes`` in it, in bytes.
-
-    The heap's holes are given back first, so that the rest is what is really in use. Uses the system's high-water
-    mark; where that cannot be reset, a thread samples every 2 ms.
-    """
-
-    def __init__(self) -> None:
-        self.rest_bytes = 0
-        self.peak_bytes = 0
-        self._stop = threading.Event()
-        self._sampler: threading.Thread | None = None
-
-    @property
-    def above_rest_bytes(self) -> int:
-        """Bytes of the peak above the rest."""
-        return self.peak_bytes - self.rest_bytes
-
-    def __enter__(self) -> RssPeak:
-        trim()
-        self.rest_bytes = self.peak_bytes = rss_bytes()
-        if not reset_high_water():
-            self._sampler = threading.Thread(target=self._sample, name="ebbtide-rss", daemon=True)
-            self._sampler.start()
-        return self
-
-    def _sample(self) -> None:
-        while not self._stop.wait(0.002):
-            self.peak_bytes = max(self.peak_bytes, rss_bytes())
-
-    def __exit__(self, *_: object) -> None:
-        if self._sampler is None:
-            self.peak_bytes = high_water_bytes()
-        else:
-            self._stop.set()
-            self._sampler.join()
-
-
 class Trimmer:
     """Keeps the resident size near the live bytes while the allocator keeps its pages.
 
@@ -244,7 +155,6 @@ class Trimmer:
     def __init__(self, rest_bytes: int, limit_bytes: int) -> None:
         self.rest_bytes = rest_bytes
         self.limit_bytes = limit_bytes
-        self.trims = 0
         self._backoff_bytes = 0
 
     def check(self, alive_bytes: int, growth_bytes: int) -> None:
@@ -262,6 +172,5 @@ class Trimmer:
         if before + headroom_bytes <= max(self.limit_bytes, self._backoff_bytes):
             return
         trim()
-        self.trims += 1
         after = rss_bytes()
         self._backoff_bytes = after + headroom_bytes + self._LEAST_GAIN if before - after < self._LEAST_GAIN else 0

@@ -10,7 +10,7 @@ from ebbtide.arguments import as_budget, as_directory, as_size, check_instance
 from ebbtide.decisions import Plan
 from ebbtide.errors import StepError
 from ebbtide.machine import Machine, check_machine
-from ebbtide.measured import Measured
+from ebbtide.measured import Measured, State
 from ebbtide.run.loop import Loop
 from ebbtide.run.running import Running
 from ebbtide.run.tiers import SlowTier
@@ -115,7 +115,7 @@ class Budget:
         return self.plan.plain_peak_bytes if self.plan is not None else None
 
     @property
-    def state(self) -> str:
+    def state(self) -> State:
         """What the next step is for: ``observe``, ``verify``, ``audit``, ``rehearse``, and from then on ``planned``, or
         ``idle`` if nothing binds."""
         return self._loop.state
@@ -157,8 +157,9 @@ class Budget:
         """A context in which one training step, forward and backward, runs within the budget.
 
         Raises:
-            StepError: on entry, if another step of this budget is under way, the budget was closed, or a step has
-                begun in this context before.
+            StepError: on entry, if another step of this budget is under way, the budget was closed, a step has begun
+                in this context before, a `torch.func` transform is under way, or ``hard=True`` has no device to cap; on
+                exit, in another thread than it was entered in.
             BudgetError: on exit of an observed step, if no plan can meet the limit; of one that verifies, if none does
                 without what was found to differ; of the one that is counted, if that held more than any plan allows.
             PlanError: of an observed step, if the machine that was given has slow memories that this has not.

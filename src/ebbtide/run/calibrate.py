@@ -8,7 +8,7 @@ and 1.5 back, from huge ones 5.7 and 2.5.)
    the medians of single transfers of 1 to 64 MiB above that latency. A slow disk has no time for the larger sizes.
 2. Duplex bandwidth: both directions are kept busy, and each one's bytes are counted.
 3. What transfers cost compute, for each byte and for each transfer: see `ebbtide.run.beside`.
-4. What an op that runs again costs besides its own time: see `ebbtide.run.again`.
+4. What an op that runs again costs besides its own time: see `ebbtide.run.replay_cost`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from ebbtide.arguments import as_directory
 from ebbtide.errors import RecordError, SpillError
 from ebbtide.machine import Link, Machine, Tier
 from ebbtide.run import allocator, beside
-from ebbtide.run.again import lost_per_replay
 from ebbtide.run.beside import Direction, Stream
 from ebbtide.run.cache import cache_path
+from ebbtide.run.replay_cost import lost_per_replay
 from ebbtide.run.tiers.disk import DiskTier, check_directory, free_bytes
 from ebbtide.run.tiers.memory import bytes_of, take_memory
 from ebbtide.run.tiers.queued import QueuedTier

@@ -30,14 +30,16 @@ class CaptureMode(DispatchMode):
     """Captures the calls that recipes need. It runs only over the stretches of a step that hold such calls.
 
     NOTE [Counting ops]
-    Autograd saves a tensor either between two ops, or in the middle of the one that is just being called. A mode that
-    is put on in the middle of an op does not see that op, but what the op calls itself, which is not counted. Which of
-    the two it was is told by the name of the op that comes next, or, if those of both are the same, by the next event
-    that has another tick. One that is taken off there leaves the op to PyTorch, which runs it without any mode (since
-    its version 2.6) if one of its arguments is known to Python. What has just been saved of them is, with two
-    exceptions, where the mode stays: an op that writes in place may save a copy, which it makes itself, of what it is
-    to write over; and what is lazily conjugated, negated or zero is copied on the way, and only the copy goes on. Where
-    it is put on before such a copy, it sees that, but not the op.
+    Autograd saves a tensor either between two ops, or in the middle of the one that is just being called.
+
+    1. A mode that is put on in the middle of an op does not see that op, but the ops that it calls itself, which are
+       not counted. Whether a save was between ops or in the middle of one is told by the name of the op that is seen
+       next; if both would have the same name, by the next event that has another tick.
+    2. A mode that is taken off in the middle of an op leaves that op to PyTorch, which runs it without any mode (since
+       its version 2.6) if Python knows one of its arguments. It knows the tensor that has just been saved, but for two
+       cases, in which the mode stays on: an op that writes in place may save a copy of what it is to write over, which
+       it makes itself; and what is lazily conjugated, negated or zero is copied on the way, and the op gets the copy.
+    3. A mode that is put on before such a copy sees the copy, but not the op.
 
     The mode also goes as a pass begins, see `passes.py`, unless calls are captured in it. Within one it is neither put
     on nor taken off: autograd puts the stack of modes back after each node. Nor is it put on or taken off within a call

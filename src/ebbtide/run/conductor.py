@@ -33,7 +33,7 @@ from ebbtide.run.garbage import expect_objects
 from ebbtide.run.holdings import Kept, View, keep, ordinary
 from ebbtide.run.keeper import DisableTorchDispatch
 from ebbtide.run.safe import SafePolicy
-from ebbtide.run.script import NOBODY, Saving, Script
+from ebbtide.run.script import NOBODY, ExpectedSave, Script
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.tracker import Tracker
 from ebbtide.run.verify import Truth
@@ -145,18 +145,18 @@ class Conductor(Tracker):
                 with DisableTorchDispatch():
                     return keep(tensor, self._numbers[event])
         with self._lock:
-            saving = self._holds[event]
-            if saving is not None and event == self._event and type(tensor) is torch.Tensor:
-                handle = self._hold_at_once(tensor, saving)
+            save = self._holds[event]
+            if save is not None and event == self._event and type(tensor) is torch.Tensor:
+                handle = self._hold_at_once(tensor, save)
                 if handle is not None:
                     return handle
             return self._pack(tensor)
 
-    def _hold_at_once(self, tensor: torch.Tensor, saving: Saving) -> Kept | View | None:
+    def _hold_at_once(self, tensor: torch.Tensor, save: ExpectedSave) -> Kept | View | None:
         """Hold what is to be held here, if it is what is expected; None if that has to be looked into."""
-        if tensor.is_nested or tensor.dtype is not saving.dtype or tensor.shape != saving.shape or self._is_lost:
+        if tensor.is_nested or tensor.dtype is not save.dtype or tensor.shape != save.shape or self._is_lost:
             return None
-        if not self._same_value(tensor, saving) or in_trace():
+        if not self._same_value(tensor, save) or in_trace():
             return None
         event, capture = self._event, self._capture
         if capture is not None:
@@ -166,7 +166,7 @@ class Conductor(Tracker):
                 return None
         self._event = event + 1
         with DisableTorchDispatch():
-            return self._hold(tensor, self._numbers[event], saving)
+            return self._hold(tensor, self._numbers[event], save)
 
     def _stays_on(self, capture: CaptureMode, stretch: int, tensor: torch.Tensor) -> bool:
         """Whether the capture mode is on, and is to stay on; it counts from here on."""
@@ -207,7 +207,7 @@ class Conductor(Tracker):
             handle: Handle = self._safe.pack(tensor)
         else:
             number = self._numbers[self._event]  # another one, if some were left out
-            handle = wrap_like(tensor, inner, self._hold_unseen(inner, number, self.script.savings[number]))
+            handle = wrap_like(tensor, inner, self._hold_unseen(inner, number, self.script.saves[number]))
             stretch = self.script.stretches[self._event]
             if self._capture is not None:
                 self._capture.until = self.script.next_saves[self._event]

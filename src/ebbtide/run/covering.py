@@ -1,11 +1,13 @@
 """Whether the plan of one kind of step can run steps of another, which save a part of what it expects.
 
 NOTE [What is held]
-At each event of such a step that is what the step holds without a plan, less what the plan that is followed has away
-and this step's user has let go of. What he keeps for longer than in steps of the plan's kind is there until then, and
-comes back as a second copy if it is fetched before. What recipes take, they take as in the plan. What the plan lets go
-of at an event is there at first, besides what is left then; not so where the user keeps it, as it is counted anyway,
-nor where the step has no such value.
+At each event, such a step holds what it would hold without a plan, less the values that the followed plan has away.
+
+1. A value that the user keeps for longer than in steps of the plan's kind stays until it is let go of. If it is fetched
+   before, it comes back as a second copy.
+2. Recipes take what they take in the plan.
+3. A value that the plan releases at an event still counts at that event, unless the step has no such value. Where the
+   user keeps it, it is counted already.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ebbtide.run.footprint import Gap
-from ebbtide.run.script import Saving, Script, Treatment
+from ebbtide.run.script import ExpectedSave, Script, Treatment
 
 
 def can_run(script: Script, other: Script, first: int) -> bool:
@@ -45,18 +47,18 @@ def _places(script: Script, other: Script, first: int) -> tuple[list[int], dict[
     values, theirs = dict[int, int](), dict[int, int]()
     there, early, places = set(names), set[int](), list(range(first))
     for number in names:
-        values.setdefault(script.savings[number].value, other.savings[number].value)
-        theirs.setdefault(other.savings[number].value, script.savings[number].value)
+        values.setdefault(script.saves[number].value, other.saves[number].value)
+        theirs.setdefault(other.saves[number].value, script.saves[number].value)
     place = first - 1
     for number in other.expected[first:]:
         if number >= 0:
-            saved = other.savings[number]
+            saved = other.saves[number]
             found = _next_save(script, place + 1, saved, values)
             if found is None:
                 return None
             place = found
             names[number] = script.expected[place]
-            value = script.savings[names[number]].value
+            value = script.saves[names[number]].value
             # Two values where one is planned for hold more, and one where there are two is not let go of.
             if (values.setdefault(value, saved.value), theirs.setdefault(saved.value, value)) != (saved.value, value):
                 return None
@@ -81,7 +83,7 @@ def _held_more(script: Script, other: Script, places: Sequence[int], values: Map
             change[first] += size_bytes
             change[end] -= size_bytes
 
-    last = {other.savings[~number].value: event for event, number in enumerate(other.expected) if number < 0}
+    last = {other.saves[~number].value: event for event, number in enumerate(other.expected) if number < 0}
     for value, named in values.items():
         theirs = other.footprint.gaps.get(named, ())
         for gap in script.footprint.gaps.get(value, ()):
@@ -118,14 +120,14 @@ def _gone_from(gaps: Sequence[Gap], leaves: int, last: int) -> int:
     return min((gap.opens for gap in gaps if gap.opens > leaves), default=last)
 
 
-def _next_save(script: Script, event: int, saving: Saving, values: Mapping[int, int]) -> int | None:
+def _next_save(script: Script, event: int, save: ExpectedSave, values: Mapping[int, int]) -> int | None:
     """The save that a step goes on with, which compares values as far as they are held: ``values`` are those of the
     other script by those of this one."""
 
     def is_next(number: int) -> bool:
-        ours = script.savings[number]
+        ours = script.saves[number]
         is_known = ours.treatment != Treatment.KEEP and not ours.first
-        return look_alike(ours, saving) and not (is_known and values.get(ours.value, saving.value) != saving.value)
+        return look_alike(ours, save) and not (is_known and values.get(ours.value, save.value) != save.value)
 
     return next_like(script, event, is_next)
 
@@ -157,6 +159,6 @@ def _next_request(script: Script, event: int, number: int, there: Collection[int
     return event
 
 
-def look_alike(one: Saving, two: Saving) -> bool:
+def look_alike(one: ExpectedSave, two: ExpectedSave) -> bool:
     """Whether both are of one type and shape."""
     return one.dtype is two.dtype and one.shape == two.shape

@@ -46,8 +46,8 @@ class TrainingDevice:
         """Its memory; None on a CPU, where a budget counts the storages that a step touches or makes."""
         return self._gauges.memory
 
-    def was_right(self, seen_bytes: Mapping[torch.device, int]) -> bool:
-        """Whether an observed step ran here. If not, the next one is expected where this one ran.
+    def follow(self, seen_bytes: Mapping[torch.device, int]) -> bool:
+        """Expect the next step where an observed one ran. Returns whether that is where it was expected.
 
         Args:
             seen_bytes: by device, bytes that autograd saved there.
@@ -55,6 +55,7 @@ class TrainingDevice:
         device = max(seen_bytes, key=lambda device: seen_bytes[device], default=self.device)
         if device != self.device:
             self.cap(None)
+            self.fits_bytes = None
             self._move(device)
             return False
         return True

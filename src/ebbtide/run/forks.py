@@ -5,9 +5,9 @@ Until then the step was run by a plan that is not its own, and what its own plan
 
 1. A tensor that one plan keeps and another one moves, drops or reads for a recipe is given a holding by both, as far as
    their kinds are alike.
-2. Values are numbered by kind: what is held gets the numbers of the new one. Where that shows a single value twice and
-   the former one two, which both would be held, it is taken up as the second one comes, which is the same as the first:
-   later its plan cannot be.
+2. Values are numbered by kind: what is held gets the numbers of the new one. Where the former script expects two values
+   and the new one a single value that is saved twice, the step goes over as the second save comes and shows the first
+   value again: later two values would be held where the new plan knows one.
 3. What the new plan has away is moved out and waited for, as is what it drops: what made it was not captured. What the
    former plan has dropped is made again at once, unless the new one drops it, too: its recipe would keep what it reads
    for longer than the new plan knows. To make it takes memory that no plan counts on, so all that nobody else keeps
@@ -45,7 +45,7 @@ from ebbtide.errors import RecipeError
 from ebbtide.observe.ledger import has_storage, sizes, storage_wrapper_count, use_count
 from ebbtide.run.covering import can_run, look_alike
 from ebbtide.run.holdings import Holding
-from ebbtide.run.script import Saving, Script, Treatment
+from ebbtide.run.script import ExpectedSave, Script, Treatment
 from ebbtide.run.versions import ChangedError
 
 
@@ -96,7 +96,7 @@ class Library:
             theirs = other.script
             if (
                 theirs.expected[event : event + 1] == expected
-                and (tensor is None or is_like(tensor, theirs.savings[number]))
+                and (tensor is None or is_like(tensor, theirs.saves[number]))
                 and alike(script, theirs) >= script.numbers[event]
                 and theirs.expected[:event] == script.expected[:event]
             ):
@@ -110,26 +110,26 @@ class Library:
         if key not in self._repeats:
             found: dict[int, list[tuple[Known, int]]] = {}
             for other in self.others(script):
-                savings = other.script.savings[: alike(script, other.script)]
+                saves = other.script.saves[: alike(script, other.script)]
                 shown: dict[int, int] = {}
-                for number, saving in enumerate(savings):
-                    earlier = shown.setdefault(saving.value, number)
-                    if earlier < number and script.savings[number].first:
+                for number, save in enumerate(saves):
+                    earlier = shown.setdefault(save.value, number)
+                    if earlier < number and script.saves[number].first:
                         found.setdefault(number, []).append((other, earlier))
             self._repeats[key] = found
         return self._repeats[key]
 
     def larger(self, script: Script, event: int, tensor: torch.Tensor) -> Known | None:
-        """The same, but that ``tensor`` is smaller than expected there; the script in which it is least so."""
+        """Like `agreeing`, but a script that expects a larger ``tensor`` next; of several, the one of the smallest."""
         number = script.numbers[event]
         found = [
             other
             for other in self.others(script)
             if other.script.expected[: event + 1] == (*script.expected[:event], number)
             and alike(script, other.script) >= number
-            and is_smaller(tensor, other.script.savings[number])
+            and is_smaller(tensor, other.script.saves[number])
         ]
-        return min(found, key=lambda other: other.script.savings[number].shape.numel(), default=None)
+        return min(found, key=lambda other: other.script.saves[number].shape.numel(), default=None)
 
     def covers(self, script: Script, other: Script, event: int) -> bool:
         """Whether steps of ``other`` can be run by ``script`` from ``event`` of both on: what they save is a part of
@@ -147,33 +147,33 @@ class Library:
             for other in self.others(script):
                 held = other.script.held
                 found.update(held[: bisect.bisect_left(held, alike(script, other.script))] if held else ())
-            self._also_held[key] = frozenset(n for n in found if script.savings[n].treatment == Treatment.KEEP)
+            self._also_held[key] = frozenset(n for n in found if script.saves[n].treatment == Treatment.KEEP)
         return self._also_held[key]
 
 
-def is_like(tensor: torch.Tensor, saving: Saving) -> bool:
+def is_like(tensor: torch.Tensor, save: ExpectedSave) -> bool:
     """Whether ``tensor`` is of the type and the shape that is expected."""
-    return tensor.dtype is saving.dtype and sizes(tensor) == saving.shape
+    return tensor.dtype is save.dtype and sizes(tensor) == save.shape
 
 
-def is_smaller(tensor: torch.Tensor, saving: Saving) -> bool:
+def is_smaller(tensor: torch.Tensor, save: ExpectedSave) -> bool:
     """Whether ``tensor`` is at most as large as expected, of the same type and as many dimensions."""
     return (
-        tensor.dtype is saving.dtype
+        tensor.dtype is save.dtype
         and has_storage(tensor)
-        and tensor.dim() == len(saving.shape)
-        and tensor.numel() <= saving.shape.numel()
+        and tensor.dim() == len(save.shape)
+        and tensor.numel() <= save.shape.numel()
     )
 
 
 def alike(one: Script, other: Script) -> int:
     """How many tensors both save first, one after the other and of the same types and shapes."""
-    most = min(len(one.savings), len(other.savings))
+    most = min(len(one.saves), len(other.saves))
     # A prefix is a hash of all that was saved before it: once they differ, they differ.
     same = bisect.bisect_left(range(most), True, key=lambda number: one.prefixes[number] != other.prefixes[number])
     if same < most or not most:
         return max(same - 1, 0)
-    last, last_other = one.savings[most - 1], other.savings[most - 1]
+    last, last_other = one.saves[most - 1], other.saves[most - 1]
     return most - (not look_alike(last, last_other))
 
 
@@ -181,7 +181,7 @@ def _begin_alike(one: Script, other: Script) -> bool:
     """Whether the first tensors that both save differ in size at most."""
     return all(
         a.dtype is b.dtype and len(a.shape) == len(b.shape)
-        for a, b in zip(one.savings[:1], other.savings[:1], strict=False)
+        for a, b in zip(one.saves[:1], other.saves[:1], strict=False)
     )
 
 
@@ -192,7 +192,7 @@ def renumbered(script: Script, other: Script, count: int, held: Collection[int])
     Where it is the other way around, what is held is what was saved first.
     """
     numbers: dict[int, int] = {}
-    for one, two in zip(script.savings[:count], other.savings[:count], strict=True):
+    for one, two in zip(script.saves[:count], other.saves[:count], strict=True):
         numbers.setdefault(one.value, two.value)
     taken = [numbers[value] for value in held]
     return numbers if len(set(taken)) == len(taken) else None
@@ -202,7 +202,7 @@ def remade_alike(script: Script, other: Script, count: int) -> set[int]:
     """Values of the first ``count`` saved tensors that both drop as they are saved, and make again in the same way."""
     return {
         one.value
-        for one, two in zip(script.savings[:count], other.savings[:count], strict=True)
+        for one, two in zip(script.saves[:count], other.saves[:count], strict=True)
         if one == two
         and one.treatment == Treatment.REMAKE
         and all(script.known[op] == other.known[op] for remake in one.remakes for op in remake.ops)
@@ -218,12 +218,12 @@ def standing(script: Script, event: int) -> tuple[dict[int, str], set[int]]:
     sent: dict[int, str] = {}
     away: set[int] = set()
     for number, actions in zip(script.expected[:event], script.actions[:event], strict=True):
-        saving = script.savings[number if number >= 0 else ~number]
+        save = script.saves[number if number >= 0 else ~number]
         if number < 0:
-            sent.pop(saving.value, None)
-            away.discard(saving.value)
-        elif saving.first and saving.treatment == Treatment.REMAKE:
-            away.add(saving.value)
+            sent.pop(save.value, None)
+            away.discard(save.value)
+        elif save.first and save.treatment == Treatment.REMAKE:
+            away.add(save.value)
         if actions is not None:
             away.update(actions.drops)
             away.update(actions.releases)

@@ -13,7 +13,7 @@ from ebbtide.observe.wrapped import PLAIN_TYPES
 from ebbtide.run.capture import CaptureMode
 from ebbtide.run.holdings import Holding, Kept, View, is_plain, keep, view_of
 from ebbtide.run.recipes import Recipe
-from ebbtide.run.script import Actions, Saving, Treatment
+from ebbtide.run.script import Actions, ExpectedSave, Treatment
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.verify import Truth
 from ebbtide.run.versions import version_of
@@ -68,53 +68,53 @@ class Keeper:
         reference = self._held.get(value)
         return reference() if reference is not None else None
 
-    def _hold_unseen(self, tensor: torch.Tensor, number: int, saving: Saving) -> Kept | View:
+    def _hold_unseen(self, tensor: torch.Tensor, number: int, save: ExpectedSave) -> Kept | View:
         """`_hold`, without asking the capture mode whether it wants to see what is done there."""
         if self._capture is None or not self._capture.entered or type(tensor) not in PLAIN_TYPES or in_trace():
-            return self._hold(tensor, number, saving)
+            return self._hold(tensor, number, save)
         with DisableTorchDispatch():
-            return self._hold(tensor, number, saving)
+            return self._hold(tensor, number, save)
 
-    def _hold(self, tensor: torch.Tensor, number: int, saving: Saving) -> Kept | View:
+    def _hold(self, tensor: torch.Tensor, number: int, save: ExpectedSave) -> Kept | View:
         if self._put_off:
             self._catch_up()
-        stays = saving.treatment == Treatment.KEEP and number not in self._also_held
+        stays = save.treatment == Treatment.KEEP and number not in self._also_held
         if stays or not is_plain(tensor):
             return keep(tensor, number)
-        holding = self._holding(saving.value)
+        holding = self._holding(save.value)
         fresh, count = holding is None, None
         if holding is None:
             holding = Holding()
-            self._held[saving.value] = weakref.ref(holding)
-        if fresh or saving.first:  # the node that saved it first may be gone already, and the holding with it
+            self._held[save.value] = weakref.ref(holding)
+        if fresh or save.first:  # the node that saved it first may be gone already, and the holding with it
             holding.fill(tensor, is_saved=True)
-            holding.recipes = self._recipes(saving, holding)
-            self._expect(holding, tensor, saving)
-            if saving.treatment == Treatment.REMAKE:
+            holding.recipes = self._recipes(save, holding)
+            self._expect(holding, tensor, save)
+            if save.treatment == Treatment.REMAKE:
                 self._drop(holding)
-            elif saving.treatment == Treatment.MOVE and not saving.first:
-                holding.send(self._tier(saving.tiers[0]))  # its planned copy out went with the former holding
+            elif save.treatment == Treatment.MOVE and not save.first:
+                holding.send(self._tier(save.tiers[0]))  # its planned copy out went with the former holding
         elif holding.empty or not holding.knows(version_of(tensor)):
             return keep(tensor, number)
         else:  # maybe on another stream
-            self._expect(holding, tensor, saving)
+            self._expect(holding, tensor, save)
             count = holding.other_count(tensor)
         return view_of(holding, tensor, number, count)
 
-    def _expect(self, holding: Holding, tensor: torch.Tensor, saving: Saving) -> None:
-        for tier in saving.tiers or ("",):
+    def _expect(self, holding: Holding, tensor: torch.Tensor, save: ExpectedSave) -> None:
+        for tier in save.tiers or ("",):
             holding.streams = self._tier(tier).expect(tensor.device)
 
-    def _recipes(self, saving: Saving, holding: Holding) -> tuple[Recipe, ...]:
+    def _recipes(self, save: ExpectedSave, holding: Holding) -> tuple[Recipe, ...]:
         """How the value is made again, each time that it is; empty if that was not captured, or not this value."""
         recipes = []
-        for remake in saving.remakes:
+        for remake in save.remakes:
             assert self._capture is not None
             calls = self._capture.calls_of(remake.ops)
             leaves = {v: leaf for v in remake.leaves if (leaf := self._holding(v)) is not None}
             if calls is None or len(leaves) < len(remake.leaves):
                 return ()
-            recipe = Recipe(saving.value, calls, leaves, remake.leaves)
+            recipe = Recipe(save.value, calls, leaves, remake.leaves)
             if not recipe.makes(holding, self._holding):
                 return ()
             recipes.append(recipe)

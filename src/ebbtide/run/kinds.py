@@ -6,16 +6,17 @@ import contextlib
 import dataclasses
 import warnings
 from collections.abc import Sequence, Set
-from typing import Literal
 
 from ebbtide.decisions import Plan
 from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
+from ebbtide.measured import State
 from ebbtide.plan import Caution, lower_bound, simulate
 from ebbtide.run.forks import Library
 from ebbtide.run.held import Audited, Held, Recounts, holding_more
 from ebbtide.run.looks import CHANGED_LOOKS
 from ebbtide.run.pace import Pace, without_slowdown
+from ebbtide.run.refined import merged, runs_same_ops, without_reruns
 from ebbtide.run.rehearsed import Rehearsed
 from ebbtide.run.roomy import fits, varying_bytes
 from ebbtide.run.safe import LEAST_MOVED_BYTES
@@ -23,7 +24,7 @@ from ebbtide.run.script import Script, signature, write_script
 from ebbtide.run.solving import plan_for
 from ebbtide.run.tiers.layouts import planned_places
 from ebbtide.run.tiers.pinned import PlannedPlaces
-from ebbtide.step import Op, Step
+from ebbtide.step import Step
 from ebbtide.structure import structure
 from ebbtide.units import format_bytes
 
@@ -41,22 +42,26 @@ VERIFIES_OF_PARTS = 16
 CLOSE_LOOKS = 16
 """Steps of a kind in which nothing binds that are watched as if something did: some may save other tensors, of which
 the first one tells nothing."""
-State = Literal["observe", "verify", "audit", "rehearse", "planned", "idle"]
+AUDITS_OF_SMALLER = 3
+"""Steps to audit where tensors are smaller than planned for, or left out: one with all of them may not come soon."""
 
 
 class Kind:
     """A kind of step is told by the tensors that autograd saves, in order, and by the order in which it asks for them.
 
+    Args:
+        verify: whether values that are computed again are compared first, as in `Budget`.
+
     Attributes:
         step: as observed; its durations are refined as planned steps run.
         samples: steps of other sizes each that this one stands for (see `ebbtide.run.roomy`); none if it was observed.
+        captures_all: whether the mode that captures its ops has to stay on from beginning to end: see `Recorder`.
         varies: whether the sizes differ of tensors that are not small anyway, so that steps take other blocks each.
         plan, script: None until planned.
         state: what the next step of this kind is for.
         banned: absences that must not be computed again: their recomputation was seen to differ.
         audited_peak_bytes: the peak counted in a planned step, None until then.
         audited: the step of the planned sizes that was counted under the plan, None until then.
-        captures_all: whether the mode that captures its ops has to stay on from beginning to end: see `Recorder`.
         follower: the kind that steps are likely to be of that come after one of this kind.
         last_met: number of its last step.
         meetings: how many steps were of this kind.
@@ -65,11 +70,13 @@ class Kind:
         verifies: how many steps compared some of what the plan computes again, and left out the rest.
     """
 
-    def __init__(self, step: Step, samples: Sequence[Step] = ()) -> None:
+    def __init__(
+        self, step: Step, samples: Sequence[Step] = (), *, verify: bool = True, captures_all: bool = False
+    ) -> None:
         self.step = step
         self.samples = tuple(samples)
+        self.captures_all, self._verify = captures_all, verify
         self.varies = bool(samples) and max(varying_bytes(samples, step), default=0) >= LEAST_MOVED_BYTES
-        self.captures_all = False
         self.key = self.key_without(frozenset())
         self.plan: Plan | None = None
         self.script: Script | None = None
@@ -116,14 +123,14 @@ class Kind:
 
     def observed_again(self, step: Step, *, captures_all: bool = False) -> None:
         """Take the later observation, since the first step of a loop makes gradients and optimizer state that later
-        ones find. Of both take each op's smaller duration, since the first had page faults in it, and its larger
-        workspace, since only one of them measured it."""
-        if _names(step) == _names(self.step):
-            step = dataclasses.replace(step, ops=tuple(map(_settled, step.ops, self.step.ops)))
+        ones find. `merged`: the first one has page faults in its times, and only one measures workspaces."""
+        if runs_same_ops(step, self.step):
+            step = merged(step, self.step)
         self.step, self.captures_all, self._structure = step, captures_all, None
 
     def met_at(self, number: int) -> int | None:
-        """Step ``number`` was of this kind: if it comes each so many steps, how many, as far as that was seen twice."""
+        """Step ``number`` was of this kind. Returns the steps from the last one of it to this, if those from the one
+        before to the last were as many, and more than one; otherwise None."""
         gap = number - self.last_met
         again = self.meetings > 1 and gap == self._gap and gap > 1
         self.last_met, self._gap = number, gap
@@ -146,7 +153,7 @@ class Kind:
 
     def look(self, step: Step) -> None:
         """A step of this kind was observed though it is planned: see whether it still runs the same ops."""
-        self._others = 0 if _names(step) == _names(self.step) else self._others + 1
+        self._others = 0 if runs_same_ops(step, self.step) else self._others + 1
 
     @property
     def has_changed(self) -> bool:
@@ -154,11 +161,11 @@ class Kind:
         time. A single one may be an exception."""
         return self._others >= CHANGED_LOOKS
 
-    def make_plan(self, machine: Machine, limit_bytes: int, verify: bool) -> None:
+    def make_plan(self, machine: Machine, limit_bytes: int) -> None:
         """Plan this kind of step. Raises `BudgetError` if no plan meets the limit."""
-        self._adopt(plan_for(self.step, machine, limit_bytes, banned=self.banned), machine, verify)
+        self._adopt(plan_for(self.step, machine, limit_bytes, banned=self.banned), machine)
 
-    def plan_again(self, machine: Machine, verify: bool) -> None:
+    def plan_again(self, machine: Machine) -> None:
         """Durations are better known now, or the machine has changed: plan anew, if steps will then take less."""
         assert self.plan is not None
         seconds = simulate(self.step, machine, self.plan.decisions).seconds
@@ -173,9 +180,9 @@ class Kind:
             return
         if plan.seconds < enough_seconds:
             self.places.forget()
-            self._adopt(plan, machine, verify)
+            self._adopt(plan, machine)
 
-    def _adopt(self, plan: Plan, machine: Machine, verify: bool) -> None:
+    def _adopt(self, plan: Plan, machine: Machine) -> None:
         self._arenas.clear()
         if self.plan is not None and self.plan.binds != plan.binds:
             self.pace = Pace()  # where nothing bound, nobody took the times of events
@@ -183,8 +190,8 @@ class Kind:
         script = write_script(self.step, plan, outcome.memory, captures_all=self.captures_all)
         self.plan = None  # until all is there: an interrupt leaves a kind that is planned for anew
         self.audits, self.verifies, self._counts, self.audited = 0, 0, 0, None
-        self.script, self._unverified = script, {saving.value for saving in script.savings if saving.remakes}
-        self.state = "idle" if not plan.binds else "verify" if verify and script.remakes else "audit"
+        self.script, self._unverified = script, {save.value for save in script.saves if save.remakes}
+        self.state = "idle" if not plan.binds else "verify" if self._verify and script.remakes else "audit"
         self.plan = plan
 
     def verified(self, values: Set[int], *, whole: bool) -> None:
@@ -202,7 +209,19 @@ class Kind:
             self.script = self.script.moving(self._unverified)
         self.state = "audit"
 
-    def to_be_counted(self) -> bool:
+    def was_audited(self, audited: Audited | None, *, whole: bool, rehearses: bool) -> None:
+        """A step was counted and kept to the limit: with ``audited`` if it was of the planned sizes, ``whole`` if it
+        left out nothing. If it ``rehearses``, the next one may find places for its blocks."""
+        self.audited = audited or self.audited
+        self.audits += 1
+        if self.state == "audit" and (whole or self.audits >= AUDITS_OF_SMALLER):
+            self.state = "rehearse" if rehearses else "planned"
+
+    def was_rehearsed(self) -> None:
+        """A step has taken all its blocks: where they lie is known now."""
+        self.state = "planned"
+
+    def take_count(self) -> bool:
         """Whether to count a step that begins now: where nothing binds, to know what steps of this kind hold, unless
         such steps turn out again and again to be of other kinds; later, if one may have held more."""
         if self.recounts.take():
@@ -210,7 +229,7 @@ class Kind:
         self._counts += 1
         return self.state == "idle" and self.audited is None and self._counts <= COUNTS
 
-    def looks_closely(self, library: Library) -> bool:
+    def take_close_look(self, library: Library) -> bool:
         """Whether a step in which nothing binds is watched from beginning to end: it may turn out to be another one."""
         assert self.script is not None
         self._idle_steps += 1
@@ -226,23 +245,23 @@ class Kind:
             self._arenas[tier] = planned_places(self.step, self.plan.decisions, tier)
         return self._arenas[tier]
 
-    def hold_more(self, size_bytes: int, machine: Machine, verify: bool) -> None:
+    def hold_more(self, size_bytes: int, machine: Machine) -> None:
         """Steps of this kind hold so many bytes that the observed one did not: from now on plan as if these were there
         all the time. Raises `BudgetError`, and changes nothing, if no such plan meets the limit."""
-        self._plan_instead(holding_more(self.step, size_bytes), machine, verify)
+        self._plan_instead(holding_more(self.step, size_bytes), machine)
         self._structure = None
 
-    def _plan_instead(self, step: Step, machine: Machine, verify: bool) -> None:
+    def _plan_instead(self, step: Step, machine: Machine) -> None:
         assert self.plan is not None
         former, self.step = self.step, step
         try:
-            self.make_plan(machine, self.plan.limit_bytes, verify)
+            self.make_plan(machine, self.plan.limit_bytes)
         except BaseException:
             self.step = former
             raise
         self.places.forget()
 
-    def has_held(self, held: Held, machine: Machine, verify: bool) -> None:
+    def has_held(self, held: Held, machine: Machine) -> None:
         """A step of this kind has held so much: if that passes the limit, plan with so much less from now on, unless
         there is no such plan, which is warned of.
 
@@ -254,23 +273,23 @@ class Kind:
             return
         assert self.plan is not None
         assert self.audited is not None
-        reason = self._leave_free(self.audited.peak_bytes + more - self.plan.peak_bytes, machine, verify)
+        reason = self._leave_free(self.audited.peak_bytes + more - self.plan.peak_bytes, machine)
         if reason and self.plan.resting_bytes + held.taken_bytes > self.plan.limit_bytes:
             self._warn(more, reason)
 
-    def has_passed(self, peak_bytes: int, machine: Machine, verify: bool) -> None:
+    def has_passed(self, peak_bytes: int, machine: Machine) -> None:
         """A step that was counted once more held so much, which is above the limit: the same as `has_held`."""
         more = peak_bytes - self.plan.peak_bytes if self.plan is not None and self._more_times < GIVEN_UP else 0
-        if more and (reason := self._leave_free(more, machine, verify)):
+        if more and (reason := self._leave_free(more, machine)):
             self._warn(more, reason)
 
-    def _leave_free(self, size_bytes: int, machine: Machine, verify: bool) -> str:
+    def _leave_free(self, size_bytes: int, machine: Machine) -> str:
         """Plan with so much less from now on. Returns why that was not done, or an empty string."""
         self._more_times += 1
         if self._more_times >= GIVEN_UP:
             return "that was not the first time that they held more"
         try:
-            self.hold_more(size_bytes, machine, verify)
+            self.hold_more(size_bytes, machine)
         except BudgetError as error:
             return str(error)
         return ""
@@ -316,16 +335,14 @@ class Kind:
         """Never again compute these values a second time."""
         self.banned |= {i for i, absence in enumerate(self.step.absences) if absence.value in values}
 
-    def spare(self, values: Set[int], machine: Machine, verify: bool) -> None:
+    def spare(self, values: Set[int], machine: Machine) -> None:
         """A step wrote to these values once it had read them, as others may: what reads them is never run again, unless
         there is no plan without."""
-        step = self.step
-        storages = {step.values[value].storage for value in values if value >= 0}
-        ops = tuple(_spared(op, step, storages) for op in step.ops)
-        if self.plan is None or ops == step.ops:
+        step = without_reruns(self.step, values)
+        if self.plan is None or step.ops == self.step.ops:
             return
         with contextlib.suppress(BudgetError):
-            self._plan_instead(dataclasses.replace(step, ops=ops), machine, verify)
+            self._plan_instead(step, machine)
 
     def forget_plan(self) -> None:
         """Steps of this kind do not run as planned: the next one is observed, and planned for anew."""
@@ -353,7 +370,7 @@ class Kind:
         which may wait for the host and for transfers, would say less of its ops."""
         return self.step.device != "cpu" and self.plan is not None and self.plan.binds
 
-    def watch(self, machine: Machine, between: Sequence[float], verify: bool) -> None:
+    def watch(self, machine: Machine, between: Sequence[float]) -> None:
         """A step ran as planned: now and then refine the durations, and what the plan predicts from them; and plan anew
         once they are good enough: what is observed has the observer and page faults in it.
 
@@ -372,7 +389,7 @@ class Kind:
             self.plan, seconds=seconds, plain_seconds=self.step.plain_seconds, bound_seconds=None
         )
         if self.pace.settled and not was_settled:
-            self.plan_again(machine, verify)
+            self.plan_again(machine)
 
     def bounded_plan(self, machine: Machine) -> Plan:
         """The plan, with the time that no plan can beat on the durations as they are known now."""
@@ -381,18 +398,3 @@ class Kind:
             bound = lower_bound(self.step, machine, self.plan.limit_bytes, banned=self.banned)
             self.plan = dataclasses.replace(self.plan, bound_seconds=bound.seconds)
         return self.plan
-
-
-def _names(step: Step) -> list[str]:
-    return [op.name for op in step.ops]
-
-
-def _spared(op: Op, step: Step, storages: Set[int]) -> Op:
-    """The op, which nobody runs again if it reads one of these storages."""
-    reads = op.replay != "view" and any(step.values[value].storage in storages for value in op.inputs)
-    return dataclasses.replace(op, replay="opaque") if reads else op
-
-
-def _settled(a: Op, b: Op) -> Op:
-    seconds, workspace = min(a.duration_seconds, b.duration_seconds), max(a.workspace_bytes, b.workspace_bytes)
-    return dataclasses.replace(a, duration_seconds=seconds, workspace_bytes=workspace)

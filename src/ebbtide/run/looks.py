@@ -7,9 +7,12 @@ _FIRST_LOOKS = 2
 _LOOKS_AFTER_LEAVING, _MOST_LOOKS = 4, 64
 """Steps to observe after one that left its plan, until an unknown kind has been seen; each time that none was, twice as
 many: it may come in turns with others."""
-_VAIN_LOOKS, _VAIN_SHARE, _VAIN_SHARE_OPS = 8, 0.2, 0.05
-"""So many steps, and this share of all, may be observed in vain; and this one where a step saved what was expected, but
-ran other ops: as a rule it logged something, and what comes after it is what was known before."""
+_VAIN_LOOKS = 8
+"""Observed steps that may tell nothing new, besides a share of all steps:"""
+_VAIN_SHARE = 0.2
+"""after a step that saved something else than was expected;"""
+_VAIN_SHARE_OPS = 0.05
+"""after one that saved what was expected but ran other ops: as a rule it logged something, and later ones do not."""
 CHANGED_LOOKS = 2
 """How many steps in a row have to run other ops than the planned one for it to be planned for anew."""
 
@@ -33,6 +36,14 @@ class Looks:
     def begin_anew(self) -> None:
         """Steps are others now than those that were observed."""
         self.left = _FIRST_LOOKS
+
+    def take_another(self) -> None:
+        """Observe the next step, whatever it is."""
+        self.left = max(1, self.left)
+
+    def have_enough(self) -> None:
+        """What was observed is planned for: observe no more for now."""
+        self.left = 0
 
     def took_one(self) -> None:
         """A step was observed."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ebbtide.errors import BudgetError, OutOfMemoryError, PlanError
 from ebbtide.machine import Machine
-from ebbtide.measured import Measurements
+from ebbtide.measured import Measurements, State
 from ebbtide.observe.schema import COMPILED_GRAPH
 from ebbtide.plan import plain_peak_bytes
 from ebbtide.run import allocator
@@ -22,6 +22,7 @@ from ebbtide.run.gauges import likely_device
 from ebbtide.run.kinds import Kind
 from ebbtide.run.looks import Looks
 from ebbtide.run.parts import Parts
+from ebbtide.run.resident import rss_bytes
 from ebbtide.run.roomy import MOST_SIZES, in_place_of, latest_and_largest
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.tiers.choose import machine_on
@@ -125,7 +126,7 @@ class Loop:
         return self._measured_machine
 
     @property
-    def state(self) -> str:
+    def state(self) -> State:
         """What the next step is for: ``observe``, ``verify``, ``audit``, ``rehearse``, and from then on ``planned``, or
         ``idle`` if nothing binds."""
         looks = self.looks.are_due(len(self.measured))
@@ -258,7 +259,7 @@ class Loop:
         error = self.ground.run_short(fault, kind.plan if kind is not None else None, self.limit_bytes)
         if kind is not None:
             kind.forget_plan()
-        self.looks.left = max(1, self.looks.left)
+        self.looks.take_another()
         return error
 
     def rest(self) -> int:
@@ -266,7 +267,7 @@ class Loop:
         # Giving the holes back makes the next step fault them in again: done while things settle, then rarely.
         if len(self.measured) < _SETTLING_STEPS or len(self.measured) % _STEPS_BETWEEN_RESTS == 0:
             allocator.trim()
-            self._rest_rss_bytes = allocator.rss_bytes()
+            self._rest_rss_bytes = rss_bytes()
         return self._rest_rss_bytes
 
     def watch_links(self, kind: Kind, seconds: float) -> None:
@@ -282,13 +283,12 @@ class Loop:
             self._measured_machine = machine
             for known in self.kinds.values():
                 if known.state == "planned":
-                    known.plan_again(machine, self.verify)
+                    known.plan_again(machine)
 
     def learn(self, step: Step, *, captures_all: bool) -> None:
         """A step was observed: plan it, or take it as a second look at a known kind."""
         self.looks.took_one()
-        seen = Kind(step)
-        seen.captures_all = captures_all
+        seen = Kind(step, verify=self.verify, captures_all=captures_all)
         roomy = next((known for known in self.kinds.values() if known.has_room_for(seen)), None)
         if roomy is not None:
             self.met(roomy)
@@ -318,20 +318,20 @@ class Loop:
             assert self._fraction is not None
             self.limit_bytes = int(self._fraction * most)
         if self._plan_for_all_like(kind, is_one_of_many) or is_one_of_many:
-            self.looks.left = 0
+            self.looks.have_enough()
             return
         limit_bytes = self.within
         assert limit_bytes is not None
         try:
-            kind.make_plan(self.machine, limit_bytes, self.verify)
+            kind.make_plan(self.machine, limit_bytes)
         except BudgetError as error:
             if not self.compiles or all(op.name != COMPILED_GRAPH.name for op in step.ops):
                 raise
             self._stop_compiling(error)
         else:
-            self.looks.left = 0
+            self.looks.have_enough()
 
-    def counts_parts(self) -> bool:
+    def take_count_of_parts(self) -> bool:
         """Whether to count the step that begins now, as one may be that leaves out some of what is planned for."""
         return self._parts.take(len(self.measured))
 
@@ -344,7 +344,7 @@ class Loop:
             self.looks.again(number, ops_only=False)
             self.looks.at(self._parts.due)
         elif remedy == "plan" and peak_bytes is not None:
-            kind.has_passed(peak_bytes, self.machine, self.verify)
+            kind.has_passed(peak_bytes, self.machine)
 
     def _plan_for_all_like(self, kind: Kind, is_one_of_many: bool) -> bool:
         """Whether one plan serves from now on for all steps that differ from those of ``kind`` in sizes alone: where
@@ -356,10 +356,9 @@ class Loop:
         samples = latest_and_largest([step for known in like for step in known.observed])
         is_many = is_one_of_many or len(like) > MOST_SIZES or any(known.samples for known in like)
         for step in in_place_of(samples, limit_bytes, is_many):
-            one = Kind(step, samples)
-            one.captures_all = kind.captures_all
+            one = Kind(step, samples, verify=self.verify, captures_all=kind.captures_all)
             try:
-                one.make_plan(self.machine, limit_bytes, self.verify)
+                one.make_plan(self.machine, limit_bytes)
             except BudgetError:
                 continue
             for known in like:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ebbtide.decisions import Plan
 from ebbtide.errors import BudgetError, RecipeError, StepError
-from ebbtide.measured import Measured
+from ebbtide.measured import Measured, State
 from ebbtide.observe.hooks import Pack, Show, disabled, drop_hooks, push_hooks, take_off
 from ebbtide.observe.inductor import compiled_as_ops
 from ebbtide.observe.recorder import Recorder
@@ -37,9 +37,6 @@ from ebbtide.run.verify import Truth
 from ebbtide.run.versions import ChangedError
 from ebbtide.units import format_bytes
 
-_AUDITS_OF_SMALLER = 3
-"""Steps that are audited where tensors are smaller than planned for, or left out: one of the planned sizes, with all of
-them, may not come soon."""
 _LEFT_ELSEWHERE = "a step was left in another thread than it began in"
 _BLIND = (
     "a backward pass of this step ran in another thread than the step began in. Nobody sees what it takes there: the"
@@ -65,7 +62,7 @@ class Running:
         self._turn: int | None = None
         self._held: Held | None = None
         self._kind: Kind | None = None
-        self._state = "observe"
+        self._state: State = "observe"
         self._began: Any = None
         self._has_begun = False
         self._hooks: tuple[Pack, Show] | None = None
@@ -119,22 +116,23 @@ class Running:
                 raise StepError("hard=True is for steps on CUDA, and nothing is there yet; leave it out on a CPU")
             # The step that verifies has parts of true values besides those computed again.
             self._ground.cap(None if self._state == "verify" else loop.limit_bytes)
-        settle(loop.tiers, kind.places_in if kind is not None else _unplanned, self._ground.device)
+        latest = loop.measured.latest
+        grows = latest is None or latest.state != "verify"  # true values never come again
+        settle(loop.tiers, kind.places_in if kind is not None else _unplanned, self._ground.device, grows=grows)
         if kind is None or kind.script is None or kind.plan is None:
             self._observe()
         else:
             library = loop.library
             if loop.tunes and not kind.varies:
                 self._turn = held.begin()
-            if self._state == "idle" and not kind.looks_closely(library):
+            if self._state == "idle" and not kind.take_close_look(library):
                 self._light = LightWatch(next(iter(kind.step.saved), None))
                 self._push_hooks(self._light.pack, self._light.unpack)
             else:
                 self._conduct(kind, kind.script, kind.plan, library)
         if kind is not None and self._state in ("rehearse", *FINAL_STATES) and loop.tunes:
             self._places = kind.places
-            # Under a meter, which is a dispatch mode, some ops take other blocks.
-            self._places.begin(rehearses=self._meter is None)
+            self._places.begin(rehearses=self._meter is None)  # under a mode, as a meter is, some ops take other blocks
         elif loop.tunes:
             allocator.leave_regions()
 
@@ -152,7 +150,7 @@ class Running:
             clock=self._ground.clock if self._state == "planned" and kind.is_timed else None,
         )
         is_known = self._state in FINAL_STATES
-        counts = is_known and ((self._turn is not None and kind.to_be_counted()) or loop.counts_parts())
+        counts = is_known and ((self._turn is not None and kind.take_count()) or loop.take_count_of_parts())
         if self._state == "audit" or counts:
             self._meter = PeakMeter(loop.tiers.values()) if memory is None else AllocatedMeter(memory)
             self._meter.enter()
@@ -166,8 +164,9 @@ class Running:
             loop.tune(exact=not again)
         probe = allocator.arena_probe() if loop.tunes and again else None
         memory = self._ground.memory
+        note = None if memory is None else functools.partial(loop.tier().expect, self._ground.device)
         first = len(loop.kinds) <= 1
-        self._recorder = Recorder(probe, clock=self._ground.clock, memory=memory, collects_all=first)
+        self._recorder = Recorder(probe, clock=self._ground.clock, memory=memory, collects_all=first, note=note)
         trimmer = None
         if loop.current is not None and loop.limit_bytes is not None:
             trimmer = self._trimmer(loop.limit_bytes - loop.current.step.resting_bytes)
@@ -197,7 +196,7 @@ class Running:
             late = self._recorder.interrupts.take() if self._recorder is not None else None
             if fault is not None or late is not None or self._is_child():
                 if fault is not None and is_out_of_memory(fault):
-                    short = loop.run_short(fault, self._kind)
+                    short = self._run_short(fault)
                 forget_failed_backward()
                 for tier in loop.tiers.values():
                     tier.drain()
@@ -215,6 +214,13 @@ class Running:
             finally:
                 # They and this frame would keep each other, and with them the tensors of the step.
                 del error, late, short
+
+    def _run_short(self, fault: BaseException) -> BaseException | None:
+        """What to raise where memory ran out; None, for PyTorch's own, if the step ran on an unexpected device."""
+        if self._policy is not None and not self._ground.follow(self._policy.seen_bytes):
+            self._loop.forget_all()
+            return None
+        return self._loop.run_short(fault, self._kind)
 
     def _take_down(self, *, began: bool = True) -> None:
         """Undo `_begin`, each part of it, whatever becomes of the others; that may not have ``began`` in full."""
@@ -273,7 +279,7 @@ class Running:
         if self._recorder is not None and self._policy is not None:
             if self._recorder.is_blind:
                 warnings.warn(_BLIND, stacklevel=3)
-            if self._ground.was_right(self._policy.seen_bytes):
+            if self._ground.follow(self._policy.seen_bytes):
                 loop.learn(self._recorder.finish(), captures_all=self._recorder.captures_all)
             else:
                 loop.forget_all()
@@ -292,7 +298,7 @@ class Running:
             loop.measured.correct(number, dataclasses.replace(measured, seconds=seconds))
             # It may have been planned for anew meanwhile.
             if kind is not None and script is not None and kind.script is script:
-                kind.watch(loop.machine, between, loop.verify)
+                kind.watch(loop.machine, between)
                 loop.watch_links(kind, seconds)
 
         stamps = conductor.stamps if conductor is not None else []
@@ -312,7 +318,7 @@ class Running:
         if conductor is None:
             kind.may_have_held(held_now)
         elif conductor.script is kind.script and conductor.went_through:
-            kind.has_held(held_now, self._loop.machine, self._loop.verify)
+            kind.has_held(held_now, self._loop.machine)
 
     def _advance(self, kind: Kind, conductor: Conductor, peak: int | None) -> None:
         """Move the kind of step along, if the step ran as planned from beginning to end, but for what it left out."""
@@ -329,7 +335,8 @@ class Running:
         if conductor.truth is not None and conductor.truth.differing:
             # Until there is another plan, steps of this one verify: whatever happens, none goes unseen that differs.
             ran.ban(conductor.truth.differing)
-            ran.make_plan(loop.machine, ran.plan.limit_bytes if ran.plan else 0, loop.verify)
+            assert ran.plan is not None
+            ran.make_plan(loop.machine, ran.plan.limit_bytes)
         elif conductor.truth is not None:
             ran.verified(conductor.truth.compared, whole=conductor.followed)
         elif ran is not kind:
@@ -337,7 +344,7 @@ class Running:
         elif peak is not None:
             self._note_audit(kind, conductor, peak)
         elif self._state == "rehearse" and self._went_through():
-            kind.state = "planned"
+            kind.was_rehearsed()
 
     def _kind_of(self, conductor: Conductor) -> Kind | None:
         """The kind whose script was followed; None if it was planned for anew meanwhile."""
@@ -347,7 +354,7 @@ class Running:
         """The step wrote to what values were to be computed from, as others of its kind may do from now on."""
         ran = self._kind_of(conductor)
         if ran is not None:
-            ran.spare(conductor.rewritten() | more, self._loop.machine, self._loop.verify)
+            ran.spare(conductor.rewritten() | more, self._loop.machine)
 
     def _note_audit(self, kind: Kind, conductor: Conductor, peak: int) -> None:
         """A step was counted: if it held more than the limit, what the observed one did not hold is planned for now."""
@@ -357,11 +364,11 @@ class Running:
         # One that left out some is of another kind: what it held is no reason to plan for less in steps of this one.
         if kind.plan is not None and peak > kind.plan.limit_bytes and not conductor.missing:
             if kind.audited is not None:  # in the middle of somebody's training, which goes on
-                kind.has_passed(peak, loop.machine, loop.verify)
+                kind.has_passed(peak, loop.machine)
                 return
             more = peak - kind.plan.peak_bytes
             try:
-                kind.hold_more(more, loop.machine, loop.verify)
+                kind.hold_more(more, loop.machine)
             except BudgetError as error:
                 if not kind.recounts.doubt():
                     error.add_note(
@@ -370,12 +377,11 @@ class Running:
                     )
                     raise
             return
+        audited = None
         if conductor.finished and self._held is not None and isinstance(self._meter, PeakMeter):
-            kind.audited = Audited(peak, self._held, Rest(self._meter.rest()))
-        kind.audits += 1
-        if kind.state == "audit" and (conductor.finished or kind.audits >= _AUDITS_OF_SMALLER):
-            rehearses = loop.tunes and arena_library() is not None
-            kind.state = "rehearse" if rehearses else "planned"
+            audited = Audited(peak, self._held, Rest(self._meter.rest()))
+        rehearses = loop.tunes and arena_library() is not None
+        kind.was_audited(audited, whole=conductor.finished, rehearses=rehearses)
 
 
 def _new_truth(loop: Loop, ground: TrainingDevice) -> Truth:

@@ -54,7 +54,7 @@ class Remake:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Saving:
+class ExpectedSave:
     """What is expected of, and done with, one saved tensor.
 
     Attributes:
@@ -95,7 +95,7 @@ class Script:
     """See the module's first lines.
 
     Attributes:
-        savings: by number of the saved tensor.
+        saves: by number of the saved tensor.
         expected: by event: the number of the saved tensor that is packed, or ``~number`` of the one unpacked.
         actions: by event; None where there is nothing to do.
         stretches: by event: tick of the next op if the capture mode has to run from here on, -1 if it has to be off.
@@ -119,7 +119,7 @@ class Script:
             These four have one entry more, for whatever comes after the last event.
     """
 
-    savings: tuple[Saving, ...]
+    saves: tuple[ExpectedSave, ...]
     expected: tuple[int, ...]
     actions: tuple[Actions | None, ...]
     stretches: tuple[int, ...]
@@ -135,7 +135,7 @@ class Script:
     prefixes: tuple[int, ...]
     held: tuple[int, ...]
     kept: tuple[Form | None, ...]
-    holds: tuple[Saving | None, ...]
+    holds: tuple[ExpectedSave | None, ...]
     shown: tuple[int, ...]
     numbers: tuple[int, ...]
 
@@ -147,16 +147,16 @@ class Script:
     def moving(self, values: Set[int]) -> Script:
         """The same, but that ``values`` move out where this one drops them: nothing says how to compute them again."""
 
-        def moved(saving: Saving) -> Saving:
-            return dataclasses.replace(saving, remakes=()) if saving.value in values else saving
+        def moved(save: ExpectedSave) -> ExpectedSave:
+            return dataclasses.replace(save, remakes=()) if save.value in values else save
 
-        holds = tuple(None if saving is None else moved(saving) for saving in self.holds)
-        return dataclasses.replace(self, savings=tuple(map(moved, self.savings)), holds=holds)
+        holds = tuple(None if save is None else moved(save) for save in self.holds)
+        return dataclasses.replace(self, saves=tuple(map(moved, self.saves)), holds=holds)
 
     @property
     def objects(self) -> int:
         """About how many of Python's objects are made for it that live until the backward pass."""
-        return OBJECTS_SAVED * len(self.savings) + OBJECTS_HELD * len(self.held) + OBJECTS_CAPTURED * len(self.known)
+        return OBJECTS_SAVED * len(self.saves) + OBJECTS_HELD * len(self.held) + OBJECTS_CAPTURED * len(self.known)
 
     def alive_at(self, event: int) -> int:
         """All bytes alive at an event, or after the last one."""
@@ -177,12 +177,12 @@ def write_script(step: Step, plan: Plan, memory: Sequence[int], *, captures_all:
     if len(plan.decisions) != len(step.absences):
         raise PlanError(f"the plan decides about {len(plan.decisions)} absences; the step has {len(step.absences)}")
     known = _known_ops(step, plan.decisions)
-    savings = _savings(step, plan.decisions)
+    saves = _saves(step, plan.decisions)
     actions = _actions(step, plan.decisions)
     stays_on = captures_all or shows_nodes_that_ask(step, known)
     runs = one_stretch(step) if stays_on else stretches(step, known)
     return Script(
-        savings=savings,
+        saves=saves,
         expected=tuple(e.saved if e.kind == "pack" else ~e.saved for e in step.events),
         actions=actions,
         stretches=runs,
@@ -196,9 +196,9 @@ def write_script(step: Step, plan: Plan, memory: Sequence[int], *, captures_all:
         headroom=_headroom(step, memory),
         footprint=footprint_of(step, plan.decisions, memory),
         prefixes=_prefixes(step.saved),
-        held=tuple(n for n, saving in enumerate(savings) if saving.treatment != Treatment.KEEP),
-        kept=_kept(step.events, actions, savings),
-        holds=_holds(step.events, actions, savings),
+        held=tuple(n for n, save in enumerate(saves) if save.treatment != Treatment.KEEP),
+        kept=_kept(step.events, actions, saves),
+        holds=_holds(step.events, actions, saves),
         shown=(
             *(
                 e.saved if action is None and e.kind == "unpack" else NOBODY
@@ -261,7 +261,7 @@ def _known(step: Step, tick: int) -> KnownOp:
     return KnownOp(op.name, op.inputs, outputs, op.mutated, external)
 
 
-def _savings(step: Step, decisions: Sequence[Decision]) -> tuple[Saving, ...]:
+def _saves(step: Step, decisions: Sequence[Decision]) -> tuple[ExpectedSave, ...]:
     moves: dict[int, list[tuple[Absence, Decision]]] = {}
     remakes: dict[Absence, Remake] = {}
     for absence, decision in zip(step.absences, decisions, strict=True):
@@ -270,7 +270,7 @@ def _savings(step: Step, decisions: Sequence[Decision]) -> tuple[Saving, ...]:
             remakes[absence] = Remake(decision.ops, _leaves(step, decision.ops))
     shared = {leaf for remake in remakes.values() for leaf in remake.leaves}
     dropped_at_once = set(remakes) - set(_dropped_later(step, decisions))
-    savings, seen = [], set()
+    saves, seen = [], set()
     for saved, moment in zip(step.saved, _pack_moments(step), strict=True):
         first = saved.value not in seen
         seen.add(saved.value)
@@ -283,8 +283,8 @@ def _savings(step: Step, decisions: Sequence[Decision]) -> tuple[Saving, ...]:
         else:
             shares = saved.value in shared or any(absence in remakes for absence, _ in coming)
             treatment = Treatment.SHARE if shares else Treatment.KEEP
-        savings.append(
-            Saving(
+        saves.append(
+            ExpectedSave(
                 value=saved.value,
                 treatment=treatment,
                 first=first,
@@ -294,7 +294,7 @@ def _savings(step: Step, decisions: Sequence[Decision]) -> tuple[Saving, ...]:
                 remakes=tuple(remakes[absence] for absence, _ in coming if absence in remakes),
             )
         )
-    return tuple(savings)
+    return tuple(saves)
 
 
 def _pack_moments(step: Step) -> list[int]:
@@ -361,7 +361,7 @@ def _actions(step: Step, decisions: Sequence[Decision]) -> tuple[Actions | None,
 
 
 def _kept(
-    events: Sequence[Event], actions: Sequence[Actions | None], savings: Sequence[Saving]
+    events: Sequence[Event], actions: Sequence[Actions | None], saves: Sequence[ExpectedSave]
 ) -> tuple[Form | None, ...]:
     """By event: the form of what is saved, where that is all that happens and the tensor stays alone.
 
@@ -371,21 +371,21 @@ def _kept(
     known: dict[Form, Form] = {}
     for index, event in enumerate(events):
         if event.kind == "pack" and actions[index] is None:
-            saving = savings[event.saved]
-            if saving.treatment == Treatment.KEEP:
-                form = Form(saving.dtype, saving.shape)
+            save = saves[event.saved]
+            if save.treatment == Treatment.KEEP:
+                form = Form(save.dtype, save.shape)
                 kept[index] = known.setdefault(form, form)
     return tuple(kept)
 
 
 def _holds(
-    events: Sequence[Event], actions: Sequence[Actions | None], savings: Sequence[Saving]
-) -> tuple[Saving | None, ...]:
+    events: Sequence[Event], actions: Sequence[Actions | None], saves: Sequence[ExpectedSave]
+) -> tuple[ExpectedSave | None, ...]:
     """By event: what is saved and held there, if nothing else is to be done."""
-    holds: list[Saving | None] = [None] * (len(events) + 1)
+    holds: list[ExpectedSave | None] = [None] * (len(events) + 1)
     for index, event in enumerate(events):
-        if event.kind == "pack" and actions[index] is None and savings[event.saved].treatment != Treatment.KEEP:
-            holds[index] = savings[event.saved]
+        if event.kind == "pack" and actions[index] is None and saves[event.saved].treatment != Treatment.KEEP:
+            holds[index] = saves[event.saved]
     return tuple(holds)
 
 

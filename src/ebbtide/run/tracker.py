@@ -26,14 +26,14 @@ from ebbtide.run.forks import Known, Library, catch_up, is_like, is_smaller, rem
 from ebbtide.run.holdings import is_plain
 from ebbtide.run.keeper import Keeper
 from ebbtide.run.safe import LEAST_MOVED_BYTES, SafePolicy
-from ebbtide.run.script import Saving, Script, Treatment
+from ebbtide.run.script import ExpectedSave, Script, Treatment
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.verify import Truth
 from ebbtide.run.versions import version_of
 
 SOON = 64
-"""Requests within which what is asked for out of turn is to come, in a step that has left out some: what it saves may
-be taken for something like it that another node saves a little earlier, or later."""
+"""In a step that has left out some: how many requests early, or late, a saved tensor may be asked for. That of one node
+may have been taken for one like it that another node saves a little before or after."""
 
 
 class Tracker(Keeper):
@@ -114,16 +114,16 @@ class Tracker(Keeper):
         script = self.script
         if self._event >= len(script.expected) or script.expected[self._event] != number:
             return False
-        saving = script.savings[number]
-        like = is_like(tensor, saving)
-        if like and self._same_value(tensor, saving) and self._saved_again(number, tensor) is None:
+        save = script.saves[number]
+        like = is_like(tensor, save)
+        if like and self._same_value(tensor, save) and self._saved_again(number, tensor) is None:
             self._is_sure()
             return True
         known = self._match(number, tensor) if self._exact else None
-        if not like and known is None and not self.missing and is_smaller(tensor, saving):
+        if not like and known is None and not self.missing and is_smaller(tensor, save):
             self._is_sure()
-            self._note_smaller(saving)
-            return self._same_value(tensor, saving)
+            self._note_smaller(save)
+            return self._same_value(tensor, save)
         return self._leaves_out(tensor, known)
 
     def _leaves_out(self, tensor: torch.Tensor, known: Known | None) -> bool:
@@ -136,8 +136,8 @@ class Tracker(Keeper):
             return False
 
         def is_next(number: int) -> bool:
-            saving = script.savings[number]
-            return is_like(tensor, saving) and self._same_value(tensor, saving)
+            save = script.saves[number]
+            return is_like(tensor, save) and self._same_value(tensor, save)
 
         event = next_like(script, self._event, is_next)
         if event is not None:
@@ -196,16 +196,16 @@ class Tracker(Keeper):
         if event > self._event:
             self._do_without(event)
 
-    def _note_smaller(self, saving: Saving) -> None:
+    def _note_smaller(self, save: ExpectedSave) -> None:
         """A tensor is smaller than expected: the step is still like the planned one if what was expected is small."""
         self._exact = False
-        self._alike = self._alike and saving.shape.numel() * saving.dtype.itemsize < LEAST_MOVED_BYTES
+        self._alike = self._alike and save.shape.numel() * save.dtype.itemsize < LEAST_MOVED_BYTES
 
-    def _same_value(self, tensor: torch.Tensor, saving: Saving) -> bool:
+    def _same_value(self, tensor: torch.Tensor, save: ExpectedSave) -> bool:
         """Whether a value that was saved before is saved again, if that is what the script expects."""
-        if saving.treatment == Treatment.KEEP or saving.first or not is_plain(tensor):
+        if save.treatment == Treatment.KEEP or save.first or not is_plain(tensor):
             return True
-        holding = self._holding(saving.value)
+        holding = self._holding(save.value)
         return holding is None or holding.knows(version_of(tensor))
 
     def _match(self, number: int, tensor: torch.Tensor | None) -> Known | None:
@@ -219,7 +219,7 @@ class Tracker(Keeper):
         others = self._library.repeats(self.script).get(number, ()) if self._exact else ()
         until = self._event + 1
         for known, earlier in others:
-            holding = self._holding(self.script.savings[earlier].value)
+            holding = self._holding(self.script.saves[earlier].value)
             is_same = holding is not None and is_plain(tensor) and holding.knows(version_of(tensor))
             if is_same and known.script.expected[:until] == self.script.expected[:until]:
                 return known
@@ -236,7 +236,7 @@ class Tracker(Keeper):
         if other is None and self._exact and tensor is not None:
             other = self._library.larger(former, self._event, tensor)
             if other is not None:
-                self._note_smaller(other.script.savings[number])
+                self._note_smaller(other.script.saves[number])
         held = {value: holding for value in self._held if (holding := self._holding(value)) is not None}
         names = renumbered(former, other.script, count, held) if other is not None else None
         if other is None or names is None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 
+from ebbtide.errors import SpillError
 from ebbtide.run.holdings import Holding
 from ebbtide.run.meter import note_memory
 from ebbtide.run.recipes import Recipe
@@ -69,6 +70,8 @@ class _Witness(Recipe):
         self._truth.compared.add(self._recipe.target)
         try:
             again = self._recipe.replay()
+        except (SpillError, MemoryError, torch.OutOfMemoryError):
+            raise  # these say nothing of the recipe, and a planned step would raise them, too
         except Exception:  # whatever the reason: what cannot be computed again here is never computed again
             again = None
         with torch._C._DisableTorchDispatch():

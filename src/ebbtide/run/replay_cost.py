@@ -71,7 +71,16 @@ def _script(step: Step, *, again: bool) -> Script:
     if again:
         makers = [step.values[absence.value].maker for absence in step.absences]
         decisions[1::2] = [Recompute((maker,)) for maker in makers[1::2]]
-    plan = Plan(tuple(decisions), 0, 0, 0.0, 0, 0, 0.0, 0)
+    plan = Plan(
+        tuple(decisions),
+        limit_bytes=0,
+        peak_bytes=0,
+        seconds=0.0,
+        physical_peak_bytes=0,
+        plain_peak_bytes=0,
+        plain_seconds=0.0,
+        resting_bytes=0,
+    )
     return write_script(step, plan, [0] * step.moments)
 
 
