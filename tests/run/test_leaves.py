@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import ebbtide
 from ebbtide.machine import Machine
 from ebbtide.observe.leaves import show_leaves
-from tests.run.harness import FAST_DISK, SLOW_DISK, Program, Record, run_plain, run_within
+from tests.run.harness import FAST_DISK, SLOW_DISK, Guard, Program, Record, run_plain, run_within
 from tests.run.programs import SAID_BY_PYTORCH
 
 pytestmark = [pytest.mark.usefixtures("nothing_left", "quick_plans"), *SAID_BY_PYTORCH]
@@ -128,3 +128,82 @@ def test_they_are_found_in_a_step_that_is_only_observed() -> None:
     step = ebbtide.observe_step(lambda: _gather(data.tanh(), weight).sum().backward())
     assert len(step.saved) == 3
     assert bool((main_grad > 0).all())
+
+
+class GivingOut(torch.autograd.Function):
+    """Returns what it has saved as the gradient of its weight."""
+
+    @staticmethod
+    def forward(ctx: Any, data: Tensor, weight: Tensor) -> Tensor:
+        factor = data.mean(0)
+        ctx.save_for_backward(factor, data)
+        return data * 2 + weight.sum() * 0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        factor, data = ctx.saved_tensors
+        return grad * 2 + data * 0, factor
+
+
+_give_out: Any = GivingOut.apply
+
+
+class ThreePasses(Program):
+    """Its gradients add up over three passes through one graph."""
+
+    def build(self) -> nn.Module:
+        return nn.ParameterList([nn.Parameter(torch.randn(1 << 15)) for _ in range(4)])
+
+    def compute(self, index: int, guard: Guard) -> Record:
+        with guard():
+            h = self.data(index, 8, 1 << 15)
+            for weight in self.model:
+                h = torch.tanh(_give_out(h, weight))
+            loss = h.square().mean()
+            loss.backward(retain_graph=True)
+            loss.backward(retain_graph=True)
+            loss.backward()
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["fast", "slow"])
+def test_gradients_that_functions_have_saved_are_added_to(machine: Machine, tmp_path: Path) -> None:
+    """A leaf without a gradient takes the first one as it is, unless somebody else refers to it."""
+    run_within(ThreePasses, run_plain(ThreePasses), "70%", machine, tmp_path)
+
+
+class Tagged(Program):
+    """A Function reads an attribute of a mask that it has saved."""
+
+    def build(self) -> nn.Module:
+        self.mask = torch.ones(64, 1 << 12)
+        self.mask.tag = 1.5  # type: ignore[attr-defined]
+        return nn.Sequential(*(nn.Linear(1 << 12, 1 << 12, bias=False) for _ in range(2)))
+
+    def loss(self, index: int) -> Tensor:
+        h = self.data(index, 64, 1 << 12)
+        for layer in self.model:
+            h = _weigh(torch.tanh(layer(h)), self.mask)
+        return h.square().mean()
+
+
+class Weighing(torch.autograd.Function):
+    """Multiplies by a mask, whose attribute says by how much more."""
+
+    @staticmethod
+    def forward(ctx: Any, data: Tensor, mask: Any) -> Tensor:
+        ctx.save_for_backward(mask)
+        return data * mask * float(mask.tag)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (mask,) = ctx.saved_tensors
+        return grad * mask * mask.tag, None
+
+
+_weigh: Any = Weighing.apply
+
+
+@pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["fast", "slow"])
+def test_buffers_that_functions_save_keep_their_attributes(machine: Machine, tmp_path: Path) -> None:
+    run_within(Tagged, run_plain(Tagged), "70%", machine, tmp_path)

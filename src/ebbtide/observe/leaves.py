@@ -25,9 +25,39 @@ def show_leaves() -> None:
     saved: Any = torch._C._FunctionBase.saved_tensors
 
     def shown(context: Any) -> tuple[torch.Tensor | None, ...]:
-        return tuple([_itself(tensor) for tensor in saved.__get__(context)])
+        found = tuple([_itself(tensor) for tensor in saved.__get__(context)])
+        if _is_asked_again() and any(tensor is not None for tensor in found):
+            _copy_what_is_given_out(context, found)
+        return found
 
     _Context.saved_tensors = property(shown)
+
+
+def _is_asked_again() -> bool:
+    """Whether a backward pass is under way that keeps the graph it goes through, and makes none of its own."""
+    in_pass = torch._C._current_graph_task_id() >= 0
+    return in_pass and not torch.is_grad_enabled() and torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def _copy_what_is_given_out(node: Any, shown: tuple[torch.Tensor | None, ...]) -> None:
+    """Let the gradients that a Function returns be copies where they show what it has saved.
+
+    A leaf takes a gradient that nobody else refers to as its own, and later passes add to it in place. Without hooks,
+    the graph refers to what it has saved for as long as it is kept; to what hooks show, nobody does.
+    """
+    storages = {tensor.untyped_storage()._cdata for tensor in shown if tensor is not None and has_storage(tensor)}
+
+    def returned(gradients: tuple[torch.Tensor | None, ...], _: Any) -> tuple[torch.Tensor | None, ...]:
+        handle.remove()
+        return tuple([_apart_from(storages, tensor) for tensor in gradients])
+
+    handle = node.register_hook(returned)
+
+
+def _apart_from(storages: set[int], tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """``tensor``, or a copy if it shows one of ``storages``."""
+    shows_one = tensor is not None and has_storage(tensor) and tensor.untyped_storage()._cdata in storages
+    return tensor.clone() if tensor is not None and shows_one else tensor
 
 
 def _itself(shown: torch.Tensor | None) -> torch.Tensor | None:

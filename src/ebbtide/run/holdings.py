@@ -87,7 +87,8 @@ def keep(tensor: torch.Tensor, number: int) -> Kept:
         number: of the saved tensor in its step; -1 if nobody counts.
     """
     kept = Kept()
-    kept.tensor = shown = tensor if type(tensor) is torch.nn.Parameter else tensor.detach()
+    is_leaf = type(tensor) is torch.nn.Parameter or (tensor.grad_fn is None and not tensor.requires_grad)
+    kept.tensor = shown = tensor if is_leaf else tensor.detach()
     kept.version = shown._version
     kept.number = number
     return kept
