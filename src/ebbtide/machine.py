@@ -8,9 +8,10 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from ebbtide.documents import check_document, read_json, write_json
 from ebbtide.errors import RecordError
 from ebbtide.fields import typed, wrong_field
-from ebbtide.step import MOST_BYTES, MOST_SECONDS, check_document, read_json, write_json
+from ebbtide.step import MOST_BYTES, MOST_SECONDS
 
 FORMAT = "ebbtide-machine"
 VERSION = 1

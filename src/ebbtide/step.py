@@ -21,9 +21,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from ebbtide.documents import check_document as check_document
-from ebbtide.documents import read_json as read_json
-from ebbtide.documents import write_json as write_json
+from ebbtide.documents import check_document, read_json, write_json
 from ebbtide.errors import RecordError
 from ebbtide.fields import check_fields, checks_of, wrong_field
 

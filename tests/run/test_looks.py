@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ebbtide
+from ebbtide.plan import plain_peak_bytes
 from ebbtide.run.looks import Looks
+from ebbtide.run.meter import PeakMeter
+from ebbtide.run.observing import observe_step
+from tests.run.harness import FAST_DISK
+
+pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
 
 
 def observed(looks: Looks, first: int, last: int) -> list[int]:
@@ -28,3 +41,23 @@ def test_one_that_ran_other_ops_is_no_other_kind() -> None:
     assert observed(looks, 0, 30) == [0, 1]
     looks.again(30, ops_only=True)
     assert observed(looks, 31, 90) == [31, 32]
+
+
+@pytest.mark.parametrize("share", [0.5, 0.6, 0.8])
+def test_only_the_first_step_of_all_may_pass_a_limit_in_bytes(share: float, tmp_path: Path) -> None:
+    """What steps take from one hook to the next is known from then on: in the second one, and in later looks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())))
+    data, peaks = torch.randn(1024, 64), []
+    step = observe_step(lambda: model(data).square().mean().backward(), torch.device("cpu"))
+    model.zero_grad()
+    with ebbtide.Budget(int(share * plain_peak_bytes(step)), spill=tmp_path, machine=FAST_DISK) as memory:
+        for number in range(8):
+            memory._loop.looks.left = max(memory._loop.looks.left, int(number == 6))
+            with PeakMeter() as meter, memory.step():
+                model(data).square().mean().backward()
+            model.zero_grad()
+            peaks.append(meter.peak_bytes)
+        assert [measured.state for measured in memory.measured].count("observe") == 3
+        assert memory.limit_bytes is not None
+        assert max(peaks[1:]) <= memory.limit_bytes

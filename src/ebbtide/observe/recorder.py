@@ -59,7 +59,7 @@ class Recorder(DispatchMode):
             NOTE [Everything allocated] in `allocated.py`.
         collects_all: whether all garbage is collected first, or only young objects: to collect all of it takes longer
             than the steps do where many are observed.
-        note: called before each op, in its thread: whoever moves values has to know all streams that may use them.
+        note: called before each op, until it returns None: whoever moves values has to know the streams of all ops.
 
     Attributes:
         storages, ledger: what is known of storages and values, and what counts their bytes.
@@ -230,8 +230,8 @@ class Recorder(DispatchMode):
 
     def _execute(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Span], int]:
         """Run the op: its result, when it ran, and the bytes by which memory grew inside it, outputs included."""
-        if self._note is not None:
-            self._note()
+        if self._note is not None and self._note() is None:
+            self._note = None
         if self._probe is not None:
             self._probe.before(self.ledger.made_bytes)
         self._time.fall_behind()

@@ -62,7 +62,7 @@ class Footprint:
     @property
     def growth_bytes(self) -> int:
         """What ops take at most from one event to the next."""
-        return max((most - alive for alive, most in zip(self.plain, self.plain_between, strict=True)), default=0)
+        return _growth_bytes(self.plain, self.plain_between)
 
 
 def footprint_of(step: Step, decisions: Sequence[Decision], memory: Sequence[int]) -> Footprint:
@@ -72,25 +72,45 @@ def footprint_of(step: Step, decisions: Sequence[Decision], memory: Sequence[int
         step, decisions: what was seen, and what is planned.
         memory: bytes alive at each moment under the plan.
     """
-    gaps = _gaps(step, decisions)
+    gaps, spans = _gaps(step, decisions), _spans(step)
     plain, moments, op_moments = plain_memory(step), step.event_moments(), step.op_moments()
-    ticks = [*step.event_ticks(), len(step.ops)]
-    spans = [range(first, end) for first, end in itertools.pairwise(ticks)]
     besides, between = [], []
     for moment, span, away in zip(moments, spans, _away(gaps, len(moments)), strict=True):
         taken = (memory[op_moments[tick]] - plain[op_moments[tick]] + away for tick in span)
         besides.append(max(0, memory[moment] - plain[moment] + away))
         between.append(max(0, max(taken, default=0)))
+    alive, alive_between = _alive_without_a_plan(step)
     return Footprint(
-        plain=tuple(plain[moment] for moment in moments),
-        plain_between=tuple(
-            max((plain[op_moments[tick]] + step.ops[tick].workspace_bytes for tick in span), default=0)
-            for span in spans
-        ),
+        plain=alive,
+        plain_between=alive_between,
         besides=tuple(besides),
         besides_between=tuple(between),
         gaps=gaps,
     )
+
+
+def growth_bytes_of(step: Step) -> int:
+    """What the ops of ``step`` take at most from one event to the next, with what they take inside themselves."""
+    return _growth_bytes(*_alive_without_a_plan(step))
+
+
+def _growth_bytes(alive: Sequence[int], between: Sequence[int]) -> int:
+    return max((most - before for before, most in zip(alive, between, strict=True)), default=0)
+
+
+def _spans(step: Step) -> list[range]:
+    """By event, the ticks of the ops up to the next one."""
+    return [range(first, end) for first, end in itertools.pairwise((*step.event_ticks(), len(step.ops)))]
+
+
+def _alive_without_a_plan(step: Step) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """See ``plain`` and ``plain_between`` of `Footprint`."""
+    plain, op_moments = plain_memory(step), step.op_moments()
+    most = (
+        max((plain[op_moments[tick]] + step.ops[tick].workspace_bytes for tick in span), default=0)
+        for span in _spans(step)
+    )
+    return tuple(plain[moment] for moment in step.event_moments()), tuple(most)
 
 
 def _away(gaps: Mapping[int, Sequence[Gap]], events: int) -> list[int]:

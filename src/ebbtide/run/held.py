@@ -70,7 +70,8 @@ class Recounts:
     """
 
     def __init__(self) -> None:
-        self._left = self._next = 0
+        self._left = self._next = self._last = 0
+        self._due = -1
         self._doubted = False
 
     @property
@@ -84,11 +85,17 @@ class Recounts:
         if number >= self._next:
             self._left, self._next = RECOUNTS, 2 * number
 
-    def take(self) -> bool:
-        """Whether to count the step that begins now."""
+    def ask_for_next_like(self, number: int) -> None:
+        """The step of this number seems to have passed the limit, if it did not take the more within its ops. Count the
+        next steps, and the one that comes as long after it as it came after the last such one, or the loop's begin."""
+        self.ask(number)
+        self._due, self._last = 2 * number - self._last, number
+
+    def take(self, number: int) -> bool:
+        """Whether to count the step of this number, which begins now."""
         due = self.are_due
         self._left -= due
-        return due
+        return due or number == self._due
 
     def doubt(self) -> bool:
         """A counted step held more than any plan allows: whether to count another one before such steps are refused.

@@ -224,7 +224,7 @@ class Kind:
     def take_count(self) -> bool:
         """Whether to count a step that begins now: where nothing binds, to know what steps of this kind hold, unless
         such steps turn out again and again to be of other kinds; later, if one may have held more."""
-        if self.recounts.take():
+        if self.recounts.take(self.meetings):
             return True
         self._counts += 1
         return self.state == "idle" and self.audited is None and self._counts <= COUNTS
@@ -262,11 +262,10 @@ class Kind:
         self.places.forget()
 
     def has_held(self, held: Held, machine: Machine) -> None:
-        """A step of this kind has held so much: if that passes the limit, plan with so much less from now on, unless
-        there is no such plan, which is warned of.
+        """A step of this kind has held so much: if that passes the limit, plan with so much less from now on.
 
-        What is held is known of large blocks alone. Where most memory is in small ones, a step may hold more of the
-        former while it holds less of the latter: it is warned of only if the large ones pass the limit by themselves.
+        If there is no such plan, steps are counted before anybody is warned: only large blocks are known here, and with
+        them what ops take inside themselves, which may be more in one step and does not count against the limit.
         """
         more = self._excess_bytes(held)
         if not more:
@@ -275,7 +274,7 @@ class Kind:
         assert self.audited is not None
         reason = self._leave_free(self.audited.peak_bytes + more - self.plan.peak_bytes, machine)
         if reason and self.plan.resting_bytes + held.taken_bytes > self.plan.limit_bytes:
-            self._warn(more, reason)
+            self.recounts.ask_for_next_like(self.meetings)
 
     def has_passed(self, peak_bytes: int, machine: Machine) -> None:
         """A step that was counted once more held so much, which is above the limit: the same as `has_held`."""

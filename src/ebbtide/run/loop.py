@@ -17,6 +17,7 @@ from ebbtide.run import allocator
 from ebbtide.run.calibrate import machine_for
 from ebbtide.run.device import TrainingDevice
 from ebbtide.run.drift import Drift
+from ebbtide.run.footprint import growth_bytes_of
 from ebbtide.run.forks import Known, Library
 from ebbtide.run.gauges import likely_device
 from ebbtide.run.kinds import Kind
@@ -261,6 +262,11 @@ class Loop:
             kind.forget_plan()
         self.looks.take_another()
         return error
+
+    @property
+    def growth_bytes(self) -> int:
+        """What steps of the latest kind take at most from one hook to the next; 0 before the first one."""
+        return growth_bytes_of(self.current.step) if self.current is not None else 0
 
     def rest(self) -> int:
         """Resident bytes at rest. To be called as a step begins."""

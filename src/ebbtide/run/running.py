@@ -164,13 +164,13 @@ class Running:
             loop.tune(exact=not again)
         probe = allocator.arena_probe() if loop.tunes and again else None
         memory = self._ground.memory
-        note = None if memory is None else functools.partial(loop.tier().expect, self._ground.device)
+        note = functools.partial(loop.tier().expect, self._ground.device)
         first = len(loop.kinds) <= 1
         self._recorder = Recorder(probe, clock=self._ground.clock, memory=memory, collects_all=first, note=note)
         trimmer = None
         if loop.current is not None and loop.limit_bytes is not None:
             trimmer = self._trimmer(loop.limit_bytes - loop.current.step.resting_bytes)
-        self._policy = SafePolicy(loop.within, loop.tier, self._recorder, trimmer=trimmer, memory=memory)
+        self._policy = SafePolicy(loop.within, loop.tier, self._recorder, 0, trimmer, memory, loop.growth_bytes)
         self._push_hooks(self._policy.pack, self._policy.unpack)
         self._recorder.enter()
 

@@ -80,6 +80,7 @@ class SafePolicy:
         trimmer: keeps the resident size near the live bytes; None to leave it alone.
         memory: of the device that the limit is for, if its allocator says what is taken: then that is what is live,
             and nothing that lies elsewhere moves.
+        growth_bytes: so many bytes are known to be taken at most from one hook to the next; more may be seen to be.
 
     Attributes:
         seen_bytes: by device, the bytes of all tensors that autograd saved and that may be moved.
@@ -94,6 +95,7 @@ class SafePolicy:
         other_bytes: int = 0,
         trimmer: Trimmer | None = None,
         memory: Memory | None = None,
+        growth_bytes: int = 0,
     ) -> None:
         self.recorder = recorder
         # Threads of autograd come in turn, those with an op as those with a hook.
@@ -108,7 +110,7 @@ class SafePolicy:
         self._held: dict[int, weakref.ref[Holding]] = {}
         self._cache: collections.OrderedDict[int, weakref.ref[Holding]] = collections.OrderedDict()
         self._last_live_bytes = 0
-        self._growth_bytes = 0
+        self._growth_bytes = growth_bytes
         self.is_over = False
 
     def retire(self) -> None:
@@ -245,7 +247,8 @@ class SafePolicy:
         if self._limit_bytes is None:
             return
         live = self._live_bytes()
-        self._growth_bytes = max(self._growth_bytes, live - self._last_live_bytes) if self._last_live_bytes else 0
+        if self._last_live_bytes:
+            self._growth_bytes = max(self._growth_bytes, live - self._last_live_bytes)
         self._last_live_bytes = live
         for key, reference in list(self._cache.items()):
             if self._live_bytes() + self._growth_bytes <= self._limit_bytes:
