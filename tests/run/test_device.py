@@ -18,8 +18,11 @@ import ebbtide
 from ebbtide.decisions import Offload, Recompute
 from ebbtide.errors import OutOfMemoryError, StepError
 from ebbtide.observe.clock import HostClock
+from ebbtide.plan import plain_peak_bytes
 from ebbtide.run import allocator
+from ebbtide.run.device import TrainingDevice
 from ebbtide.run.gauges import Gauges, gauges_of, likely_device
+from ebbtide.run.observing import observe_step
 from ebbtide.run.shortage import out_of_memory
 from ebbtide.run.tiers import DiskTier
 from ebbtide.units import format_bytes
@@ -387,3 +390,67 @@ def test_a_cuda_device_without_an_index_is_the_current_one(monkeypatch: pytest.M
         assert gauges.memory is not None
         assert gauges.device == gauges.memory.device == torch.device("cuda", index)
     assert used == ["init", "init"]
+
+
+class Elsewhere:
+    """The memory of a device on which nothing is."""
+
+    device = torch.device("cuda", 0)
+
+    def size_of(self, storage: torch.UntypedStorage) -> int:
+        return storage.nbytes() if storage.device == self.device else 0
+
+    def allocated_bytes(self) -> int:
+        return 1 << 20
+
+    def start_peak(self) -> None: ...
+
+    def peak_bytes(self) -> int:
+        return 1 << 20
+
+    def free_bytes(self) -> int:
+        return 1 << 20
+
+    def cap(self, limit_bytes: int | None) -> None: ...
+
+
+def test_memory_that_ran_out_on_another_device_than_was_expected_is_looked_after_from_then_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first step is expected on the current device, but the model is on another one, where the step does not fit
+    unless something moves: PyTorch's own error says where, and the next step is kept within the budget."""
+    install(monkeypatch, Gauges(Elsewhere.device, LaggingClock(), Elsewhere()), Gauges(CPU, HostClock(), None))
+    limit_bytes = int(0.7 * plain_limit())
+    with within(limit_bytes, tmp_path) as memory:
+        disk = memory.tiers["disk"]
+        assert isinstance(disk, DiskTier)
+
+        def run_short_unless_something_moved() -> None:
+            disk.drain()
+            if not disk.written_bytes:
+                raise torch.OutOfMemoryError(CUDA_MESSAGE.replace("GPU 0", "GPU 1"))
+
+        program = Blocks(0, run_short_unless_something_moved)
+        with pytest.raises(torch.OutOfMemoryError, match="GPU 1") as caught:
+            program.run(0, memory.step)
+        assert not isinstance(caught.value, OutOfMemoryError)
+        assert memory._loop.ground is not None
+        assert memory._loop.ground.device == CPU
+        program.optimizer.zero_grad()
+        program.run(0, memory.step)
+        assert disk.written_bytes > 0
+
+
+def plain_limit() -> int:
+    """What a plain step needs."""
+    program = Blocks()
+    return plain_peak_bytes(observe_step(lambda: program.loss(0).backward(), CPU))
+
+
+def test_what_fits_on_one_device_says_nothing_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, Gauges(Elsewhere.device, LaggingClock(), Elsewhere()), Gauges(CPU, HostClock(), None))
+    ground = TrainingDevice()
+    ground.run_short(torch.OutOfMemoryError(CUDA_MESSAGE), None, 1 << 40)
+    assert ground.within(1 << 40) == ground.fits_bytes
+    assert not ground.follow({CPU: 100})
+    assert ground.within(1 << 40) == 1 << 40

@@ -63,10 +63,10 @@ OUT, BACK = (1e-4, 2e9), (3e-4, 1e9)
 
 def test_rate_and_latency() -> None:
     tier = PaperTier()
-    clock, tiers, capacities = PaperClock(tier), {"host": tier}, {"host": 12345}
+    clock, tiers, capacities = PaperClock(tier), {"host": tier}, {"host": 123456789}
     machine = measure_links(InlineBackend(), clock, tiers, capacities, name="paper")  # type: ignore[arg-type]
     check_machine(machine)
-    assert machine.tier("host").capacity_bytes == 12345
+    assert machine.tier("host").capacity_bytes == 123456789
     size = links.SIZES_BYTES[-1]
     both = OUT[0] + BACK[0] + size / OUT[1] + size / BACK[1]
     for link, (latency, rate) in zip(machine.links, (OUT, BACK), strict=True):
@@ -86,3 +86,22 @@ def test_every_tier_has_its_links(tmp_path: Path) -> None:
         ("cpu", "host"), ("host", "cpu"), ("cpu", "disk"), ("disk", "cpu")
     ]  # fmt: skip
     assert [tier.kind for tier in machine.tiers] == ["device", "host", "disk"]
+
+
+@pytest.mark.parametrize(("free_kib", "capacity_kib", "largest_kib"), [(10**6, 300, 64), (150, 10**6, 32), (1, 1, 32)])
+def test_no_more_is_moved_than_there_is_room_for(free_kib: int, capacity_kib: int, largest_kib: int) -> None:
+    """Two of the largest are there at once, on either side."""
+    tier, sizes = PaperTier(), list[int]()
+    write = tier.write
+
+    def noted(storage: torch.UntypedStorage) -> PaperTier:
+        sizes.append(storage.nbytes())
+        return write(storage)
+
+    tier.write = noted  # type: ignore[method-assign]
+    with InlineBackend() as backend:
+        tiers, capacities = {"host": tier}, {"host": capacity_kib * KIB}
+        clock, free = PaperClock(tier), free_kib * KIB
+        measured = measure_links(backend, clock, tiers, capacities, name="paper", free_bytes=free)  # type: ignore[arg-type]
+    assert max(sizes) == largest_kib * KIB
+    check_machine(measured)

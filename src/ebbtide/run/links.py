@@ -9,7 +9,8 @@ the link takes.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 
 from ebbtide.machine import Link, Machine, Tier
 from ebbtide.observe.clock import Clock
@@ -18,6 +19,8 @@ from ebbtide.run.calibrate import slope
 from ebbtide.run.tiers.transfers import SlowTier
 
 SIZES_BYTES = tuple(mib << 20 for mib in (1, 4, 16, 64))
+SHARE = 4
+"""The largest is at most this part of the memory there is on either side: two of them are there at once."""
 LATENCY_BYTES = 4096
 REPEATS = 5
 
@@ -29,6 +32,7 @@ def measure_links(
     capacities_bytes: Mapping[str, int | None],
     *,
     name: str,
+    free_bytes: int = sys.maxsize,
 ) -> Machine:
     """A machine whose fast tier is the device of ``backend``, with the links to ``tiers`` as they are now.
 
@@ -38,12 +42,17 @@ def measure_links(
         tiers: by name.
         capacities_bytes: of those that have such.
         name: of the machine.
+        free_bytes: what may be taken of the device's memory.
 
     Raises:
         SpillError: if a tier cannot be used.
     """
-    fast = str(backend.device)
-    links = [link for tier in tiers for link in _links(_Stopwatch(backend, clock), fast, tier, tiers[tier])]
+    fast, watch, links = str(backend.device), _Stopwatch(backend, clock), list[Link]()
+    for tier_name, tier in tiers.items():
+        capacity_bytes = capacities_bytes.get(tier_name)
+        most_bytes = (free_bytes if capacity_bytes is None else min(free_bytes, capacity_bytes)) // SHARE
+        sizes_bytes = [size for size in SIZES_BYTES if size <= most_bytes] or [SIZES_BYTES[0]]
+        links += _links(watch, fast, tier_name, tier, sizes_bytes)
     slow = [Tier(tier, tiers[tier].kind, capacities_bytes.get(tier)) for tier in tiers]
     return Machine(name, fast, (Tier(fast, "device"), *slow), tuple(links))
 
@@ -66,16 +75,17 @@ class _Stopwatch:
         return self._clock.seconds(began, ended)
 
 
-def _links(watch: _Stopwatch, fast: str, name: str, tier: SlowTier) -> tuple[Link, Link]:
-    _trip(watch, tier, SIZES_BYTES[-1])  # memory is taken, threads are started
+def _links(watch: _Stopwatch, fast: str, name: str, tier: SlowTier, sizes_bytes: Sequence[int]) -> tuple[Link, Link]:
+    largest = sizes_bytes[-1]
+    _trip(watch, tier, largest)  # memory is taken, threads are started
     small = [_trip(watch, tier, LATENCY_BYTES) for _ in range(4 * REPEATS)]
-    large = {size: [_trip(watch, tier, size) for _ in range(REPEATS)] for size in SIZES_BYTES}
-    both = statistics.median(_both_ways(watch, tier, SIZES_BYTES[-1]) for _ in range(REPEATS))
+    large = {size: [_trip(watch, tier, size) for _ in range(REPEATS)] for size in sizes_bytes}
+    both = statistics.median(_both_ways(watch, tier, largest) for _ in range(REPEATS))
     made = []
     for way, (source, target) in enumerate(((fast, name), (name, fast))):
         latency = statistics.median(trip[way] for trip in small)
         rate = slope({size: statistics.median(trip[way] for trip in trips) for size, trips in large.items()}, latency)
-        made.append(Link(source, target, latency, rate, min(rate, SIZES_BYTES[-1] / both)))
+        made.append(Link(source, target, latency, rate, min(rate, largest / both)))
     return made[0], made[1]
 
 

@@ -253,6 +253,30 @@ def test_compute_streams_are_told_of_what_dies_early_and_comes_late(
     assert gone[0] == 2 * gone[1] > 0, "each value as it goes, and as it is there again"
 
 
+def test_memory_for_true_values_does_not_stay(tmp_path: Path) -> None:
+    """What is verified has no place in the plan: what was kept of it in one step made pinned memory larger for good."""
+
+    class Wide(Chain):
+        def build(self) -> nn.Module:
+            return mlp(64, *[256] * 12, 16)
+
+        def forward(self, index: int) -> Tensor:
+            return self.model(self.data(index, 2048, 64))
+
+    with InlineBackend() as backend, ebbtide.Budget("70%", spill=tmp_path, machine=SLOW_DISK) as memory:
+        arena = Arena(torch.UntypedStorage, 1 << 30, MIB)
+        memory.tiers["disk"].close()
+        memory.tiers["disk"] = StreamTier(backend, arena, name="disk", overflow=StagedTier(tmp_path, backend))
+        program, states, most_bytes = Wide(), list[str](), 0
+        for index in range(STEPS):
+            states.append(memory.state)
+            program.run(index, memory.step)
+            if memory._loop.current is not None and (planned := memory._loop.current.places_in("disk")) is not None:
+                most_bytes = max(most_bytes, planned.footprint_bytes)
+        assert "verify" in states
+        assert arena.size_bytes <= max(most_bytes, MIB) + GROWTH_BYTES
+
+
 def test_two_tiers_in_one_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_plans: Solver) -> None:
     """Values go to two tiers in turn: the plan says which, and the numbers are the same."""
     monkeypatch.setattr("ebbtide.run.solving.solve", divided(quick_plans, "disk", "host"))

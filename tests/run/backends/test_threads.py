@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+import types
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +182,22 @@ def test_caps_of_several_budgets_on_a_cuda_device(monkeypatch: pytest.MonkeyPatc
         assert allowed[-1] == expected
     assert len(emptied) == 5, "where more is reserved than may be"
     elsewhere.cap(None)
+
+
+def test_an_interrupt_as_a_copy_begins_leaves_the_stream_that_was_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C is raised as the call returns that has made another one current."""
+    current: list[tuple[int, ...]] = [(0, 0, 1)]
+
+    def set_stream(*stream: int) -> None:
+        current[0] = stream
+        if stream == (7, 0, 1):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda _: current[0], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_setStream", set_stream, raising=False)
+    backend: Any = types.SimpleNamespace(device=torch.device("cuda", 0))
+    stream = types.SimpleNamespace(stream_id=7, device_index=0, device_type=1)
+    with pytest.raises(KeyboardInterrupt):
+        cuda.CudaBackend._copy(backend, stream, torch.UntypedStorage(8), torch.UntypedStorage(8))
+    assert current == [(0, 0, 1)]

@@ -7,6 +7,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +58,50 @@ def test_a_peer_without_room_takes_what_it_has_room_for(backend: InlineBackend, 
         assert bytes_of(tier.read(tier.write(storage)).wait()) == bytes_of(storage)
         assert disk.written_bytes == 3 * MIB
         tier.close()
+
+
+def test_a_peer_leaves_host_memory_to_the_tier_behind_it(backend: InlineBackend) -> None:
+    """Its slots are of the same class. Places that went back by the peer made each step wait for the device."""
+    finished: list[Any] = []
+    with InlineBackend() as peer:
+        host = StreamTier(backend, Arena(torch.UntypedStorage, 8 * MIB, 8 * MIB))
+        tier = StreamTier(backend, Arena(peer_memory(peer), MIB, MIB), kind="device", overflow=host)
+        slots = [tier.write(storage_of(MIB // 2, seed)) for seed in range(6)]
+        assert (tier.places_in_use, host.places_in_use) == (2, 4)
+        for seed, slot in enumerate(slots):
+            slot.wait()
+            assert bytes_of(tier.read(slot).wait()) == bytes_of(storage_of(MIB // 2, seed))
+            tier.free(slot)
+        assert (tier.read_bytes, host.read_bytes) == (MIB, 2 * MIB)
+        assert (tier.places_in_use, host.places_in_use) == (0, 0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(backend, "finish", finished.append)
+            tier.settle()
+            host.settle()
+        assert not finished
+        tier.close()
+        host.close()
+
+
+def test_a_tier_that_nobody_closes_waits_for_its_copies(backend: InlineBackend) -> None:
+    """Then its memory goes back: pinned memory must not go while the device still copies to it."""
+    finished: list[Any] = []
+    tier, memories = tier_whose_memory_is_followed(backend)
+    tier.write(storage_of(1000)).wait()
+    gone = weakref.ref(tier)
+
+    def finish(stream: Any) -> None:
+        assert memories[-1]() is not None
+        finished.append(stream)
+        real(stream)
+
+    real = backend.finish
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "finish", finish)
+        del tier
+        gc.collect()
+    assert gone() is None
+    assert len(finished) == 2, "one stream out, one back"
 
 
 class TestStreamTier:

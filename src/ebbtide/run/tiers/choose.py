@@ -10,7 +10,7 @@ import torch
 from ebbtide.errors import SpillError
 from ebbtide.machine import Machine
 from ebbtide.run.backends.base import ComputeStreams
-from ebbtide.run.backends.cuda import CudaBackend, CudaClock
+from ebbtide.run.backends.cuda import CudaBackend, CudaClock, CudaMemory
 from ebbtide.run.links import measure_links
 from ebbtide.run.tiers.devices import DeviceTiers
 from ebbtide.run.tiers.disk import DiskTier
@@ -104,8 +104,9 @@ def machine_on(device: torch.device, tiers: Mapping[str, SlowTier]) -> Machine:
     shared = {name: tier for name, tier in tiers.items() if isinstance(tier, DeviceTiers) and tier.kind != "device"}
     slow = {name: tier.of(device) for name, tier in shared.items()}
     capacities = {name: tier.capacity_bytes for name, tier in slow.items() if isinstance(tier, StreamTier)}
-    backend, clock = CudaBackend(device.index), CudaClock(device)
-    return measure_links(backend, clock, slow, capacities, name=torch.cuda.get_device_name(device))
+    backend, clock, free = CudaBackend(device.index), CudaClock(device), CudaMemory(device).free_bytes()
+    name = torch.cuda.get_device_name(device)
+    return measure_links(backend, clock, slow, capacities, name=name, free_bytes=free)
 
 
 def settle(

@@ -137,7 +137,8 @@ class StreamTier:
         self._places_in_use = 0
         self._closed = False
         self._process = os.getpid()
-        weakref.finalize(self, _finish, backend, (self._out, self._back), self._process).atexit = False
+        self._unclosed = weakref.finalize(self, _finish, backend, (self._out, self._back), self._process)
+        self._unclosed.atexit = False
 
     # --- the contract ----------------------------------------------------------------------------------------------
 
@@ -226,6 +227,7 @@ class StreamTier:
             with self._lock:
                 self._collect()  # what was freed in between
             self._arena.release()
+            self._unclosed.detach()
         if self._overflow is not None:
             self._overflow.close()
 
