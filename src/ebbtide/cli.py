@@ -38,6 +38,7 @@ from ebbtide.options import (
     pair_of,
     share_of,
     spill_or_default,
+    with_whole_lines,
     writable,
 )
 from ebbtide.step import Step
@@ -45,8 +46,8 @@ from ebbtide.units import format_bytes, format_seconds
 
 _WIDTH = 100
 """Columns of a table that does not go to a terminal."""
-_POLICIES = "offload-all,autoswap-swdoa,superneurons-cache,capuchin,rotor,pofo"
-"""Policies that a frontier shows, if the user names no others: one of each sort."""
+_POLICIES = "offload-all, autoswap-swdoa, superneurons-cache, capuchin, rotor, pofo"
+"""Policies that a frontier shows, if the user names no others: one of each sort. Spaces let the help break the line."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -321,7 +322,8 @@ def frontier(
             raise typer.BadParameter(f"{path}: its name must end in {', '.join(WRITERS)}", param_hint="-o")
         if path.suffix == ".png":
             check_drawable()
-    names = {"all": list(POLICIES), "none": []}.get(policies, [name for name in policies.split(",") if name])
+    given = [name.strip() for name in policies.split(",") if name.strip()]
+    names = {"all": list(POLICIES), "none": []}.get(policies, given)
     chosen = policies_named(names)
     step, machine = load_step(step_path)
     if machine is None or machine_name is not None or spill is not None:
@@ -349,8 +351,11 @@ def frontier(
         _say(f"written to {path}")
 
 
+with_whole_lines(app)
+
+
 def _observe_twice(run: Callable[[], Any], prepare: Callable[[], Any]) -> Step:
-    """Observe with the memory inside ops, which slows them down, then without; keep the smaller durations."""
+    """Observe twice, as the first time everything is slower; keep the smaller durations."""
     from ebbtide.run.kinds import Kind
     from ebbtide.run.observing import observe_step
 

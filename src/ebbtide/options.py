@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import os
+import re
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,12 +31,22 @@ Spill = Annotated[
 MachineName = Annotated[
     str | None,
     typer.Option(
-        "--machine", metavar="NAME|FILE", help=f"One of {', '.join(machine_names())}, or a file as of `calibrate -o`."
+        "--machine",
+        metavar="NAME|FILE",
+        help=f"One of {', '.join(machine_names())}, or a file. One of `calibrate -o` does not say how fast ops are, as "
+        "fake steps need.",
     ),
 ]
 Batch = Annotated[int | None, typer.Option(min=1, help="Images or passages in a step of a demo model.")]
 WHAT_HELP = f"A demo model, or a function of yours in a file (default: {STEP_FUNCTION})."
 WHAT_FORM = "MODEL|FILE[:FUNCTION]"
+
+
+def with_whole_lines(app: typer.Typer) -> None:
+    """Let the help of each command break lines where the terminal does, not where its docstring does."""
+    for command in app.registered_commands:
+        text = inspect.getdoc(command.callback) or ""
+        command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", text)
 
 
 def writable(value: Any) -> Any:
