@@ -2,7 +2,7 @@
 
     python examples/train.py [SPILL_DIRECTORY]
 
-The training loop is the usual one, but for the two lines that mention `memory`.
+The training loop is the usual one, but for the three lines that mention `memory`.
 """
 
 import sys

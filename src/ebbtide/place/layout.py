@@ -68,7 +68,8 @@ def place(
     Args:
         blocks: what to place.
         alignment_bytes: offsets and sizes are rounded up to multiples of this.
-        seed: seed of the orders that are tried.
+        seed: seed of the random orders.
+        tries: how many random orders to try at most, after the four plain ones; of many blocks fewer are tried.
 
     Raises:
         ArgumentError: if a block dies before it is born, has a negative size or is none, all together are larger than
