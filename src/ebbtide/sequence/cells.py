@@ -87,6 +87,7 @@ class CellChain:
         self._just_passed_on: dict[int, int] = {}  # by the last step, which may have made some for itself
         self._start_passed_on: list[tuple[int, int]] = []
         # While steps are reversed:
+        self._around_formulas: Callable[[], AbstractContextManager[object]] = lambda: _NO_CONTEXT
         self._grads: list[Tensor | None] = []
         self._position = 0
         self._adjoint: list[Tensor | None] = []
@@ -221,8 +222,11 @@ class CellChain:
 
     # --- back ----------------------------------------------------------------------------------------------------
 
-    def begin_reverse(self, grads: Sequence[Tensor | None]) -> None:
-        """Take the gradients of the results."""
+    def begin_reverse(
+        self, grads: Sequence[Tensor | None], around: Callable[[], AbstractContextManager[object]]
+    ) -> None:
+        """Take the gradients of the results. What ``around`` gives is entered to run a step's graph back."""
+        self._around_formulas = around
         self._sums, self._own_sums = [None] * len(self.outside.tensors), set()
         self._grads = list(grads)
         self._adjoint = []
@@ -322,7 +326,8 @@ class CellChain:
         sums = [*(seeds[place] for place in places), *(self._sums[number] for number in record.inputs)]
         sums += [None if add else self._sums[k] for k, add in zip(record.uses, added, strict=True)]
         keep = any(tensors[number].grad_fn is not None for number in record.uses)
-        found = apart_from(state, local_gradients(roots, targets, sums, keep=keep))
+        with self._around_formulas():
+            found = apart_from(state, local_gradients(roots, targets, sums, keep=keep))
         for place, grad in zip(places, found, strict=False):
             seeds[place] = grad
         rest = found[len(places) :]

@@ -239,6 +239,7 @@ class _Sweep:
 
     def back(self, grads: tuple[Tensor | None, ...]) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Reverse every step; gradients of what is outside and of state 0. Nothing is left after it."""
+        around = self._scene.callers_autocast()
         with self._scene.set(), self._layout.surroundings.preserved(), self.chain.outside.fenced():
             try:
                 if self._executor is not None and versions_of(self._executor.working) != self._turn_versions:
@@ -249,7 +250,7 @@ class _Sweep:
                 else:
                     self._layout.surroundings.set(self._turn_surroundings)
                 assert self._executor is not None
-                self.chain.begin_reverse(grads)
+                self.chain.begin_reverse(grads, around)
                 self._executor.run(self._watched(self._records, forward=False))
                 if self._files is not None:
                     self._files.drain()

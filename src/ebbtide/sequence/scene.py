@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import torch
 from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
@@ -12,6 +13,9 @@ from torch.nn.utils import parametrize
 from ebbtide.observe.uncompiled import uncompiled
 from ebbtide.observe.wrapped import AsOrdinary
 from ebbtide.sequence.graphs import without_saved_tensor_hooks
+
+_Autocast = list[tuple[str, bool, torch.dtype]]
+_NO_CONTEXT = contextlib.nullcontext()
 
 
 class Scene:
@@ -22,11 +26,8 @@ class Scene:
     """
 
     def __init__(self, device_types: list[str]) -> None:
-        self._autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in device_types
-            if torch.amp.is_autocast_available(kind)
-        ]
+        self._device_types = device_types
+        self._autocast = _autocast_on(device_types)
         self._device, self._dtype = torch.get_default_device(), torch.get_default_dtype()
         self._attention = _cur_sdpa_kernel_backends(with_priority=True)
         self._parametrized = parametrize._cache_enabled, dict(parametrize._cache)
@@ -60,6 +61,30 @@ class Scene:
                 torch.set_default_dtype(self._dtype)
             if _cur_sdpa_kernel_backends(with_priority=True) != self._attention:
                 stack.enter_context(sdpa_kernel(self._attention, set_priority=True))
-            for kind, enabled, dtype in self._autocast:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+            stack.enter_context(_autocast(self._autocast))
             yield
+
+    def callers_autocast(self) -> Callable[[], AbstractContextManager[object]]:
+        """What gives contexts, to be entered within `set`, that have autocast as it is now.
+
+        Formulas of the backward pass run under it: PyTorch runs them under that of whoever calls the backward pass.
+        """
+        now = _autocast_on(self._device_types)
+        return (lambda: _NO_CONTEXT) if now == self._autocast else (lambda: _autocast(now))
+
+
+def _autocast_on(device_types: list[str]) -> _Autocast:
+    """Autocast as it is now."""
+    return [
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in device_types
+        if torch.amp.is_autocast_available(kind)
+    ]
+
+
+@contextlib.contextmanager
+def _autocast(found: _Autocast) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for kind, enabled, dtype in found:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+        yield
