@@ -127,6 +127,28 @@ def test_truncated(model: str, truncate: int) -> None:
     compare(trained(MODELS[model], 11), memory="40KiB", truncate=truncate)
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+def test_statistics_that_step_0_leaves_as_they_were(passes: int) -> None:
+    """The batch mean of zeros is the running mean that there is at first, to the bit."""
+
+    def program(loop: Loop) -> tuple[Any, list[Tensor]]:
+        inner, outer = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        norm = nn.BatchNorm1d(WIDTH)
+        mean = norm.get_buffer("running_mean")
+
+        def cell(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+            return torch.tanh(norm(inner(h)) + outer(x)), None
+
+        final, _ = loop(cell, torch.zeros(SHAPE), torch.randn(12, *SHAPE))
+        seen = [mean.clone()]
+        for number in range(passes):
+            final.square().sum().backward(retain_graph=number + 1 < passes)
+            seen.append(mean.clone())
+        return (final, seen), [*inner.parameters(), *outer.parameters(), *norm.parameters()]
+
+    compare(program, memory="40KiB", check=True)
+
+
 def test_weights_are_made_once() -> None:
     """Under `cached()` spectral norm improves its vectors once, in plain loops, too; batch norm counts each step."""
 

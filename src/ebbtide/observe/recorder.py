@@ -36,7 +36,7 @@ from ebbtide.observe.interrupts import Interrupts
 from ebbtide.observe.ledger import enlarged, has_storage, is_traceable, sizes, tensors_in, written_by
 from ebbtide.observe.mode import DispatchMode, is_between_ops, modes_on, run_op
 from ebbtide.observe.modules import ModuleTrail
-from ebbtide.observe.schema import COMPILED_GRAPH, OperatorInfo, operator_info
+from ebbtide.observe.schema import COMPILED_GRAPH, OperatorInfo, operator_info, trains
 from ebbtide.observe.storages import Storages
 from ebbtide.observe.transforms import in_trace, in_transform
 from ebbtide.observe.uncompiled import never_compiled
@@ -153,22 +153,22 @@ class Recorder(DispatchMode):
         self._tick_over()
         info = operator_info(func)
         tick = len(self._ops)
-        trains = info.replay == "batch_norm" and args[5] is True
+        in_training = info.replay == "batch_norm" and trains(func, args)
         # Running statistics do not enter the result of batch norm in training.
-        read = (*args[:3], *args[5:]) if trains else args
+        read = (*args[:3], *args[5:]) if in_training else args
         draft = OpDraft(info, self._inputs(read, kwargs, tick), *self._place())
-        if info.replay == "batch_norm" and not trains:
+        if info.replay == "batch_norm" and not in_training:
             draft.replay = "pure"
         if not replayable or not all(map(is_traceable, tensors_in((*read, *kwargs.values())))):
             draft.replay = "opaque"
         self._begin(draft)
-        written = [] if trains else written_by(info, args, kwargs)
+        written = [] if in_training else written_by(info, args, kwargs)
         result, draft.spans, grown = self._execute(func, args, kwargs)
         if written:
             grown -= self._note_larger(draft, enlarged(written), tick)
             storages = dict.fromkeys(self.storages.touch(tensor) for tensor, *_ in written)
             self._note_versions(draft, (each for each in storages if each.versions[-1] not in draft.outputs), tick)
-        if trains:
+        if in_training:
             self._note_statistics(draft, args, tick)
         self._note_made(draft, result, tick, grown)
         self._asking.made(func, result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -70,6 +71,20 @@ def running_statistics(func: Any) -> tuple[int, ...]:
     if schema is None or schema.name.partition("::")[2] not in _BATCH_NORM | _GATHERING:
         return ()
     return tuple(i for i, a in enumerate(schema.arguments) if a.name in ("running_mean", "running_var"))
+
+
+def trains(func: Any, args: Sequence[Any]) -> bool:
+    """Whether a batch norm that is given ``args`` writes its running statistics, if it has some.
+
+    That is for its argument to say; the parts of one over several devices, which have none for it, always do.
+    """
+    place = _training_place(func)
+    return place is None or args[place] is True
+
+
+@cache
+def _training_place(func: Any) -> int | None:
+    return next((i for i, a in enumerate(func._schema.arguments) if a.name in ("training", "train")), None)
 
 
 def _is_written(argument: Any) -> bool:

@@ -26,7 +26,7 @@ from ebbtide.errors import SequenceError
 from ebbtide.observe.known import LIFTS
 from ebbtide.observe.ledger import has_storage, tensors_in, written_by
 from ebbtide.observe.mode import DispatchMode, run_op
-from ebbtide.observe.schema import operator_info, running_statistics
+from ebbtide.observe.schema import operator_info, running_statistics, trains
 from ebbtide.observe.uncompiled import never_compiled
 from ebbtide.observe.wrapped import AsOrdinary, wraps
 
@@ -146,7 +146,7 @@ class _Found:
     Attributes:
         storage: it.
         before: its bytes before that.
-        is_certain: whether an op said that it writes there; else its bytes must show it.
+        is_certain: whether an op is known to write there; else its bytes must show it.
         is_covered: whether all of it has been written over, so that no step finds what another left.
     """
 
@@ -255,7 +255,7 @@ class Watch(DispatchMode):
             if storage._cdata not in self._found:
                 self._found[storage._cdata] = _Found(storage, _bytes_of(storage).clone())
             found = self._found[storage._cdata]
-            found.is_certain |= not statistics
+            found.is_certain |= not statistics or trains(func, args)
             is_whole = tensor.numel() * tensor.element_size() == storage.nbytes()
             found.is_covered |= overwrites and is_whole and name not in _IN_PARTS
 
