@@ -157,3 +157,36 @@ def reshape(u: Array) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of NumPy 2.5
         u.shape = (9, 8)
+
+
+class TestFinal:
+    """The last state that `run` returns, where its memory serves for something else."""
+
+    def final(self, turn: Callable[[Array], Array], *, in_place: bool, n: int | Callable[[Array, int], bool]) -> Array:
+        def back(u: Array, adjoint: Array, step: int) -> Array:
+            return np.multiply(adjoint, np.cos(u), out=adjoint if in_place else None)
+
+        outcome = run(lambda u, _: np.sin(u), back, n, START, turn=turn, memory="20KiB")
+        final: Array = outcome.final
+        return final
+
+    @pytest.mark.parametrize("known", [True, False])
+    def test_of_an_adjoint_in_the_memory_of_the_state(self, known: bool) -> None:
+        def doubled(u: Array) -> Array:
+            u *= 2
+            return u.copy()
+
+        n = N if known else lambda _, step: step < N
+        expected = self.final(np.copy, in_place=False, n=n)
+        for turn in (lambda u: u, lambda u: u[:]):
+            assert np.array_equal(self.final(turn, in_place=True, n=n), expected)
+        assert np.array_equal(self.final(doubled, in_place=False, n=n), expected)
+
+    def test_of_two_arrays_that_steps_take_turns_in(self) -> None:
+        places = np.empty((2, *START.shape))
+
+        def forward(u: Array, step: int) -> Array:
+            return np.sin(u, out=places[step % 2])
+
+        done = run(forward, lambda _, adjoint, __: adjoint, N, START, turn=np.copy, memory="2KiB")
+        assert np.array_equal(done.final, done.adjoint)

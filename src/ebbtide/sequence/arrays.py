@@ -136,7 +136,9 @@ class ArrayChain:
         if self.steps is None:
             final = self._after(state, step)
             self.steps = step + 1
-            self.final = final
+            # `turn` may alter or return it, `reverse` may alter what `turn` has returned, and `forward` use it again.
+            copied = self._layout.new_parts(final, self._layout.orders(final))
+            self.final = self._layout.copy_into(copied, final)
             self.adjoint = self._turn(final)
         self.adjoint = self._reverse(state, self.adjoint, step)
         self._orders.pop(step, None)
