@@ -18,7 +18,16 @@ from ebbtide.errors import SequenceError
 from ebbtide.machine import Link
 from ebbtide.sequence import SlowMemory, candidates, choose, run, scan, slow_memories
 from ebbtide.sequence.choose import ALIKE_SHARE, hidden_interval
-from ebbtide.sequence.schedules import Costs, HRevolve, Multistage, PeriodicDiskRevolve, Revolve, StoreAll, interpret
+from ebbtide.sequence.schedules import (
+    Costs,
+    HRevolve,
+    Multistage,
+    Online,
+    PeriodicDiskRevolve,
+    Revolve,
+    StoreAll,
+    interpret,
+)
 from tests.plan.random_steps import disk_machine
 
 SIZE = 1000
@@ -52,6 +61,18 @@ def test_long_chain() -> None:
     assert choice.slow_bytes["disk"] == pytest.approx(10**6 / 20 * SIZE, rel=0.01)
     assert "Multistage" in str(choice)
     assert "disk" in str(choice)
+
+
+@pytest.mark.parametrize("took", [5e-324, 1e-300])
+def test_steps_that_take_next_to_nothing(took: float) -> None:
+    """So many would hide a transfer that their number has no place in a float."""
+    assert choose(10**6, SIZE, took, took, 11 * SIZE, [disk(1e9, 1e9)]).forward_steps > 0
+
+
+@pytest.mark.parametrize("n", [0, -1])
+def test_a_chain_without_steps_is_refused(n: int) -> None:
+    with pytest.raises(SequenceError, match=f"a chain of {n} steps"):
+        next(Online(3, lambda _: 2).records(lambda _: False, n))
 
 
 def test_cost_per_step_does_not_depend_on_the_length() -> None:

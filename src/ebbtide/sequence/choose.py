@@ -35,6 +35,8 @@ INTERVALS = 16
 """Intervals up to this are all tried, of longer ones so many to each power of e."""
 SMALL_SHARE = 0.01
 """No interval is tried only because transfers cost compute a smaller part of its time than this."""
+MOST_STEPS = 2.0**63
+"""No interval is longer."""
 ALIKE_SHARE = 0.03
 """Intervals whose predicted times differ by less are as good as each other, as times are not known better than so."""
 
@@ -220,7 +222,8 @@ def hidden_interval(step_seconds: float, transfer_seconds: float) -> int:
     """The interval of Kukreja et al. 2018: fewest steps beside which a transfer ends before the next one is due."""
     if step_seconds <= 0:
         return 1
-    return max(math.ceil(transfer_seconds / step_seconds), 1)
+    # As a number, steps may take so little that the quotient is infinite; no chain has so many.
+    return max(math.ceil(min(transfer_seconds / step_seconds, MOST_STEPS)), 1)
 
 
 def best_multistage(

@@ -23,6 +23,7 @@ from ebbtide.sequence.schedules.records import (
     Record,
     Reverse,
     Store,
+    check_length,
     check_slots,
     take_whole,
 )
@@ -111,6 +112,9 @@ class Online:
         Args:
             more: asked for each next step, unless ``n`` is given.
             n: the number of steps, if it is known after all: the last of them then stay in memory.
+
+        Raises:
+            SequenceError: if ``n < 1``.
         """
         starts = _Starts()
         step = 0
@@ -125,6 +129,7 @@ class Online:
                 step += 1
             yield Reverse(step)
         else:
+            check_length(n)
             n = as_whole("n", n)
             while n - step > self._turn_steps(interval := self._interval(step)):
                 yield Store(step, self.tier)
