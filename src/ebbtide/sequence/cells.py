@@ -7,7 +7,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from ebbtide.observe.mode import nodes_made
 from ebbtide.sequence.blocks import Block
 from ebbtide.sequence.checksums import Checksums
 from ebbtide.sequence.graphs import Outside, close_off, local_gradients
+from ebbtide.sequence.inputs import Inputs
 from ebbtide.sequence.steps import Ran, Step, Steps, has_gradient, needs_grad, other_graph, versions_of
 from ebbtide.sequence.store import unnoted
 from ebbtide.sequence.tensors import State, TensorLayout, apart_from, bytes_of, detached, refuse_class
@@ -28,14 +29,6 @@ _LEAF_TYPES = (Tensor, int, type(None))
 _LEAF: TreeSpec = tree_flatten(None)[1]
 _NO_CONTEXT = contextlib.nullcontext()
 _NOTHING: tuple[list[Any], TreeSpec] = ([None], _LEAF)
-
-
-class Inputs(Protocol):
-    """What `scan` takes an input from, by step, as often as it needs it."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, step: int, /) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

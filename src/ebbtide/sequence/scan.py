@@ -6,22 +6,22 @@ import contextlib
 import itertools
 import logging
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, SupportsIndex, cast
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import IterableDataset
 
 from ebbtide.arguments import as_directories
 from ebbtide.errors import SequenceError
 from ebbtide.sequence.blocks import Blocks
-from ebbtide.sequence.cells import Cell, CellChain, Inputs
+from ebbtide.sequence.cells import Cell, CellChain
 from ebbtide.sequence.choose import memory_slots
 from ebbtide.sequence.executor import Executor
+from ebbtide.sequence.inputs import Inputs, indexed
 from ebbtide.sequence.planning import Course, quickest
 from ebbtide.sequence.progress import is_wanted, watch
 from ebbtide.sequence.scene import Scene
@@ -61,7 +61,8 @@ def scan(
             outside that it writes to in step 0 already, as batch norm does, which have their values of then. Random
             numbers of PyTorch are drawn again as they were. It must not alter its state or its input in place.
         state: state 0, a pytree of tensors. All states have the same structure, shapes, types and devices.
-        inputs: any iterable. What can be indexed is, anew for each run of a step; of others the items are kept.
+        inputs: any iterable. What can be indexed is, anew for each run of a step; the items of others, of mappings
+            and of what may be altered as lists are, are kept, so each must be of its own memory.
         memory: for the states held between steps, in RAM; bytes, or such as ``"256MiB"``. What one step and its graph
             take comes on top, and so do inputs, outputs and gradients.
         spill: directory for states that do not fit, on a fast disk; or several, fastest first. Without one, steps are
@@ -83,7 +84,7 @@ def scan(
     if truncate is not None:
         truncate = _interval(truncate)
     directories = as_directories("spill", spill)
-    steps = _indexed(inputs)
+    steps = indexed(inputs)
     if len(steps) == 0:
         return state, []
     if not torch.is_grad_enabled():
@@ -112,16 +113,6 @@ def _interval(truncate: SupportsIndex) -> int:
             f"truncate={truncate!r}: the state is detached every so many steps; give a whole number, at least 1"
         )
     return interval
-
-
-def _indexed(inputs: Iterable[Any]) -> Inputs:
-    if isinstance(inputs, Tensor):
-        # Each index would make another tensor, but gradients must go to one.
-        return inputs.unbind(0) if inputs.requires_grad else inputs
-    iterated = (list, Mapping, IterableDataset)  # the last inherits a `__getitem__` that fails
-    if hasattr(inputs, "__getitem__") and hasattr(inputs, "__len__") and not isinstance(inputs, iterated):
-        return cast(Inputs, inputs)
-    return tuple(inputs)
 
 
 def _surveyed(cell: Cell, state: Any, start: State, inputs: Inputs, layout: TensorLayout) -> tuple[TensorLayout, Scene]:

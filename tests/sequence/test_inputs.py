@@ -1,0 +1,75 @@
+"""What `scan` may be given as inputs, and when it reads them."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator, MutableSequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ebbtide
+from tests.sequence.loops import WIDTH, Loop, compare
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+N = 12
+
+
+def summed(inputs: Callable[[], Any], tensor: Callable[[Any], Tensor] = lambda x: x) -> Callable[[Loop], Any]:
+    """A loop over ``inputs``, of which steps use a ``tensor``."""
+
+    def program(loop: Loop) -> tuple[Any, list[Tensor]]:
+        weight = torch.randn(WIDTH, requires_grad=True)
+        final, _ = loop(lambda h, x: (torch.tanh(h * weight + tensor(x)), None), torch.zeros(WIDTH), inputs())
+        final.sum().backward()
+        return final, [weight]
+
+    return program
+
+
+@pytest.mark.parametrize("made", [list, collections.deque, collections.UserList])
+def test_a_sequence_that_is_altered_afterwards(made: Callable[[Any], MutableSequence[Tensor]]) -> None:
+    def program(loop: Loop) -> tuple[Any, list[Tensor]]:
+        weight = torch.randn(WIDTH, requires_grad=True)
+        xs = made(torch.randn(WIDTH) for _ in range(N))
+        final, _ = loop(lambda h, x: (torch.tanh(h * weight + x), None), torch.zeros(WIDTH), xs)
+        xs.pop()
+        xs.insert(0, torch.randn(WIDTH))
+        final.sum().backward()
+        return final, [weight]
+
+    compare(program, memory="30KiB")
+
+
+@pytest.mark.parametrize("made", [dict, nn.ModuleDict, nn.ParameterDict])
+def test_keys_of_a_mapping(made: Callable[[Any], Any]) -> None:
+    """As a plain loop takes them."""
+    items = {str(step): nn.Linear(2, 2) if made is nn.ModuleDict else torch.zeros(2) for step in range(N)}
+    compare(summed(lambda: made(items), lambda key: torch.tensor(float(key))), memory="30KiB")
+
+
+class TestOneTensorRefilled:
+    """An iterator that alters what it has given."""
+
+    def of(self, *places: Any, clones: bool = False) -> Iterator[Any]:
+        memory = torch.zeros(N, WIDTH)
+        for step in range(N):
+            place = memory[places[step % len(places)]] if places else memory[step]
+            place.copy_(torch.full((WIDTH,), 0.1 * step))
+            yield {"x": (place.clone() if clones else place, step)}
+
+    @pytest.mark.parametrize("places", [(0,), (0, 1), (slice(0, 1),)])
+    def test_is_refused(self, places: Any) -> None:
+        with pytest.raises(ebbtide.SequenceError, match=r"input 0 was given again.* give new tensors, or clones"):
+            ebbtide.scan(lambda h, x: (h + x["x"][0].sum(), None), torch.zeros(WIDTH), self.of(*places))
+
+    @pytest.mark.parametrize(("places", "clones"), [((), False), ((0,), True)])
+    def test_others_are_fine(self, places: Any, clones: bool) -> None:
+        compare(summed(lambda: self.of(*places, clones=clones), lambda x: x["x"][0]), memory="30KiB")
+
+    def test_one_that_stays_as_it_is_is_fine(self) -> None:
+        same = torch.randn(WIDTH)
+        compare(summed(lambda: (same for _ in range(N))), memory="30KiB")
