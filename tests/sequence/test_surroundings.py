@@ -323,3 +323,54 @@ def test_surroundings_go_back_without_a_trace() -> None:
     assert torch.equal(torch.rand(2), drawn)
     surroundings.set(before)
     assert torch.equal(torch.rand(2), drawn)
+
+
+class TestRandomNumbersOfTheFirstRun:
+    def program(self, own: torch.Generator | None, *, called: bool) -> Callable[[Loop], tuple[Any, list[Tensor]]]:
+        """A dropout whose mask is made once; ``called``: before the loop."""
+
+        def program(loop: Loop) -> tuple[Any, list[Tensor]]:
+            weight = torch.randn(WIDTH, requires_grad=True)
+            masks: list[Tensor] = []
+
+            def cell(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+                if not masks:
+                    masks.append(torch.rand(WIDTH, generator=own) < 0.5)
+                return torch.tanh(h * weight * masks[0] + x + 0.1 * torch.randn(WIDTH, generator=own)), None
+
+            if called:
+                cell(torch.zeros(WIDTH), torch.zeros(WIDTH))
+            final, _ = loop(cell, torch.zeros(WIDTH), torch.randn(12, WIDTH))
+            final.sum().backward()
+            return final, [weight]
+
+        return program
+
+    @pytest.mark.parametrize("own", [None, torch.Generator()], ids=["PyTorch's", "its own"])
+    @pytest.mark.parametrize("around", [contextlib.nullcontext, parametrize.cached])
+    def test_of_a_mask_that_it_keeps_are_refused(self, own: torch.Generator | None, around: Any) -> None:
+        with around(), pytest.raises(ebbtide.SequenceError, match=r"in its first run .* call it once before the scan"):
+            self.program(own, called=False)(ebbtide.scan)
+
+    def test_and_what_to_do_helps(self) -> None:
+        compare(self.program(None, called=True), memory="40KiB")
+
+    @pytest.mark.parametrize("n", [1, 12])
+    def test_of_inputs_are_drawn_as_in_a_plain_loop(self, n: int) -> None:
+        class Noise:
+            def __len__(self) -> int:
+                return n
+
+            def __getitem__(self, step: int) -> Tensor:
+                if not step < n:
+                    raise IndexError
+                return torch.randn(WIDTH)
+
+        def program(loop: Loop) -> tuple[Any, list[Tensor]]:
+            weight = torch.randn(WIDTH, requires_grad=True)
+            drop = nn.Dropout(0.3)
+            final, _ = loop(lambda h, x: (drop(torch.tanh(h * weight + x)), None), torch.zeros(WIDTH), Noise())
+            final.sum().backward()
+            return final, [weight]
+
+        compare(program, memory="40KiB")

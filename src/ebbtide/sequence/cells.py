@@ -47,6 +47,7 @@ class CellChain:
         layout: how a state lies in a block.
         truncate: see `ebbtide.scan`.
         check: whether to compare states that are computed again.
+        began: called when step 0 has run for the first time.
 
     Attributes:
         outside: tensors made outside the cell that its steps use.
@@ -62,6 +63,7 @@ class CellChain:
         *,
         truncate: int | None = None,
         check: bool = False,
+        began: Callable[[], object] = unnoted,
     ) -> None:
         self.outside = Outside()
         self.results: list[Tensor] = []
@@ -71,6 +73,7 @@ class CellChain:
         self._inputs_stay = isinstance(inputs, (tuple, Tensor))  # what others give may be made anew each time
         self._layout = layout
         self._truncate = truncate
+        self._began = began
         self._checksums = Checksums("cell") if check else None
         self._steps = Steps()
         self._ys: list[tuple[list[Any], TreeSpec]] = []
@@ -105,6 +108,8 @@ class CellChain:
         if step == len(self._steps):
             self._note(ran, state, step, since)
             close_off((*state, *ran.given))
+            if step == 0:
+                self._began()
         elif needs_grad(ran.following) != self._steps[step].needs_grad:
             raise other_graph(step)
         cut = self._truncate is not None and (step + 1) % self._truncate == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import operator
@@ -20,6 +21,7 @@ from ebbtide.errors import SequenceError
 from ebbtide.sequence.blocks import Blocks
 from ebbtide.sequence.cells import Cell, CellChain
 from ebbtide.sequence.choose import memory_slots
+from ebbtide.sequence.draws import FirstDraws
 from ebbtide.sequence.executor import Executor
 from ebbtide.sequence.inputs import Inputs, indexed
 from ebbtide.sequence.planning import Course, quickest
@@ -92,8 +94,9 @@ def scan(
     layout = TensorLayout(state)
     memory_slots(layout.size_bytes, memory)  # it is told before anything runs that there is too little
     start = detached(layout.flatten(state, 0))
-    layout, scene = _surveyed(cell, state, start, steps, layout)
-    sweep = _Sweep(cell, start, steps, layout, scene, memory, directories, truncate, check, progress)
+    with layout.surroundings.preserved():  # an input may be drawn
+        layout, scene, draws = _surveyed(cell, state, start, steps, layout)
+    sweep = _Sweep(cell, start, steps, layout, scene, draws, memory, directories, truncate, check, progress)
     sweep.forward()
     if not sweep.chain.results:
         sweep.close()
@@ -115,27 +118,37 @@ def _interval(truncate: SupportsIndex) -> int:
     return interval
 
 
-def _surveyed(cell: Cell, state: Any, start: State, inputs: Inputs, layout: TensorLayout) -> tuple[TensorLayout, Scene]:
-    """How states lie with what the cell writes to besides, and what steps are to run under: step 0 shows it."""
+def _surveyed(
+    cell: Cell, state: Any, start: State, inputs: Inputs, layout: TensorLayout
+) -> tuple[TensorLayout, Scene, FirstDraws]:
+    """How states lie with what the cell writes to besides, and what steps are to run under: step 0 shows it.
+
+    And what it draws in its first run.
+    """
+    draws = FirstDraws()
     first = inputs[0]
     own = (*start, *tree_leaves(first))
     cached = Watch(own)
     if parametrize._cache_enabled:
         with layout.surroundings.preserved(), cached:  # what it caches is to be made outside the steps, which share it
-            cell(layout.unflatten(start), first)
-    scene = Scene(layout.device_types)
-    chain = CellChain(cell, (first,) if isinstance(inputs, (tuple, Tensor)) else [first], layout)
-    watch, written = _watched_step(chain, start, scene, Watch(own), cached)
+            draws.noted(cell, layout.surroundings, cached)(layout.unflatten(start), first)
+    scene, watch = Scene(layout.device_types), Watch(own)
+    noting = draws.noted(cell, layout.surroundings, watch)
+    chain = CellChain(noting, (first,) if isinstance(inputs, (tuple, Tensor)) else [first], layout)
+    written = _watched_step(chain, start, scene, watch, cached)
     made = watch.made()
-    if made and _watched_step(chain, start, scene, Watch(own), cached)[0].wrote_to(made):
-        raise SequenceError(
-            "the cell makes a tensor in its first step that it writes to in the next ones, such as a running mean; "
-            "make it before the scan, for example by calling the cell once"
-        )
-    return TensorLayout(state, written), scene
+    if made:
+        again = Watch(own)
+        _watched_step(chain, start, scene, again, cached)
+        if again.wrote_to(made):
+            raise SequenceError(
+                "the cell makes a tensor in its first step that it writes to in the next ones, such as a running mean; "
+                "make it before the scan, for example by calling the cell once"
+            )
+    return TensorLayout(state, written), scene, draws
 
 
-def _watched_step(chain: CellChain, start: State, scene: Scene, watch: Watch, before: Watch) -> tuple[Watch, Written]:
+def _watched_step(chain: CellChain, start: State, scene: Scene, watch: Watch, before: Watch) -> Written:
     """Step 0, run under ``watch``, and what it wrote to; that is undone, also what it wrote there under ``before``."""
     try:
         with scene.set():
@@ -143,7 +156,7 @@ def _watched_step(chain: CellChain, start: State, scene: Scene, watch: Watch, be
     finally:
         written = watch.put_back()
         before.put_back(written)
-    return watch, written
+    return written
 
 
 def _plain(cell: Cell, state: Any, inputs: Inputs) -> tuple[Any, list[Any]]:
@@ -190,13 +203,15 @@ class _Sweep:
         inputs: Inputs,
         layout: TensorLayout,
         scene: Scene,
+        draws: FirstDraws,
         memory: int | str,
         spill: Sequence[Path],
         truncate: int | None,
         check: bool,
         progress: bool | None,
     ) -> None:
-        self.chain = CellChain(cell, inputs, layout, truncate=truncate, check=check)
+        began = functools.partial(draws.check, layout.surroundings)
+        self.chain = CellChain(cell, inputs, layout, truncate=truncate, check=check, began=began)
         self._start = start
         self._n = len(inputs)
         self._layout = layout

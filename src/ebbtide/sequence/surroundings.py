@@ -70,25 +70,28 @@ class Surroundings:
 
     Attributes:
         carried_bytes: of what is carried of that.
+        own_generators: from which the cell draws besides those of devices.
     """
 
     def __init__(self, devices: Sequence[torch.device], written: Written) -> None:
         self._devices = devices
         self._written = written
+        self.own_generators = written.generators
         self.carried_bytes = sum(storage.nbytes() for storage in written.carried)
 
     def now(self) -> list[Tensor]:
         """The generators' states and what is carried, as bytes; the latter is not copied."""
         if not self._written.carried:
-            return self._generators()
+            return self.generators()
         with unseen():
-            return [*self._generators(), *map(_bytes_of, self._written.carried)]
+            return [*self.generators(), *map(_bytes_of, self._written.carried)]
 
     def read(self) -> list[Tensor]:
         """`now`, of its own memory."""
-        return [*self._generators(), *_copies(self._written.carried)]
+        return [*self.generators(), *_copies(self._written.carried)]
 
-    def _generators(self) -> list[Tensor]:
+    def generators(self) -> list[Tensor]:
+        """The states of the devices' generators, and of others that the cell draws from."""
         states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)]
         return [*states, *(generator.get_state() for generator in self._written.generators)]
 
@@ -179,6 +182,10 @@ class Watch(DispatchMode):
         self._made_parameters: list[weakref.ref[Tensor]] = []
         self._note_made(own)
         self._given = set(self._own)
+
+    def generators(self) -> list[torch.Generator]:
+        """Those that it was seen to draw from."""
+        return [generator for generator, _ in self._generators.values()]
 
     def put_back(self, among: Written | None = None) -> Written:
         """Undo what was written; returns to what it was. ``among``: only to these."""
