@@ -1,4 +1,4 @@
-"""What a scan's forward pass ran under: autocast, defaults, which kernels compute attention."""
+"""What a scan's forward pass ran under: autocast, defaults, modes, which kernels compute attention."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
 from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
 
 from ebbtide.observe.uncompiled import uncompiled
 from ebbtide.observe.wrapped import AsOrdinary
@@ -32,6 +34,7 @@ class Scene:
         self._attention = _cur_sdpa_kernel_backends(with_priority=True)
         self._parametrized = parametrize._cache_enabled, dict(parametrize._cache)
         # Functions of subclasses: if the loss is of a subclass, PyTorch runs the whole backward pass without these.
+        self._function_modes = _function_modes()
         self._functions = torch._C._EnableTorchFunction if torch._C._is_torch_function_enabled() else AsOrdinary
 
     @contextlib.contextmanager
@@ -62,6 +65,11 @@ class Scene:
             if _cur_sdpa_kernel_backends(with_priority=True) != self._attention:
                 stack.enter_context(sdpa_kernel(self._attention, set_priority=True))
             stack.enter_context(_autocast(self._autocast))
+            on = set(map(id, _function_modes()))
+            for mode in self._function_modes:
+                if id(mode) not in on:  # as in a backward pass that one on the way has intercepted
+                    _push_mode(mode)
+                    stack.callback(_pop_mode)
             yield
 
     def callers_autocast(self) -> Callable[[], AbstractContextManager[object]]:
@@ -71,6 +79,11 @@ class Scene:
         """
         now = _autocast_on(self._device_types)
         return (lambda: _NO_CONTEXT) if now == self._autocast else (lambda: _autocast(now))
+
+
+def _function_modes() -> list[TorchFunctionMode]:
+    """Those that are on, outermost first, without that of the default device."""
+    return [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
 
 
 def _autocast_on(device_types: list[str]) -> _Autocast:
