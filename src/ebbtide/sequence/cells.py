@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec
 
 from ebbtide.errors import SequenceError
 from ebbtide.observe.mode import nodes_made
@@ -20,15 +20,25 @@ from ebbtide.sequence.blocks import Block
 from ebbtide.sequence.checksums import Checksums
 from ebbtide.sequence.graphs import Outside, close_off, local_gradients
 from ebbtide.sequence.inputs import Inputs
-from ebbtide.sequence.steps import Ran, Step, Steps, has_gradient, needs_grad, other_graph, versions_of
+from ebbtide.sequence.results import Hazards
+from ebbtide.sequence.steps import (
+    LEAF,
+    Ran,
+    Step,
+    Steps,
+    flatten,
+    has_gradient,
+    needs_grad,
+    other_graph,
+    unflatten,
+    versions_of,
+)
 from ebbtide.sequence.store import unnoted
 from ebbtide.sequence.tensors import State, TensorLayout, apart_from, bytes_of, detached, refuse_class
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]
-_LEAF_TYPES = (Tensor, int, type(None))
-_LEAF: TreeSpec = tree_flatten(None)[1]
 _NO_CONTEXT = contextlib.nullcontext()
-_NOTHING: tuple[list[Any], TreeSpec] = ([None], _LEAF)
+_NOTHING: tuple[list[Any], TreeSpec] = ([None], LEAF)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,6 +61,7 @@ class CellChain:
 
     Attributes:
         outside: tensors made outside the cell that its steps use.
+        hazards: what its steps did, or others do with `results`, that cannot be reversed.
         results: tensors with a gradient that the steps put out and, at the end, those of the last state; detached.
         steps_took: told how many steps of the first sweep have been run, and in how many seconds.
     """
@@ -66,6 +77,7 @@ class CellChain:
         began: Callable[[], object] = unnoted,
     ) -> None:
         self.outside = Outside()
+        self.hazards = Hazards()
         self.results: list[Tensor] = []
         self.steps_took: Callable[[int, float], None] = unnoted
         self._cell = cell
@@ -107,6 +119,7 @@ class CellChain:
         ran = self._run(state, step)
         if step == len(self._steps):
             self._note(ran, state, step, since)
+            self.hazards.note_hooks(state, step)
             close_off((*state, *ran.given))
             if step == 0:
                 self._began()
@@ -117,7 +130,7 @@ class CellChain:
 
     def _run(self, state: State, step: int, whole: Collection[int] = ()) -> Ran:
         """Run a step. Inputs get detached from what they were made of, but for those whose number is in ``whole``."""
-        parts, spec = _flatten(self._inputs[step])
+        parts, spec = flatten(self._inputs[step])
         inputs_before = versions_of(parts) if self._inputs_stay else ()
         if step < len(self._steps) and inputs_before != self._steps[step].versions:
             raise SequenceError(
@@ -130,7 +143,7 @@ class CellChain:
             refuse_class(part, f"input {step}, which wants a gradient, has")
         given = {key: part.detach().requires_grad_() for key, part in inputs.items()}
         state_before = versions_of(state)
-        found = self._cell(self._layout.unflatten(state), _unflatten([given.get(id(p), p) for p in parts], spec))
+        found = self._cell(self._layout.unflatten(state), unflatten([given.get(id(p), p) for p in parts], spec))
         if not (isinstance(found, tuple) and len(found) == 2):
             raise SequenceError(
                 f"the cell must return (state, y), but returned a {type(found).__name__} in step {step}"
@@ -142,7 +155,7 @@ class CellChain:
             raise SequenceError(f"the cell has altered its input in place in step {step}; it must alter a copy of it")
         if self._checksums is not None:
             self._checksums.compare(bytes_of(following), step)
-        return Ran(list(inputs.values()), list(given.values()), following, *_flatten(found[1]), inputs_before)
+        return Ran(list(inputs.values()), list(given.values()), following, *flatten(found[1]), inputs_before)
 
     def _note(self, ran: Ran, state: State, step: int, since: int) -> None:
         """Take up what the first run of a step shows and puts out."""
@@ -157,7 +170,7 @@ class CellChain:
         numbers = {id(output): _Number(len(self.results) + k) for k, output in enumerate(outputs)}
         self._note_passed_on(ran, state, step, outputs)
         self.results += [output.detach() for output in outputs]
-        nothing = ran.spec is _LEAF and ran.parts[0] is None
+        nothing = ran.spec is LEAF and ran.parts[0] is None
         self._ys.append(_NOTHING if nothing else ([numbers.get(id(part), part) for part in ran.parts], ran.spec))
         if step == len(self._inputs) - 1:
             for part in ran.following:
@@ -206,6 +219,7 @@ class CellChain:
             if number is not None:
                 self._passed_on[result] = number
         results, self.results = self.results, []
+        self.hazards.watch(results)
         return tuple(results)
 
     def assemble(self, results: Sequence[Tensor]) -> tuple[Any, list[Any]]:
@@ -214,7 +228,7 @@ class CellChain:
         def put(parts: Iterable[Any]) -> list[Any]:
             return [results[part.value] if isinstance(part, _Number) else part for part in parts]
 
-        ys = [_unflatten(put(parts), spec) for parts, spec in self._ys]
+        ys = [unflatten(put(parts), spec) for parts, spec in self._ys]
         self._ys = []
         return self._layout.unflatten(put(self._final)), ys
 
@@ -374,15 +388,6 @@ class CellChain:
     def own(self, state: State) -> State:
         """See `Chain.own`."""
         return self._layout.copy(state)
-
-
-def _flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
-    """The leaves of a tree and its structure; quicker than PyTorch's where the tree is a leaf."""
-    return ([tree], _LEAF) if type(tree) in _LEAF_TYPES else tree_flatten(tree)
-
-
-def _unflatten(parts: list[Any], spec: TreeSpec) -> Any:
-    return parts[0] if spec is _LEAF else tree_unflatten(parts, spec)
 
 
 def _is_dense(grad: Tensor | None) -> bool:

@@ -26,6 +26,7 @@ from ebbtide.sequence.executor import Executor
 from ebbtide.sequence.inputs import Inputs, indexed
 from ebbtide.sequence.planning import Course, quickest
 from ebbtide.sequence.progress import is_wanted, watch
+from ebbtide.sequence.results import refuse_batched
 from ebbtide.sequence.scene import Scene
 from ebbtide.sequence.schedules import Record, Reverse
 from ebbtide.sequence.spill import Spill, SpillFiles, open_spill
@@ -184,6 +185,7 @@ class _Reversal(torch.autograd.Function):
             raise SequenceError(
                 "a scan cannot be differentiated twice: run its backward pass without create_graph=True"
             )
+        refuse_batched(grads)
         if all(grad is None for grad in grads):
             return (None,) * len(ctx.needs_input_grad)
         outside, state = ctx.sweep.back(grads)
@@ -248,6 +250,7 @@ class _Sweep:
         around = self._scene.callers_autocast()
         with self._scene.set(), self._layout.surroundings.preserved(), self.chain.outside.fenced():
             try:
+                self.chain.hazards.check()
                 if self._executor is not None and versions_of(self._executor.working) != self._turn_versions:
                     self.close()  # it is what a step has put out, too, and who has that has altered it
                 if self._executor is None:

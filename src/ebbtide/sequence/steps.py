@@ -7,9 +7,13 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import TreeSpec
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ebbtide.errors import SequenceError
+
+_LEAF_TYPES = (Tensor, int, type(None))
+LEAF: TreeSpec = tree_flatten(None)[1]
+"""The structure of what is no tree."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,6 +113,16 @@ class Steps:
     def outputs(self) -> int:
         """How many tensors all of them put out."""
         return sum(len(step.outputs) for step in self._steps)
+
+
+def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
+    """The leaves of a tree and its structure; quicker than PyTorch's where the tree is a leaf."""
+    return ([tree], LEAF) if type(tree) in _LEAF_TYPES else tree_flatten(tree)
+
+
+def unflatten(parts: list[Any], spec: TreeSpec) -> Any:
+    """The tree of which `flatten` gave these; as quick."""
+    return parts[0] if spec is LEAF else tree_unflatten(parts, spec)
 
 
 def versions_of(parts: Iterable[Any]) -> tuple[int, ...]:

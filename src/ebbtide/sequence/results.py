@@ -1,0 +1,91 @@
+"""What a scan has put out, and what the user may do with it until the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
+
+from ebbtide.errors import SequenceError
+from ebbtide.observe.ledger import has_storage
+from ebbtide.observe.wrapped import AsOrdinary
+from ebbtide.sequence.surroundings import unseen
+
+
+class Hazards:
+    """What makes gradients others than those of a plain loop: no backward pass may run where it was done.
+
+    Hooks on the state that a step is given: they would see what this step does with it, without what comes from the
+    outputs of the step before.
+
+    Alterations of results that lie in the memory of others, as a view of the last state does: in a plain loop autograd
+    knows the one for a view of the other, and what is done to either in place counts for both. Results of a scan are
+    told apart. Their memory is not held for this.
+    """
+
+    def __init__(self) -> None:
+        self._hooked_step: int | None = None
+        self._counters: list[Tensor] = []
+        self._versions: list[int] = []
+
+    def note_hooks(self, state: Iterable[Tensor], step: int) -> None:
+        """Look at the state that a step was given when it first ran, once it has run."""
+        if any(part._backward_hooks for part in state):
+            self._hooked_step = step
+
+    def watch(self, results: Iterable[Tensor]) -> None:
+        """See what is altered of ``results``, which nobody else has yet."""
+        together: dict[int, list[Tensor]] = {}
+        with unseen(), AsOrdinary():
+            for result in filter(has_storage, results):
+                together.setdefault(result.untyped_storage()._cdata, []).append(result)
+            self._counters = [_counter(group[0]) for group in together.values() if _overlap(group)]
+        self._versions = [counter._version for counter in self._counters]
+
+    def check(self) -> None:
+        """Raise `SequenceError` if there are some."""
+        if self._hooked_step is not None:
+            raise SequenceError(
+                f"step {self._hooked_step} has put a hook on the state that it was given, which would see a part of "
+                "the gradient; put it on the state that the cell returns (FlopCounterMode and its like put some on "
+                "what modules are called with: let the cell call them with a result of an op)"
+            )
+        if [counter._version for counter in self._counters] != self._versions:
+            raise SequenceError(
+                "a result of the scan was altered in place before the backward pass, and another one lies in the same "
+                "memory, as where an output is a view of the state; alter a copy, or let the cell put out a clone"
+            )
+
+
+def refuse_batched(grads: Iterable[Tensor | None]) -> None:
+    """Raise `SequenceError` where gradients are several at once: steps run again for one."""
+    if any(grad is not None and (is_functorch_wrapped_tensor(grad) or is_legacy_batchedtensor(grad)) for grad in grads):
+        raise SequenceError(
+            "gradients of a scan cannot be batched: ask for them one after another, without is_grads_batched=True or "
+            "vectorize=True"
+        )
+
+
+def _counter(result: Tensor) -> Tensor:
+    """An empty tensor that is altered whenever ``result`` is."""
+    counter = result.detach()
+    counter.data = result.new_empty(0)
+    return counter
+
+
+def _overlap(group: list[Tensor]) -> bool:
+    """Whether the memory of one begins before that of another has ended."""
+    end = -1
+    for start, stop in sorted(map(_span, group)) if len(group) > 1 else ():
+        if start < end:
+            return True
+        end = max(end, stop)
+    return False
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Where in its storage the bytes of ``tensor`` begin and end."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return start, start + (int(last) + 1) * tensor.element_size() * (tensor.numel() > 0)
