@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import collections
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import ebbtide
 from ebbtide.errors import SequenceError
-from ebbtide.sequence import run
+from ebbtide.sequence import Outcome, run
+from ebbtide.sequence.schedules import Multistage
+from tests.sequence.test_named import die, killed
 from tests.sequence.test_run import START, STATE_BYTES, Array, reverse, turn
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -54,3 +60,47 @@ def test_keys_in_another_order() -> None:
             turn=turn,
             memory="1MiB",
         )
+
+
+def test_a_run_goes_on_with_keys_in_another_order(tmp_path: Path) -> None:
+    """The order of keys is no part of what it is; operators see that of their own call."""
+    seen: list[list[str]] = []
+    lives = False
+
+    def forward(state: dict[str, Any], step: int) -> dict[str, Any]:
+        if step == 77 and not lives:
+            die()
+        seen.append(list(state))
+        return {"b": np.sin(state["b"] + 0.01 * step), "a": [state["a"][0] + 0.1 * state["b"]]}
+
+    def back(state: dict[str, Any], adjoint: Array, step: int) -> Array:
+        return adjoint * np.cos(state["b"]) + state["a"][0]
+
+    def attempt(state: dict[str, Any], name: str) -> Outcome:
+        schedule = Multistage(120, 3, 7)
+        options: dict[str, Any] = {"memory": 5 * 2 * STATE_BYTES, "spill": tmp_path, "name": name, "schedule": schedule}
+        return run(forward, back, 120, state, turn=lambda u: u["b"] + u["a"][0], **options)
+
+    killed(lambda: attempt({"b": START, "a": [2 * START]}, "one"))
+    lives = True
+    done, whole = (attempt({"a": [2 * START], "b": START}, name) for name in ("one", "two"))
+    assert done.resumed_step > 0
+    assert done.adjoint.tobytes() == whole.adjoint.tobytes()
+    assert seen == [["a", "b"]] * len(seen)
+    seen.clear()
+    other = attempt({"b": START, "a": [2 * START]}, "three")
+    assert other.adjoint.tobytes() == whole.adjoint.tobytes()
+    assert [*seen, list(other.final)] == [["b", "a"]] * (len(seen) + 1)
+
+
+@pytest.mark.parametrize(
+    ("start", "later", "told"),
+    [
+        (lambda h: (h, h), lambda h: [h, h], "expected tuple, got list;"),
+        (lambda h: {"h": h}, lambda h: collections.OrderedDict(h=h), "expected dict, got OrderedDict;"),
+        (lambda h: {"h": [h, (h,)]}, lambda h: {"h": [h, [h]]}, "expected tuple at ['h'][1], got list;"),
+    ],
+)
+def test_containers_of_another_type_are_named(start: Any, later: Any, told: str) -> None:
+    with pytest.raises(SequenceError, match=f"state 1 is not like state 0: {re.escape(told)}"):
+        ebbtide.scan(lambda h, x: (later(torch.zeros(2)), None), start(torch.zeros(2)), range(4))

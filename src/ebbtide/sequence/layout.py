@@ -146,11 +146,9 @@ class Layout:
             return state
         found = _flatten(state)
         if self._are_alike(found):
-            return state
-        by_path = dict(found)
-        ordered = [(leaf.path, by_path[leaf.path]) for leaf in self._leaves if leaf.path in by_path]
-        if len(ordered) == len(found) and self._are_alike(ordered):
-            return _rebuild(self._structure, iter([array for _, array in ordered]))
+            if _in_order(state, self._structure):
+                return state
+            return _rebuild(self._structure, iter([array for _, array in found]))
         got = ", ".join(str(_Leaf(array.shape, array.dtype, 0, path)) for path, array in found) or "nothing"
         raise SequenceError(
             f"state {step} is not like state 0: expected {', '.join(map(str, self._leaves))}; got {got}; "
@@ -320,6 +318,18 @@ def _read_only(array: Array) -> Array:
     return view
 
 
+def _sorted(state: dict[Any, Any]) -> list[Any]:
+    """The keys of a state in the order in which its arrays lie in a block, in whichever order they come."""
+    return sorted(state, key=repr)
+
+
+def _in_order(state: Any, like: Any) -> bool:
+    """Whether the keys of dicts come in the order of those of ``like``, whose arrays have the same paths."""
+    if isinstance(like, dict):
+        return list(state) == list(like) and all(_in_order(state[key], part) for key, part in like.items())
+    return not isinstance(like, (tuple, list)) or all(map(_in_order, state, like))
+
+
 def _flatten(state: Any, path: str = "") -> list[tuple[str, Array]]:
     if isinstance(state, np.ndarray):
         if type(state) not in _PLAIN:
@@ -329,7 +339,7 @@ def _flatten(state: Any, path: str = "") -> list[tuple[str, Array]]:
             )
         return [(path, state)]
     if isinstance(state, dict):
-        return [leaf for key in state for leaf in _flatten(state[key], f"{path}[{key!r}]")]
+        return [leaf for key in _sorted(state) for leaf in _flatten(state[key], f"{path}[{key!r}]")]
     if isinstance(state, (tuple, list)):
         return [leaf for number, part in enumerate(state) for leaf in _flatten(part, f"{path}[{number}]")]
     if state is None:
@@ -340,8 +350,9 @@ def _flatten(state: Any, path: str = "") -> list[tuple[str, Array]]:
 def _rebuild(structure: Any, arrays: Any) -> Any:
     """``structure`` with each array replaced by the next of ``arrays``."""
     if isinstance(structure, dict):
-        return {key: _rebuild(part, arrays) for key, part in structure.items()}
+        parts = {key: _rebuild(structure[key], arrays) for key in _sorted(structure)}
+        return {key: parts[key] for key in structure}
     if isinstance(structure, (tuple, list)):
-        parts = [_rebuild(part, arrays) for part in structure]
-        return type(structure)(*parts) if hasattr(structure, "_fields") else type(structure)(parts)
+        items = [_rebuild(part, arrays) for part in structure]
+        return type(structure)(*items) if hasattr(structure, "_fields") else type(structure)(items)
     return next(arrays)

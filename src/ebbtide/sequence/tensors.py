@@ -168,6 +168,10 @@ class TensorLayout:
             return parts
         for part in parts:
             refuse_class(part, f"state {step} has")
+        if spec != self._spec and spec.num_leaves == self._spec.num_leaves:
+            told = _other_container(state, self.unflatten([*self._leaves]), "")
+            if told:
+                raise SequenceError(f"state {step} is not like state 0: {told}; all states must be of the same types")
         found, _ = tree_flatten_with_path(state)
         got = ", ".join(
             str(_leaf(keystr(path), part))
@@ -240,6 +244,22 @@ def _in_order(tree: Any, like: Any) -> Any:
     if type(tree) in (tuple, list) and len(tree) == len(like):
         return type(tree)(map(_in_order, tree, like))
     return tree
+
+
+def _other_container(tree: Any, like: Any, path: str) -> str:
+    """Which part of ``tree`` is a container of another type than that of ``like``, in words; none if there is none."""
+    if isinstance(tree, Tensor) or isinstance(like, _Leaf):
+        return ""
+    if type(tree) is not type(like):
+        return f"expected {type(like).__name__}{f' at {path}' if path else ''}, got {type(tree).__name__}"
+    if isinstance(tree, dict):
+        keys = tree.keys() & like.keys()
+        told = (_other_container(tree[key], like[key], f"{path}[{key!r}]") for key in like if key in keys)
+    elif isinstance(tree, (tuple, list)):
+        told = (_other_container(*pair, f"{path}[{place}]") for place, pair in enumerate(zip(tree, like, strict=False)))
+    else:
+        return ""
+    return next(filter(None, told), "")
 
 
 def detached(state: Sequence[Tensor], *, cut: bool = False) -> State:
