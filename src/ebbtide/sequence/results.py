@@ -31,7 +31,7 @@ class Hazards:
 
     def note_hooks(self, state: Iterable[Tensor], step: int) -> None:
         """Look at the state that a step was given when it first ran, once it has run."""
-        if any(part._backward_hooks for part in state):
+        if self._hooked_step is None and any(part._backward_hooks for part in state):
             self._hooked_step = step
 
     def watch(self, results: Iterable[Tensor]) -> None:
