@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ebbtide
-from tests.sequence.loops import WIDTH, Loop, compare
+from tests.sequence.loops import WIDTH, Loop, compare, plain
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -69,6 +69,13 @@ class TestOneTensorRefilled:
     @pytest.mark.parametrize(("places", "clones"), [((), False), ((0,), True)])
     def test_others_are_fine(self, places: Any, clones: bool) -> None:
         compare(summed(lambda: self.of(*places, clones=clones), lambda x: x["x"][0]), memory="30KiB")
+
+    def test_without_gradients_none_are_kept(self) -> None:
+        def found(loop: Loop) -> Tensor:
+            with torch.no_grad():
+                return loop(lambda h, x: (torch.sin(h + x["x"][0]), None), torch.zeros(WIDTH), self.of(0))[0]
+
+        assert torch.equal(found(plain), found(ebbtide.scan))
 
     def test_one_that_stays_as_it_is_is_fine(self) -> None:
         same = torch.randn(WIDTH)

@@ -32,11 +32,21 @@ def indexed(inputs: Iterable[Any]) -> Inputs:
         return inputs.unbind(0) if inputs.requires_grad else inputs
     if isinstance(inputs, (tuple, list)):
         return tuple(inputs)
+    return cast(Inputs, inputs) if _is_indexed(inputs) else _collected(inputs)
+
+
+def in_turn(inputs: Iterable[Any]) -> Iterable[Any]:
+    """What `indexed` gives, each once, which are not kept."""
+    if not _is_indexed(inputs):
+        return inputs
+    steps = cast(Inputs, inputs)
+    return (steps[step] for step in range(len(steps)))
+
+
+def _is_indexed(inputs: Iterable[Any]) -> bool:
     # A sequence that can be altered may be another one by the time of the backward pass; keys are no numbers of steps.
     iterated = isinstance(inputs, (MutableSequence, IterableDataset)) or hasattr(inputs, "keys")
-    if hasattr(inputs, "__getitem__") and hasattr(inputs, "__len__") and not iterated:
-        return cast(Inputs, inputs)
-    return _collected(inputs)
+    return hasattr(inputs, "__getitem__") and hasattr(inputs, "__len__") and not iterated
 
 
 def _collected(inputs: Iterable[Any]) -> tuple[Any, ...]:

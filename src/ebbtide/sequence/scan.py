@@ -23,7 +23,7 @@ from ebbtide.sequence.cells import Cell, CellChain
 from ebbtide.sequence.choose import memory_slots
 from ebbtide.sequence.draws import FirstDraws
 from ebbtide.sequence.executor import Executor
-from ebbtide.sequence.inputs import Inputs, indexed
+from ebbtide.sequence.inputs import Inputs, in_turn, indexed
 from ebbtide.sequence.planning import Course, quickest
 from ebbtide.sequence.progress import is_wanted, watch
 from ebbtide.sequence.results import refuse_batched
@@ -87,11 +87,11 @@ def scan(
     if truncate is not None:
         truncate = _interval(truncate)
     directories = as_directories("spill", spill)
+    if not torch.is_grad_enabled():
+        return _plain(cell, state, inputs)
     steps = indexed(inputs)
     if len(steps) == 0:
         return state, []
-    if not torch.is_grad_enabled():
-        return _plain(cell, state, steps)
     layout = TensorLayout(state)
     memory_slots(layout.size_bytes, memory)  # it is told before anything runs that there is too little
     start = detached(layout.flatten(state, 0))
@@ -160,10 +160,10 @@ def _watched_step(chain: CellChain, start: State, scene: Scene, watch: Watch, be
     return written
 
 
-def _plain(cell: Cell, state: Any, inputs: Inputs) -> tuple[Any, list[Any]]:
+def _plain(cell: Cell, state: Any, inputs: Iterable[Any]) -> tuple[Any, list[Any]]:
     ys = []
-    for step in range(len(inputs)):
-        state, y = cell(state, inputs[step])
+    for x in in_turn(inputs):
+        state, y = cell(state, x)
         ys.append(y)
     return state, ys
 
