@@ -6,10 +6,10 @@ import pytest
 
 from ebbtide.decisions import Offload, Plan
 from ebbtide.machine import Link, Machine, Tier
-from ebbtide.plan import lower_bound, simulate, solve
+from ebbtide.plan import least_peak_bytes, lower_bound, simulate, solve
 from ebbtide.step import Step
 from tests.plan.limits import limit_at
-from tests.plan.random_steps import MIB, network_step
+from tests.plan.random_steps import KIB, MIB, Tape, network_step
 
 BOTH_WAYS = (("ram", "host", 3e7), ("host", "ram", 3e7), ("ram", "disk", 2.5e7), ("disk", "ram", 2.5e7))
 
@@ -53,3 +53,36 @@ def test_no_tier_takes_more_than_it_can() -> None:
         moved = moved_bytes(step, solve(step, machine, limit_at(step, 0.4), seconds=0.2))
         assert moved.get("host", 0) <= host_bytes
         assert moved["disk"] > 0
+
+
+def saved_values(*sizes: int) -> Step:
+    """Values of ``sizes``, each made from the one before and saved; nothing can be computed again."""
+    tape = Tape()
+    value, saved = tape.external(KIB), []
+    for size in sizes:
+        value = tape.op([value], [size], seconds=1.0, replay="opaque")[0]
+        saved.append(tape.pack(value))
+    gradient = tape.op([value], [KIB], seconds=1.0, replay="opaque")[0]
+    for number in reversed(saved):
+        tape.unpack(number)
+        inputs = [gradient, tape.saved[number][0]]
+        gradient = tape.op(inputs, [KIB], seconds=1.0, phase="backward", replay="opaque")[0]
+    return tape.step()
+
+
+def test_a_tier_takes_what_fits_where_the_largest_value_does_not() -> None:
+    step = saved_values(6 * MIB, *[MIB] * 10)
+    least = least_peak_bytes(step, machine_with("host", host_bytes=5 * MIB))
+    assert least == least_peak_bytes(step, machine_with()) - 5 * MIB
+    plan = solve(step, machine_with("host", host_bytes=5 * MIB), least, seconds=0.1)
+    assert moved_bytes(step, plan) == {"host": 5 * MIB}
+
+
+def test_of_two_tiers_with_limits_each_takes_what_the_other_does_not() -> None:
+    step = saved_values(*[MIB] * 10)
+    (host, disk), links = machine_with("host", "disk").tiers[1:], machine_with("host", "disk").links
+    small = tuple(Tier(tier.name, tier.kind, 4 * MIB) for tier in (host, disk))
+    both = Machine("two", "ram", (Tier("ram", "device"), *small), links)
+    least = least_peak_bytes(step, both)
+    assert least == least_peak_bytes(step, machine_with("host", host_bytes=8 * MIB))
+    assert moved_bytes(step, solve(step, both, least, seconds=0.1)) == {"host": 4 * MIB, "disk": 4 * MIB}

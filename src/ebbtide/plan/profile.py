@@ -162,7 +162,7 @@ class Trips:
             out_seconds=out_seconds,
             in_seconds=in_seconds,
             compute_seconds=lost_seconds.sum(axis=1),
-            possible=np.array([_offloadable(problem, tier, sizes, in_time) for tier in tiers], np.bool_).reshape(shape),
+            possible=_possible(problem, tiers, sizes, in_time),
         )
 
 
@@ -186,17 +186,34 @@ def _transfer_seconds(link: Link | None, sizes: Ints) -> Floats:
     return np.array([link.seconds(size) for size in sizes.tolist()], dtype=np.float64)
 
 
-def _offloadable(problem: Problem, tier: str | None, sizes: Ints, in_time: Mask) -> Mask:
-    """Candidates that may go to ``tier``: the largest ones, as many as find a place there at the same time."""
+def _possible(problem: Problem, tiers: Sequence[str], sizes: Ints, in_time: Mask) -> Mask:
+    """Per tier and candidate, whether it may go there. A tier takes first what none before it may take."""
+    possible = np.zeros((len(tiers), len(sizes)), dtype=np.bool_)
+    for row, tier in enumerate(tiers):
+        elsewhere = np.logical_or.reduce(possible[:row], axis=0, dtype=np.bool_)
+        possible[row] = _offloadable(problem, tier, sizes, in_time, elsewhere)
+    return possible
+
+
+def _offloadable(problem: Problem, tier: str | None, sizes: Ints, in_time: Mask, elsewhere: Mask | None = None) -> Mask:
+    """Candidates that may go to ``tier``: from the largest down, each that still fits beside those before it.
+
+    All may be there at once, so that their sizes are added up over the whole step. Those that may go ``elsewhere``
+    come last.
+    """
     if tier is None:
         return np.zeros(len(sizes), dtype=np.bool_)
     capacity = problem.machine.tier(tier).capacity_bytes
     if capacity is None:
         return in_time
-    largest = np.argsort(-sizes, kind="stable")
-    fits = np.zeros(len(sizes), dtype=np.bool_)
-    fits[largest] = np.cumsum(np.where(in_time, sizes, 0)[largest]) <= capacity
-    return in_time & fits
+    largest = np.lexsort((-sizes, np.zeros(len(sizes)) if elsewhere is None else elsewhere))
+    fits, left = np.zeros(len(sizes), dtype=np.bool_), capacity
+    for place in largest[in_time[largest]].tolist():
+        size = int(sizes[place])
+        if size <= left:
+            fits[place] = True
+            left -= size
+    return fits
 
 
 def movable(facts: Facts, number: int) -> bool:
