@@ -160,6 +160,27 @@ def test_infinite_where_no_plan_is_possible() -> None:
     assert lower_bound(random_step(3, length=1), MACHINES["slow"], 1).seconds == math.inf
 
 
+@pytest.mark.parametrize("duration", [0.0, 1e-9])
+@pytest.mark.parametrize("bandwidth", [1e9, 1e8, 1e6])
+def test_finite_where_transfers_take_far_longer_than_compute(duration: float, bandwidth: float) -> None:
+    tape = Tape()
+    value, saved = tape.external(KIB), []
+    for _ in range(6):
+        value = tape.op([value], [MIB], seconds=duration, replay="opaque")[0]
+        saved.append(tape.pack(value))
+    gradient = tape.op([value], [KIB], seconds=duration, replay="opaque")[0]
+    for number in reversed(saved):
+        tape.unpack(number)
+        inputs = [gradient, tape.saved[number][0]]
+        gradient = tape.op(inputs, [KIB], seconds=duration, phase="backward", replay="opaque")[0]
+    step, machine = tape.step(), disk_machine(bandwidth, bandwidth, latency=0.0)
+    for share in (0.99, 0.8, 0.6, 0.4):
+        plan = solve(step, machine, limit_at(step, share), seconds=0.01, caution=NO_CAUTION)
+        bound_seconds = lower_bound(step, machine, limit_at(step, share)).seconds
+        assert MIB / bandwidth <= bound_seconds / LEAST
+        assert bound_seconds <= plan.seconds / LEAST
+
+
 def test_prices_say_what_a_byte_is_worth() -> None:
     step, machine = network_step(8, size_bytes=MIB, seed=2), disk_machine(1e8, 1e8, latency=0.0)
     limit_bytes = limit_at(step, 0.5)

@@ -6,6 +6,7 @@ Numbers of rules are those of NOTE [Relaxation] in `bound_program`.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from ebbtide.plan.problem import Problem
 
 NARROW = 64
 """Groups between two events at most for a link's work between them to be looked at on its own: rule 11."""
+LEAST_SHARE = 1e-4
+"""Share of the time of all transfers that a step counts as at least, where seconds get their unit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,7 +46,8 @@ class Given:
 class Rows:
     """A program in which compute may be delayed, and the rows that several rules have in common.
 
-    Seconds and bytes are in its own units, in which a step has about 100 of each.
+    Seconds and bytes are in its own units, in which a step has about 100 of each, and of seconds fewer where transfers
+    take far longer.
 
     Args:
         given: what it is about; its parts are attributes here, too.
@@ -62,9 +66,12 @@ class Rows:
         problem, absences = self.problem, self.absences = given.problem, given.absences
         self.blocks = given.blocks
         self.needed, self.returns = given.needed, given.returns
-        self.unit_seconds = max(problem.step.plain_seconds, 1e-9) / 100
-        self.unit_bytes = max(float(problem.plain.max(initial=0)) - problem.resting_bytes, 1.0) / 100
         links = [link for route in problem.routes.values() for link in route]
+        moved = math.fsum(link.seconds(size) for link in links for size in absences.size[absences.movable].tolist())
+        # Where transfers take far longer than compute, they set the unit: numbers that are too large or too far apart
+        # make the solver call programs infeasible that have a solution.
+        self.unit_seconds = max(problem.step.plain_seconds, LEAST_SHARE * moved, 1e-9) / 100
+        self.unit_bytes = max(float(problem.plain.max(initial=0)) - problem.resting_bytes, 1.0) / 100
         every = [self._link_seconds(link, absences.movable) for link in links]
         slowed = [self._lost_seconds(link, seconds) for link, seconds in zip(links, every, strict=True)]
         can_replay = np.isfinite(absences.replay)
