@@ -5,19 +5,24 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import sys
 
+import numpy as np
 import pytest
 
 from ebbtide.decisions import Keep, Offload, Recompute
 from ebbtide.errors import BudgetError, PlanError, PolicyError, RecordError
 from ebbtide.plan import NO_CAUTION, least_peak_bytes, lower_bound, plain_peak_bytes, simulate, solve
 from ebbtide.plan.finals import final_absences, with_finals_kept, without_finals
+from ebbtide.plan.finish import finished
+from ebbtide.plan.follow import Moves
 from ebbtide.plan.frontier import frontier
 from ebbtide.plan.published.registry import POLICIES
+from ebbtide.plan.search import Search
 from ebbtide.step import Step, check_step
 from tests.plan.exhaustive import best_plans
 from tests.plan.limits import limit_at
-from tests.plan.random_steps import KIB, Tape, disk_machine, lone_machine, random_step
+from tests.plan.random_steps import KIB, MIB, Tape, disk_machine, lone_machine, random_step
 from tests.plan.reference import Walk
 from tests.plan.test_simulate import MACHINE, random_decisions
 
@@ -153,6 +158,54 @@ def test_bounds_and_plans_beside_the_best_of_all_plans(seed: int) -> None:
         within = [kept for kept, _ in best_plans(without_finals(step), machine) if kept <= peak]
         if not within:
             assert solve(step, machine, peak, caution=NO_CAUTION).seconds == pytest.approx(seconds, rel=1e-6)
+
+
+def dying_step(dying: int) -> Step:
+    """A graph that nothing asks for, freed in the middle of the backward pass through another one."""
+    tape = Tape()
+    value = tape.external(KIB)
+    unasked: list[int] = []
+    saved: list[int] = []
+    for numbers, count in ((unasked, 6), (saved, 8)):
+        for _ in range(count):
+            value = tape.op([value], [4 * MIB], seconds=1e-2, replay="opaque")[0]
+            numbers.append(tape.pack(value))
+    gradient = tape.op([value], [KIB], seconds=1e-2, replay="opaque")[0]
+    for place, number in enumerate(reversed(saved)):
+        tape.unpack(number)
+        inputs = [gradient, tape.saved[number][0]]
+        gradient = tape.op(inputs, [KIB], seconds=1e-2, phase="backward", replay="opaque")[0]
+        if place == dying:
+            for other in unasked:
+                tape.retain(other, tape.moment)
+    return tape.step()
+
+
+@pytest.mark.parametrize(
+    ("dying", "bandwidth", "share", "seconds"),
+    [(2, 7e7, 0.55, 0.5295), (4, 2e8, 0.5, 0.2678), (4, 2e8, 0.4, math.inf), (6, 1e8, 0.4, math.inf)],
+)
+def test_none_that_dies_within_the_step_is_loaded(
+    dying: int, bandwidth: float, share: float, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The search knows it as `simulate` does, and chooses what else moves accordingly."""
+    step, machine = dying_step(dying), disk_machine(bandwidth, bandwidth, latency=0.0)
+    searches: list[Search] = []
+
+    def looked_at(search: Search) -> Moves:
+        searches.append(search)
+        return finished(search)
+
+    monkeypatch.setattr(sys.modules["ebbtide.plan.solve"], "finished", looked_at)
+    plan = solve(step, machine, int(share * plain_peak_bytes(step)), caution=NO_CAUTION)
+    best, final = searches[-1].best, final_absences(step)
+    assert best is not None
+    assert all(isinstance(plan.decisions[number], Offload) for number in final)
+    closes = [step.absences[number].closes for number in final]
+    assert best.moves.load[final].tolist() == closes
+    assert not best.course.sent.rows[np.isin(best.course.sent.rows[:, 0], final), 1].any()
+    assert plan.seconds == pytest.approx(best.course.seconds)
+    assert plan.seconds <= seconds
 
 
 def test_without_a_slow_tier_the_error_says_what_to_do() -> None:

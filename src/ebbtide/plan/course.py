@@ -114,8 +114,8 @@ class RawCourse(NamedTuple):
 def write_script(scene: Scene, tier: Ints, replay: Ints, out: Ints, release: Ints, load: Ints) -> Ints:
     """What is to be done, in order, as rows of moment, phase, absence; columns are as in `Moves`.
 
-    The value of a final absence goes as that closes. Within a phase of a moment, loads are ordered by moment of need,
-    everything by number of absence.
+    The value of a final absence goes as that closes, and is not loaded before. Within a phase of a moment, loads are
+    ordered by moment of need, everything by number of absence.
     """
     opens, closes, moments = scene.opens, scene.closes, len(scene.plain)
     rows, size = np.empty((4 * len(closes), 3), np.int64), 0
@@ -133,7 +133,7 @@ def write_script(scene: Scene, tier: Ints, replay: Ints, out: Ints, release: Int
         size += 1
         rows[size, 0], rows[size, 1], rows[size, 2] = release[number], RELEASE, number
         size += 1
-        if load[number] < closes[number]:
+        if load[number] < closes[number] and not scene.final[number]:
             rows[size, 0], rows[size, 1], rows[size, 2] = load[number], LOAD, number
             size += 1
     for row in range(size):

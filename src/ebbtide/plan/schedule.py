@@ -33,6 +33,7 @@ class Scheduler:
     def __init__(self, problem: Problem, candidates: Candidates, trips: Trips, cap: Ints, caution: Caution) -> None:
         self.candidates, self.trips, self.cap, self.late = candidates, trips, cap, caution.late
         self.absences = len(problem.step.absences)
+        self.final = problem.spans.final[candidates.absence]
         self.slots = slots = np.array(problem.facts.slots, dtype=np.int64)
         # Where nothing can be released there is no slot before it either; such a candidate is never offloaded.
         before = slots[np.maximum(np.searchsorted(slots, candidates.release) - 1, 0)] if len(slots) else candidates.out
@@ -66,7 +67,8 @@ class Scheduler:
         order = np.lexsort((queue, profile.end[queue]))
         load = compiled(place_loads)(
             self.slots, starts[self.slots], level, self.cap, queue, order, links, release, candidates.size_bytes,
-            profile.end, candidates.closes, trips.in_seconds[links, queue], starts[profile.end[queue]], self.late[1],
+            profile.end, candidates.closes, self.final, trips.in_seconds[links, queue], starts[profile.end[queue]],
+            self.late[1],
         )  # fmt: skip
         moves = Moves.none(self.absences)
         recomputed, numbers = np.flatnonzero(modes >= RECOMPUTE), candidates.absence[queue]
@@ -133,11 +135,12 @@ def place_releases(
 
 def place_loads(
     slots: Ints, slot_seconds: Floats, level: Ints, cap: Ints, queue: Ints, order: Ints, links: Ints, release: Ints,
-    size_bytes: Ints, end: Ints, closes: Ints, in_seconds: Floats, due_seconds: Floats, late: Floats,
+    size_bytes: Ints, end: Ints, closes: Ints, final: Mask, in_seconds: Floats, due_seconds: Floats, late: Floats,
 ) -> Ints:  # fmt: skip
     """Slot of each load in ``queue``: in time if there is room, else the first with room, else on demand.
 
-    ``order`` has the places in the queue by moment of need.
+    ``order`` has the places in the queue by moment of need. What is ``final`` is not loaded: rule 2 of NOTE [Final
+    absences].
     """
     count = len(queue)
     load = np.empty(count, np.int64)
@@ -145,12 +148,17 @@ def place_loads(
     free_until = np.full(links.max() + 1 if count else 0, np.inf)
     for turn in range(count - 1, -1, -1):
         rank = order[turn]
+        if final[queue[rank]]:
+            continue
         link = links[rank]
         taken = (1 + late[0]) * in_seconds[rank] + late[1]
         free_until[link] = min(free_until[link], due_seconds[rank]) - taken
         wanted[rank] = free_until[link]
     for rank in order:
         place = queue[rank]
+        if final[place]:
+            load[rank] = closes[place]
+            continue
         position = count_to(slot_seconds, wanted[rank]) - 1
         position = max(position, count_to(slots, release[rank]))
         slot = slots[position] if position < len(slots) else end[place]

@@ -359,6 +359,7 @@ def _choices(problem: Problem, candidates: Candidates, trips: Trips) -> Choices:
         closes=candidates.closes,
         out=candidates.out,
         release=candidates.release,
+        final=problem.spans.final[candidates.absence],
         can_recompute=candidates.can_recompute,
         first_deeper=candidates.first_deeper,
         possible=trips.possible,

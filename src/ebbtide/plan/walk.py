@@ -51,6 +51,7 @@ class Choices(NamedTuple):
 
     Attributes:
         absence, opens, closes, out, release: per candidate, as in `Candidates`.
+        final: whether its absence is a final one: what leaves is not loaded, its ``LOAD`` stays on demand.
         can_recompute: whether it has a recipe.
         first_deeper: as in `Candidates`.
         possible: per tier of ``tiers`` and candidate, whether the tier may take it.
@@ -64,6 +65,7 @@ class Choices(NamedTuple):
     closes: Ints
     out: Ints
     release: Ints
+    final: Mask
     can_recompute: Mask
     first_deeper: Ints
     possible: Mask
@@ -179,7 +181,8 @@ def _move(choices: Choices, plan: Ints, place: int, clock: Floats, dice: Ints) -
         plan[TIER, number] = choices.tiers[row]
         plan[OUT, number], plan[RELEASE, number] = choices.out[place], release
         in_time = count_to(clock, clock[closes] - choices.in_seconds[row, place]) - 1
-        plan[LOAD, number] = _slot(choices.slots, release + 1, closes, in_time, True, dice)
+        load = _slot(choices.slots, release + 1, closes, in_time, True, dice)
+        plan[LOAD, number] = closes if choices.final[place] else load
 
 
 def _any_recipe(choices: Choices, place: int, dice: Ints) -> int:
@@ -210,6 +213,8 @@ def _shift(choices: Choices, plan: Ints, place: int, dice: Ints) -> None:
     number, slots = choices.absence[place], choices.slots
     out, release, load = plan[OUT, number], plan[RELEASE, number], plan[LOAD, number]
     kind = draw_below(dice, 4 if len(choices.tiers) > 1 else 3)
+    if kind == 2 and choices.final[place]:
+        kind = 1
     if kind == 0:
         plan[OUT, number] = _slot(slots, choices.out[place], release - 1, out, False, dice)
     elif kind == 1:
