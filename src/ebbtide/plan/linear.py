@@ -125,7 +125,7 @@ def solve_program(program: Assembled, seconds: float) -> Solution:
         solver.setOptionValue("solver", "ipm")  # older ones know no other, and not its name
     solver.setOptionValue("time_limit", seconds)
     solver.passModel(_model(program))
-    solver.run()
+    _run(solver)
     if solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
         return Solution(math.inf, np.zeros(height), np.zeros(count))
     solution = solver.getSolution()
@@ -151,10 +151,23 @@ def solve_whole(program: Assembled, whole: Ints, seconds: float) -> float:
     solver = _silent_solver()()
     solver.setOptionValue("time_limit", seconds)
     solver.passModel(model)
-    solver.run()
+    _run(solver)
     if solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
         return math.inf
     return float(solver.getInfo().mip_dual_bound)
+
+
+def _run(solver: Any) -> None:
+    """Let ``solver`` run in this thread alone.
+
+    HiGHS keeps a pool of threads for later solves. A forked process does not have them, and a solve there would wait
+    for them for ever. Where somebody else's solve has left such a pool, HiGHS refuses another number of threads until
+    the pool is given up; not waiting for its threads to end, as those of a parent process never do.
+    """
+    solver.setOptionValue("threads", 1)
+    if solver.run() == _highspy().HighsStatus.kError:
+        solver.resetGlobalScheduler(False)
+        solver.run()
 
 
 def _model(program: Assembled) -> Any:
