@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
+
 import pytest
 
 from ebbtide.errors import PlanError
 from ebbtide.plan import find_recipes
 from ebbtide.plan.problem import Facts
 from ebbtide.plan.recipes import NEAREST, deeper_recipes
-from ebbtide.plan.replay import check_recipe
-from ebbtide.step import Phase, Replay, Step
+from ebbtide.plan.replay import check_recipe, operands
+from ebbtide.step import Op, Phase, Replay, Step
 from tests.plan.random_steps import KIB, Tape
 
 PURE: tuple[Replay, ...] = ("pure",)
@@ -69,6 +72,18 @@ def test_batch_norm_leaves_its_statistics_alone() -> None:
     tape.unpack(saved)
     tape.op([y], [KIB], phase="backward")
     assert find_recipes(tape.step()) == [(0,)]
+
+
+def test_operands_of_ops_that_write_many_tensors() -> None:
+    """Each once, in the order in which they are named; 20,000 take a moment and not minutes."""
+    count = 20_000
+    pairs = tuple((number, 3 * count + number) for number in range(count))
+    read = (*range(count, 3 * count), 5, 5)
+    op = Op("aten._foreach_addcmul_.ScalarList", read, (), pairs, 1e-3, 0, "in_place", "forward")
+    begin = time.perf_counter()
+    assert operands(op) == [*range(count, 3 * count), 5, *(number for number in range(count) if number != 5)]
+    assert operands(dataclasses.replace(op, replay="batch_norm")) == [*range(count, 3 * count)]
+    assert time.perf_counter() - begin < 1.0
 
 
 def test_leaf_saved_after_the_value_is_made_on_the_way() -> None:

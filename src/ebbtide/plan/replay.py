@@ -56,10 +56,10 @@ def is_leaf(facts: Facts, value: int, target: int) -> bool:
 
 def operands(op: Op) -> list[int]:
     """Values that a replay of ``op`` reads or writes, each once: see rules 3 and 5 of NOTE [Replay]."""
-    mutated = [old for old, _ in op.mutated]
+    mutated = dict.fromkeys(old for old, _ in op.mutated)
     if op.replay == "batch_norm":
-        return [value for value in op.inputs if value not in mutated]
-    return [*op.inputs, *(old for old in mutated if old not in op.inputs)]
+        return [value for value in dict.fromkeys(op.inputs) if value not in mutated]
+    return list(dict.fromkeys((*op.inputs, *mutated)))
 
 
 def check_recipe(facts: Facts, target: int, ops: tuple[int, ...], more_seconds: float = 0.0) -> Replay:
