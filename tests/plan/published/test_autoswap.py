@@ -104,6 +104,28 @@ def test_blocks_below_the_threshold_are_no_candidates() -> None:
     assert caught.value.reachable_bytes == plain_peak_bytes(step) - 8 * MIB
 
 
+def test_nothing_comes_back_before_the_peak() -> None:
+    # With both values away there is room for the small one at the peak, and it is wanted soon after, by a slow link.
+    tape = Tape()
+    value, saved = tape.external(KIB), []
+    for size in (8 * MIB, MIB, KIB, KIB, KIB, KIB):
+        value = tape.op([value], [size], seconds=1e-2, replay="opaque")[0]
+        saved.append(tape.pack(value))
+    peak = len(tape.ops)
+    for size in (16 * MIB, KIB, KIB):
+        value = tape.op([value], [size], seconds=1e-2, replay="opaque")[0]
+        tape.pack(tape.external(KIB))
+    for number in reversed(saved[:2]):
+        tape.unpack(number)
+        inputs = [value, tape.saved[number][0]]
+        value = tape.op(inputs, [KIB], seconds=1e-2, replay="opaque", phase="backward")[0]
+    step, machine = tape.step(), disk_machine(1e9, 2e7)
+    plan = autoswap(step, machine, plain_peak_bytes(step) - 2 * MIB, score="doa")
+    moved = [decision for decision in plan.decisions if isinstance(decision, Offload)]
+    assert len(moved) == 2
+    assert all(decision.release <= peak < decision.load for decision in moved)
+
+
 @pytest.mark.parametrize("score", SCORES)
 def test_sticking_to_the_limit_costs_time_and_not_sticking_costs_memory(score: str) -> None:
     step, slow = network_step(10, seed=1), disk_machine(4e8, 4e8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
@@ -11,7 +12,7 @@ from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.plan import plain_peak_bytes, simulate
 from ebbtide.plan.frontier import Planner
 from ebbtide.plan.published.hascoet import hascoet
-from ebbtide.plan.published.layers import BackwardLayer
+from ebbtide.plan.published.layers import BackwardLayer, is_checkpoint, is_convolution
 from ebbtide.plan.published.offload_all import offload_all
 from ebbtide.plan.published.vdnn import prefetches, vdnn
 from ebbtide.step import Step
@@ -85,6 +86,23 @@ def test_vdnn_waits_and_fetches_one_layer_ahead() -> None:
     plan = vdnn(step, MACHINE, UNLIMITED, offload="conv")
     assert offloads(plan) == [(1, 2, 14), (2, 3, 12), (3, 4, 10), (4, 5, 8), (5, 6, 7)]
     assert offloads(vdnn(step, MACHINE, UNLIMITED, offload="all")) == offloads(plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("aten.convolution.default", True),
+        ("aten.convolution_backward.default", True),
+        ("aten._slow_conv2d_forward.default", True),
+        ("aten.conv_transpose2d.input", True),
+        ("prims.convert_element_type.default", False),
+        ("aten._convert_indices_from_csr_to_coo.default", False),
+    ],
+)
+def test_what_is_a_convolution(name: str, expected: bool) -> None:
+    step = convolutions()
+    op = dataclasses.replace(step.ops[1], name=name)
+    assert is_convolution(op) == is_checkpoint(step, op) == expected
 
 
 def layer(slot: int, *closing: int, convolution: bool = False) -> BackwardLayer:

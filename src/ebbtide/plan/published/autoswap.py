@@ -19,7 +19,7 @@ from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
 from ebbtide.plan.follow import Move
 from ebbtide.plan.profile import Candidates
-from ebbtide.plan.published.layers import slot_before, spanning
+from ebbtide.plan.published.layers import spanning
 from ebbtide.plan.published.switches import check_choice, check_count
 from ebbtide.plan.published.transfers import Ground, Queues
 from ebbtide.plan.published.weights import best_weights
@@ -51,7 +51,8 @@ def autoswap(
         step, machine, limit_bytes: the problem.
         score: what the absences are ranked by, see `Scores`; ``voting`` adds up their ranks by the first three,
             ``weighted`` adds up all four with weights found by Bayesian optimisation of the plan's time.
-        mode: ``stick to limit`` lets compute wait; ``zero overhead`` never does, and swaps more instead of sooner.
+        mode: ``stick to limit`` lets compute wait, and brings nothing back before the peak; ``zero overhead`` never
+            waits, and swaps more instead of sooner. What would be late if it came back after the peak comes before it.
         smallest_bytes: smaller values stay.
         trials: weights that ``weighted`` tries.
         seed: seed of the weights tried.
@@ -188,8 +189,7 @@ class _Swap:
 
     def stuck_to(self, limit_bytes: int, order: _Order) -> dict[int, Move]:
         """Moves that keep to the limit, if the selection can; compute may wait."""
-        latest = slot_before(self.ground.problem, self.peak)
-        return self._queues(limit_bytes, latest).moves(self.selected(limit_bytes, order))
+        return self._queues(limit_bytes, self.peak).moves(self.selected(limit_bytes, order))
 
     def free_of_stalls(self, aim_bytes: int, order: _Order) -> dict[int, Move]:
         """Moves of the selection for ``aim_bytes`` that compute never waits for, whatever the peak."""
@@ -200,9 +200,9 @@ class _Swap:
         highest = int(self.ground.problem.plain.max(initial=0))
         return [int(aim) for aim in np.linspace(highest, highest - int(self.scores.size_bytes.sum()), AIMS)]
 
-    def _queues(self, limit_bytes: int | None, latest_release: int | None) -> Queues:
+    def _queues(self, limit_bytes: int | None, peak: int | None) -> Queues:
         problem, end = self.ground.problem, self.ground.candidates.closes
-        return Queues(self.ground, problem.plain, end, problem.clock, limit_bytes, latest_release)
+        return Queues(self.ground, problem.plain, end, problem.clock, limit_bytes, peak)
 
 
 def _without_overhead(swap: _Swap, limit_bytes: int, order: _Order, method: str) -> Plan:

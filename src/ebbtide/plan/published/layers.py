@@ -10,8 +10,10 @@ from ebbtide.plan.problem import Facts, Problem
 from ebbtide.plan.profile import Candidates
 from ebbtide.step import Op, Step
 
-_CONVOLUTION = re.compile(r"conv")
-_COSTLY = re.compile(r"conv|rnn|lstm|gru|attention|softmax|einsum|(^|add|b|_)mm(_|$)|^_?(linear|matmul|cat|stack)$")
+_CONVOLUTION = re.compile(r"conv(?!ert)")
+_COSTLY = re.compile(
+    r"conv(?!ert)|rnn|lstm|gru|attention|softmax|einsum|(^|add|b|_)mm(_|$)|^_?(linear|matmul|cat|stack)$"
+)
 _JOIN = re.compile(r"^add_?$")
 
 

@@ -115,7 +115,8 @@ class Queues:
         end: per candidate, the moment at which its value is wanted back.
         starts: start of each moment, seconds.
         limit_bytes: most bytes wanted, or None if compute must not wait.
-        latest_release: moment by which a copy out is waited for at the latest, if there is a limit.
+        peak: moment by which a copy out is waited for at the latest, and behind which a copy back is queued at the
+            earliest, if there is a limit; None if there is no such moment.
     """
 
     def __init__(
@@ -125,13 +126,13 @@ class Queues:
         end: Ints,
         starts: Floats,
         limit_bytes: int | None = None,
-        latest_release: int | None = None,
+        peak: int | None = None,
     ) -> None:
         self.ground, self.candidates, self.slots = ground, ground.candidates, ground.problem.facts.slots
         self.level, self.end, self.limit_bytes = level.copy(), end, limit_bytes
         self.starts: list[float] = starts.tolist()
         self.slot_seconds = [self.starts[slot] for slot in self.slots]
-        self.latest_release = ground.problem.step.moments if latest_release is None else latest_release
+        self.peak = peak
         self.outs: dict[int, int] = {}
         self.releases: dict[int, int] = {}
         self.loads: dict[int, int] = {}
@@ -161,7 +162,8 @@ class Queues:
             first, end = int(candidates.release[place]), int(self.end[place])
             release = max(first, self.slots[position] if position < len(self.slots) else end)
             if self.limit_bytes is not None:
-                release = self._pulled_forward(first, min(release, self.latest_release, end - 1))
+                latest = end - 1 if self.peak is None else min(self.peak, end - 1)
+                release = self._pulled_forward(first, min(release, latest))
             elif release >= end:
                 continue
             self.releases[place] = release
@@ -201,7 +203,8 @@ class Queues:
     def _put_off(self, place: int, load: int) -> int:
         """The first slot from ``load`` on from which there is room for the value; its end if there is none."""
         end, size = int(self.end[place]), int(self.candidates.size_bytes[place])
-        load = max(load, self._next_slot(self.releases[place], end))
+        after = self.releases[place] if self.peak is None else max(self.peak, self.releases[place])
+        load = max(load, self._next_slot(after, end))
         without_room = np.flatnonzero(self.level[load:end] + size > (self.limit_bytes or 0))
         return self._next_slot(load + int(without_room[-1]), end) if without_room.size else load
 
