@@ -15,7 +15,7 @@ from rich.console import Console
 from ebbtide.errors import EbbtideError
 from ebbtide.plan.frontier import Curve, Frontier, Point
 from ebbtide.plan.published.registry import POLICIES
-from ebbtide.report.frontier import COLOURS, HEIGHT, WIDTH, WRITERS, frontier_tables, height, lines_of
+from ebbtide.report.frontier import COLOURS, HEIGHT, WIDTH, WRITERS, _tiles, frontier_tables, height, lines_of
 from tests.report.test_timeline import HOSTILE, Page
 
 GIB = 2**30
@@ -113,6 +113,13 @@ def test_table() -> None:
         ["10 %", "0 %", "0 %"],
         ["20 %", "1 %", "0 %"],
     ]
+
+
+def test_tiles() -> None:
+    tiles = {label: (figure, words) for label, figure, words in _tiles(FOUND)}
+    assert tiles["least reachable peak"] == ("2.00 GiB", "20% of plain")
+    assert tiles["half way"] == ("+1 %", "within 6.00 GiB")
+    assert tiles["at the least"] == ("+20 %", "1.20 s a step")
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 400])

@@ -12,10 +12,13 @@ from rich.console import Console
 from ebbtide.decisions import Decision, Keep, Offload, Plan, Recompute
 from ebbtide.errors import RecordError
 from ebbtide.machine import Machine
-from ebbtide.report import Measured, summarise
-from ebbtide.report.summary import OTHERS, saved_values, short_name
+from ebbtide.plan import solve
+from ebbtide.report import Measured, summarise, timeline_data
+from ebbtide.report.summary import OTHERS, saved_values, short_name, tier_lines
 from ebbtide.step import EXTERNAL, Op, Step
-from tests.plan.random_steps import MIB
+from tests.plan.limits import limit_at
+from tests.plan.random_steps import MIB, disk_machine
+from tests.plan.test_finals import retained_step
 
 
 def test_every_saved_storage_is_counted_once(step: Step, on: Machine, plan: Plan) -> None:
@@ -87,6 +90,27 @@ def test_link_times_are_the_sums_of_the_transfers(step: Step, on: Machine, plan:
     assert use.in_seconds > use.out_seconds
 
 
+def test_what_stays_out_is_told_of_and_comes_back_in_no_time() -> None:
+    step, machine = retained_step(), disk_machine()
+    plan = solve(step, machine, limit_at(step, 0.4))
+    pairs = list(zip(step.absences, plan.decisions, strict=True))
+    moved = [(step.values[a.value].size_bytes, step.is_final(a)) for a, d in pairs if isinstance(d, Offload)]
+    idle = [size for size, is_final in moved if is_final]
+    back = [size for size, is_final in moved if not is_final]
+    assert idle
+    assert back
+    summary = summarise(step, machine, plan)
+    (use,) = summary.tiers
+    assert (use.size_bytes, use.idle_bytes) == (sum(idle + back), sum(idle))
+    assert use.in_seconds == pytest.approx(sum(machine.link("disk", "ram").seconds(size) for size in back))
+    assert use.out_seconds == pytest.approx(sum(machine.link("ram", "disk").seconds(size) for size in idle + back))
+    assert "of it stay there" in tier_lines(summary)[-1]
+    data = timeline_data(step, machine, plan)
+    for index, (absence, decision) in enumerate(pairs):
+        if step.is_final(absence) and isinstance(decision, Offload):
+            assert data["absent"][index]["back"] == pytest.approx(data["planned"]["times"][absence.closes])
+
+
 def test_a_plan_for_another_machine_is_an_error(step: Step, on: Machine, plan: Plan) -> None:
     with pytest.raises(RecordError, match="no link from 'memory' to 'disk'"):
         summarise(step, dataclasses.replace(on, links=()), plan)
@@ -103,6 +127,16 @@ def test_text_fits_100_columns_and_has_the_figures(step: Step, on: Machine, plan
         "to disk and back",
     ):
         assert figure in text
+
+
+def test_shares_are_of_what_the_plain_step_has_above_rest(step: Step, on: Machine, plan: Plan) -> None:
+    text = str(summarise(step, on, plan, Measured("planned", plan.seconds * 1.01, plan.peak_bytes)))
+    (line,) = [line for line in text.splitlines() if "above the resting" in line]
+    share = (plan.peak_bytes - plan.resting_bytes) / (plan.plain_peak_bytes - plan.resting_bytes)
+    assert line.split()[-3:] == ["100%", f"{share:.0%}", f"{share:.0%}"]
+    (line,) = [line for line in text.splitlines() if "against plain" in line]
+    planned = plan.seconds / plan.plain_seconds
+    assert line.split()[2:] == ["1.000", "x", f"{planned:.3f}", "x", f"{1.01 * planned:.3f}", "x", "1.004", "x"]
 
 
 def test_what_was_not_measured_is_a_dash(step: Step, on: Machine, plan: Plan) -> None:

@@ -21,9 +21,11 @@ from ebbtide.decisions import Decision, Keep, Offload, Plan, Recompute
 from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine, Tier
 from ebbtide.observe.recorder import Recorder
+from ebbtide.plan import plain_peak_bytes
 from ebbtide.run.kinds import Kind
 from ebbtide.run.meter import PeakMeter
 from ebbtide.run.safe import SafePolicy
+from ebbtide.run.tiers import DiskTier
 from ebbtide.run.tiers.transfers import Load
 from ebbtide.step import Step
 from tests.run.harness import FAST_DISK, SLOW_DISK, Guard, Program, paper_machine, run_plain, run_within
@@ -61,17 +63,21 @@ def timeless(step: Step) -> Step:
     return dataclasses.replace(step, ops=ops)
 
 
-@pytest.mark.parametrize("limit", ["80%", "60%", "40%"])
+@pytest.mark.parametrize("share", [0.8, 0.6, 0.4])
 @pytest.mark.parametrize("name", ["TwoLosses", "TaskGradients", "GradientPenalty", "CheckpointedReentrant"])
-def test_a_step_is_observed_as_it_is_without_a_budget(name: str, limit: str, tmp_path: Path) -> None:
+def test_a_step_is_observed_as_it_is_without_a_budget(name: str, share: float, tmp_path: Path) -> None:
     """Whatever the safe policy moved in it, and however often."""
     program = PROGRAMS[name]()
     program.run(0, contextlib.nullcontext)
     plain = observed(program, 1)
+    limit = int(share * plain_peak_bytes(plain))  # of a percentage nothing would be known yet
     with ebbtide.Budget(limit, spill=tmp_path, machine=FAST_DISK) as memory, contextlib.suppress(BudgetError):
         program = PROGRAMS[name]()
         for index in range(2):
             program.run(index, memory.step)
+    disk = memory.tiers["disk"]
+    assert isinstance(disk, DiskTier)
+    assert disk.written_bytes > 0
     assert memory.observed is not None
     assert timeless(memory.observed) == timeless(plain)
 

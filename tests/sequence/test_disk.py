@@ -14,8 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ebbtide.errors import SpillError
 from ebbtide.machine import Link
 from ebbtide.run.tiers import DiskTier
+from ebbtide.run.tiers.disk import memory_view
 from ebbtide.run.tiers.memory import take_memory
 from ebbtide.sequence import SlowMemory, planning, run
 from ebbtide.sequence.codec import Codec, codec_for, paying_share
@@ -135,6 +137,47 @@ class TestCompressedStates:
             back = disk.read(slot).wait()
             assert torch.equal(torch.empty(0, dtype=torch.uint8).set_(back), before)
         assert kinds == [True, False, False]
+        disk.close()
+
+    def test_states_that_shrink_again(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """After a while it is tried."""
+        monkeypatch.setattr("ebbtide.sequence.disk.LOOK_AGAIN_PARTS", 2)
+        disk = StateDisk(tmp_path, checksum=True, codec=codec_for(8))
+        disk.share = 0.9
+        blocks = [take_memory(1 << 16, 0, disk.congruence_bytes) for _ in range(2)]
+        views = [torch.empty(0, dtype=torch.uint8).set_(block) for block in blocks]
+        views[0].fill_(3)
+        views[1].copy_(torch.from_numpy(np.random.default_rng(0).integers(0, 256, 1 << 16).astype(np.uint8)))
+        kinds = []
+        for number in (1, 0, 0, 0):
+            slot = disk.write(blocks[number])
+            slot.wait()
+            kinds.append(bool(slot.place.packed))
+        assert kinds == [False, False, False, True]
+        disk.close()
+
+    def test_a_compressed_state_that_is_damaged_is_told(self, tmp_path: Path) -> None:
+        disk = StateDisk(tmp_path, checksum=True, codec=codec_for(8))
+        disk.share = 0.9
+        block = take_memory(1 << 16, 0, disk.congruence_bytes)
+        smooth = torch.linspace(0, 1, 1 << 13, dtype=torch.float64).round(decimals=3)
+        torch.empty(0, dtype=torch.float64).set_(block).copy_(smooth)
+        slot = disk.write(block)
+        slot.wait()
+        assert slot.place.packed
+        view = memory_view(take_memory(SIZE, 0, SIZE).data_ptr(), SIZE)
+
+        def flip(at: int) -> None:
+            disk._move(disk._preadv, view, slot.place.offset_bytes)
+            view[at] ^= 1
+            disk._move(disk._pwrite, view, slot.place.offset_bytes)
+
+        for at in (slot.place.packed[0] // 2 % SIZE, 20):
+            flip(at)
+            with pytest.raises(SpillError, match=r"a compressed state came back from .* other than it was written"):
+                disk.read(slot).wait()
+            flip(at)
+        disk.read(slot).wait()
         disk.close()
 
 

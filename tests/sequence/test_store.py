@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,42 @@ class Noting(StateDisk):
     def bring(self, place: StatePlace, storage: torch.UntypedStorage) -> Copy:
         self.back.append(storage.nbytes())
         return super().bring(place, storage)
+
+
+class LateCopy:
+    """A copy that is never there before somebody waits for it."""
+
+    ready = False
+
+    def __init__(self, copy: Copy, waited: Callable[[], None] = lambda: None) -> None:
+        self.place = copy.place
+        self._copy, self._waited = copy, waited
+
+    def wait(self) -> None:
+        self._copy.wait()
+        self._waited()
+
+
+class LateDisk(StateDisk):
+    """Counts the copies back that nobody has waited for."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.coming = 0
+
+    def store(self, storage: torch.UntypedStorage) -> Copy:
+        return LateCopy(super().store(storage))
+
+    def bring(self, place: StatePlace, storage: torch.UntypedStorage) -> Copy:
+        self.coming += 1
+        return LateCopy(super().bring(place, storage), self._came)
+
+    def _came(self) -> None:
+        self.coming -= 1
+
+    def forget(self, place: StatePlace) -> None:
+        assert self.coming == 0, "the place is given away while it is read"
+        super().forget(place)
 
 
 @pytest.fixture
@@ -167,6 +203,31 @@ class TestStore:
             assert holds(store.get(1, MEMORY), 1)
             with pytest.raises(SequenceError, match="where it is not"):
                 store.get(3, DISK)
+
+    @pytest.mark.parametrize("tier", [DISK, MEMORY])
+    def test_a_state_that_is_dropped_as_it_comes_back_is_waited_for(self, tier: str, tmp_path: Path) -> None:
+        """Its place on the disk, and its block in memory, serve again."""
+        blocks, disk = Blocks(STATE_BYTES, 4, for_disk=True), LateDisk(tmp_path)
+        with StateStore(blocks, {DISK: disk}) as store:
+            put(store, 0, DISK)
+            store.fetch(0, DISK)
+            store.drop(0, tier)
+            assert disk.coming == 0
+        disk.close()
+
+    def test_who_waits_for_a_copy_out_tells(self, tmp_path: Path) -> None:
+        told: list[tuple[float, int]] = []
+        blocks, disk = Blocks(STATE_BYTES, 4, for_disk=True), LateDisk(tmp_path)
+        with StateStore(blocks, {DISK: disk}, late=lambda *late: told.append(late)) as store:
+            for step in range(8):
+                put(store, step, DISK)
+            store.get(7, DISK)
+            assert sum(states for _, states in told) == 8
+            assert all(seconds > 0 for seconds, _ in told)
+            assert store.waited_seconds >= sum(seconds for seconds, _ in told)
+            for step in range(8):
+                store.drop(step, DISK)
+        disk.close()
 
     def test_checked_states_go_alone(self, tmp_path: Path) -> None:
         disk = Noting(tmp_path, checksum=True)

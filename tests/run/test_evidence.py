@@ -1,0 +1,59 @@
+"""What steps of a kind show of it: times and workspaces, and what the plan may compute again."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from ebbtide.run.kinds import VERIFIES_OF_PARTS, Kind
+from tests.plan.limits import limit_at
+from tests.plan.random_steps import disk_machine, network_step
+from tests.run.harness import SLOW_DISK
+from tests.run.test_kinds import BLOCKS, EVERY, Dropped, plain_peak, run
+
+pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
+
+
+def test_of_two_looks_each_op_has_the_shorter_time_and_the_larger_workspace() -> None:
+    """The first one measured no workspace, and had page faults in it."""
+    second = network_step(4)
+    ops = tuple(
+        dataclasses.replace(op, duration_seconds=(0.5 + tick % 2) * op.duration_seconds, workspace_bytes=0)
+        for tick, op in enumerate(second.ops)
+    )
+    kind = Kind(dataclasses.replace(second, ops=ops))
+    kind.observed_again(second)
+    for tick, (found, op) in enumerate(zip(kind.step.ops, second.ops, strict=True)):
+        assert found.workspace_bytes == op.workspace_bytes
+        assert found.duration_seconds == pytest.approx(min(0.5 + tick % 2, 1.0) * op.duration_seconds)
+    assert any(op.workspace_bytes for op in second.ops)
+
+
+def test_what_never_came_while_steps_were_compared_moves_out_from_then_on() -> None:
+    step = network_step(24)
+    kind = Kind(step)
+    kind.make_plan(disk_machine(1e6, 1e6), limit_at(step, 0.5))
+    assert kind.script is not None
+    remade = {save.value for save in kind.script.saves if save.remakes}
+    came = set(sorted(remade)[::2])
+    assert len(came) < len(remade)
+    for _ in range(VERIFIES_OF_PARTS):
+        assert kind.state == "verify"
+        kind.verified(came, whole=False)
+    assert kind.state == "audit"
+    assert {save.value for save in kind.script.saves if save.remakes} == came
+    assert not any(save.remakes for save in kind.script.holds if save is not None and save.value not in came)
+
+
+def test_what_leaves_out_some_is_compared_until_all_was(tmp_path: Path) -> None:
+    limit_bytes = int(0.6 * plain_peak(EVERY))
+    dice, dropped = random.Random(0), list[tuple[Sequence[int], int]]()
+    while len(dropped) < 28:
+        left_out = (BLOCKS - 1, *(block for block in EVERY if dice.random() < 0.2))
+        dropped.append((tuple(block for block in EVERY if block not in left_out), 0))
+    found = run([*[(EVERY, 0)] * 2, *dropped], limit_bytes, SLOW_DISK, tmp_path, build=Dropped)
+    assert [seen.state for seen in found].count("verify") == VERIFIES_OF_PARTS, "one block never came"

@@ -1,0 +1,75 @@
+"""What a disk is planned to take, and what follows while a chain runs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ebbtide.machine import Link
+from ebbtide.sequence import SlowMemory, planning, run
+from ebbtide.sequence.blocks import Blocks
+from ebbtide.sequence.choose import predicted
+from ebbtide.sequence.planning import Course
+from ebbtide.sequence.schedules import DISK, MEMORY, Advance, Multistage, Record, Store, interpret
+from ebbtide.sequence.trial import StepCosts, Trial
+from tests.sequence.test_run import START, STATE_BYTES, forward, plain, reverse, turn
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+N, INTERVAL, STEP_SECONDS, STATE_SECONDS = 1000, 20, 1e-3, 5e-4
+
+
+def slow_memory(capacity_bytes: int | None) -> SlowMemory:
+    rate = STATE_BYTES / STATE_SECONDS
+    return SlowMemory(DISK, Link("m", DISK, 0, rate, rate), Link(DISK, "m", 0, rate, rate), capacity_bytes)
+
+
+def paced(tier: SlowMemory) -> Course:
+    """A multistage schedule whose intervals follow what steps and the disk do."""
+    schedule = Multistage(N, 4, INTERVAL)
+    trial = Trial(lambda: None, lambda state: state, lambda *_: None, 8, Blocks(STATE_BYTES, 4, for_disk=True))
+    return planning._paced(schedule, predicted(schedule, STATE_BYTES, 1.0), tier, trial, STEP_SECONDS, [])
+
+
+def test_no_more_goes_to_a_disk_than_it_has_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a tenth of that left free, for others."""
+
+    def measured(*given: Any, **_: Any) -> SlowMemory:
+        return slow_memory(given[4])
+
+    monkeypatch.setattr(planning, "time_transfers", measured)
+    monkeypatch.setattr(planning, "time_steps", lambda *_: StepCosts(STEP_SECONDS, 0.0))
+    monkeypatch.setattr(planning, "free_bytes", lambda _: 20 * STATE_BYTES)
+    done = run(forward, reverse, N, START, turn=turn, memory=5 * STATE_BYTES, spill=tmp_path)
+    assert done.choice is not None
+    assert 0 < done.choice.slow_bytes[DISK] <= 18 * STATE_BYTES
+    assert done.adjoint.tobytes() == plain(N)[0].tobytes()
+
+
+def test_intervals_never_become_shorter_than_the_disk_has_room_for() -> None:
+    """Steps take ten times as long as they were measured to, and intervals follow."""
+    room = N // INTERVAL
+    course = paced(slow_memory(room * STATE_BYTES))
+
+    def followed() -> Iterator[Record]:
+        for record in course.records(range(N).__contains__):
+            if isinstance(record, Advance):
+                steps = record.stop - record.start
+                course.steps_took(steps, 10 * STEP_SECONDS * steps)
+            yield record
+
+    assert interpret(followed(), N, {MEMORY: 4, DISK: room}).reversed_steps == N
+
+
+def test_intervals_grow_where_compute_waits_for_the_disk() -> None:
+    course, stored = paced(slow_memory(None)), list[int]()
+    for record in course.records(range(N).__contains__):
+        if isinstance(record, Store) and record.tier == DISK:
+            stored.append(record.step)
+            course.was_late(INTERVAL * STEP_SECONDS, 1)
+    intervals = [following - step for step, following in itertools.pairwise(stored)]
+    assert intervals[0] == INTERVAL
+    assert 2 * INTERVAL in intervals
