@@ -96,4 +96,6 @@ class Scratch(Program):
 
 @pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["fast", "slow"])
 def test_a_step_with_buffers_that_grow(machine: Machine, tmp_path: Path) -> None:
-    run_within(Scratch, run_plain(Scratch), "60%", machine, tmp_path)
+    trial = run_within(Scratch, run_plain(Scratch), "60%", machine, tmp_path)
+    assert trial.plan is not None
+    assert trial.plan.binds

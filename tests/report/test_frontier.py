@@ -116,7 +116,10 @@ def test_table() -> None:
 
 
 def test_tiles() -> None:
-    tiles = {label: (figure, words) for label, figure, words in _tiles(FOUND)}
+    """Half way is so between the least peak and the plain one."""
+    points = [FOUND.solver.points[0], Point(5 * GIB, 5 * GIB, 1.05), *FOUND.solver.points[1:]]
+    found = dataclasses.replace(FOUND, solver=Curve("solver", tuple(points)))
+    tiles = {label: (figure, words) for label, figure, words in _tiles(found)}
     assert tiles["least reachable peak"] == ("2.00 GiB", "20% of plain")
     assert tiles["half way"] == ("+1 %", "within 6.00 GiB")
     assert tiles["at the least"] == ("+20 %", "1.20 s a step")

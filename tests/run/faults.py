@@ -71,6 +71,13 @@ def assert_clean(memory: ebbtide.Budget) -> None:
         assert tier.places_in_use == 0, "places on the disk are left"
 
 
+def written_bytes(memory: ebbtide.Budget) -> int:
+    """What has gone to its disk."""
+    disk = memory.tiers["disk"]
+    assert isinstance(disk, DiskTier)
+    return disk.written_bytes
+
+
 def survive(
     memory: ebbtide.Budget,
     program: Steps,
@@ -79,7 +86,7 @@ def survive(
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> None:
     """Run with a fault in step ``program.at``; all other steps are as in a plain run without that step."""
-    plain = Steps(at=-1)
+    plain, is_near = Steps(at=-1), memory.limit_bytes is not None
     for index in range(STEPS + 3):
         if index == program.at:
             with around(), pytest.raises(error, match=match):
@@ -88,3 +95,4 @@ def survive(
             expected = plain.run(index, contextlib.nullcontext)
             compare(expected, program.run(index, memory.step), f"step {index} ({memory.state})")
         assert_clean(memory)
+        assert not is_near or index < 1 or written_bytes(memory), "nothing moved in an observed step"

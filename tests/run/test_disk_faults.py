@@ -76,13 +76,8 @@ def test_disk_fault_in_a_planned_step(offloading: ebbtide.Budget, fault: str) ->
 
 
 @pytest.mark.parametrize("fault", DISK_FAULTS)
-def test_disk_fault_in_an_observed_step(fault: str, tmp_path: Path) -> None:
+def test_disk_fault_in_an_observed_step(fault: str, limit_bytes: int, tmp_path: Path) -> None:
     patch, message = DISK_FAULTS[fault]
-    with ebbtide.Budget("60%", spill=tmp_path, machine=FAST_DISK) as probe:
-        for index in range(3):
-            Steps(at=-1).look(index, probe.step)
-        limit_bytes = probe.limit_bytes
-    assert limit_bytes is not None
     with ebbtide.Budget(limit_bytes, spill=tmp_path, machine=FAST_DISK) as memory:
         survive(memory, Steps(OBSERVED), SpillError, message, lambda: patched(memory, patch))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from ebbtide.decisions import Offload, Plan, Recompute
 from ebbtide.machine import Machine
 from ebbtide.observe.clock import HostClock
 from ebbtide.plan.caution import Caution
+from ebbtide.run.tiers import disk
 from tests.run.harness import (
     FAST_DISK,
     METERED,
@@ -142,14 +144,26 @@ def test_limits_in_bytes_and_percent_agree(tmp_path: Path, monkeypatch: pytest.M
         assert plan.peak_bytes <= half.limit_bytes
 
 
+@pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["fast", "slow"])
 @pytest.mark.parametrize("options", [{"verify": False}, {"checksum": True}, {"tune_allocator": False}], ids=str)
-def test_options_change_no_numbers(options: dict[str, bool], tmp_path: Path) -> None:
-    kind = PROGRAMS["ConvolutionalNet"]
+def test_options_change_no_numbers(
+    options: dict[str, bool], machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states, kind, checksum = list[str](), PROGRAMS["ConvolutionalNet"], Mock(wraps=disk._checksum)
+    monkeypatch.setattr(disk, "_checksum", checksum)
     expected = plain(kind)
     program = kind()  # after the plain run: it seeds the generator
-    with ebbtide.Budget("60%", spill=tmp_path, machine=FAST_DISK, **options) as memory:
+    with ebbtide.Budget("60%", spill=tmp_path, machine=machine, **options) as memory:
         for index, record in enumerate(expected):
+            states.append(memory.state)
             compare(record, program.run(index, memory.step), f"step {index}")
+        assert memory.plan is not None
+        assert memory.plan.binds
+        assert memory._loop.has_tuned == options.get("tune_allocator", True)
+    verifies = options.get("verify", True)
+    if machine is SLOW_DISK or not verifies:  # on a fast disk it is chance whether something is computed again
+        assert ("verify" in states) == verifies, states
+    assert checksum.called == options.get("checksum", False)
 
 
 def test_two_budgets_take_turns(tmp_path: Path) -> None:

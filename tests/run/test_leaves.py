@@ -70,7 +70,9 @@ class Fused(Program):
 def test_gradients_that_functions_gather_themselves(limit: str, machine: Machine, tmp_path: Path) -> None:
     expected = run_plain(Fused)
     assert "grad of 0" in expected[0]
-    run_within(Fused, expected, limit, machine, tmp_path)
+    trial = run_within(Fused, expected, limit, machine, tmp_path)
+    assert trial.plan is not None
+    assert trial.plan.binds == (limit != "100%")
 
 
 class Looking(torch.autograd.Function):

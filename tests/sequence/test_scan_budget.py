@@ -59,6 +59,8 @@ def test_inside_the_steps_of_a_budget(limit: str, tmp_path: Path) -> None:
     with ebbtide.Budget(limit, spill=tmp_path) as memory:
         found = train(memory, scanned=True)
         assert memory.state != "observe"
+        assert memory.plan is not None
+        assert memory.plan.binds == (limit == "80%")
         assert not [m.left for m in memory.measured if m.left]
     for step, other in zip(expected, found, strict=True):
         assert all(map(torch.equal, step, other))

@@ -205,6 +205,8 @@ def test_within_a_budget(tmp_path: Path) -> None:
     expected = train(None)
     with ebbtide.Budget("90%", spill=tmp_path, machine=FAST_DISK) as memory:
         found = train(memory)
+        assert memory.plan is not None
+        assert memory.plan.binds
     assert all(map(torch.equal, expected, found))
 
 
