@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from ebbtide import scan
 from ebbtide.machine import Link
 from ebbtide.sequence import SlowMemory, planning, run
 from ebbtide.sequence.blocks import Blocks
 from ebbtide.sequence.choose import predicted
+from ebbtide.sequence.pace import Pace
 from ebbtide.sequence.planning import Course
 from ebbtide.sequence.schedules import DISK, MEMORY, Advance, Multistage, Record, Store, interpret
 from ebbtide.sequence.trial import StepCosts, Trial
+from tests.sequence.loops import WIDTH, states
 from tests.sequence.test_run import START, STATE_BYTES, forward, plain, reverse, turn
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -34,14 +38,21 @@ def paced(tier: SlowMemory) -> Course:
     return planning._paced(schedule, predicted(schedule, STATE_BYTES, 1.0), tier, trial, STEP_SECONDS, [])
 
 
-def test_no_more_goes_to_a_disk_than_it_has_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a tenth of that left free, for others."""
+@pytest.fixture
+def as_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps and the disk take the times above, whatever they do."""
 
     def measured(*given: Any, **_: Any) -> SlowMemory:
         return slow_memory(given[4])
 
     monkeypatch.setattr(planning, "time_transfers", measured)
-    monkeypatch.setattr(planning, "time_steps", lambda *_: StepCosts(STEP_SECONDS, 0.0))
+    for name in ("time_first_steps", "time_steps"):
+        monkeypatch.setattr(planning, name, lambda *_: StepCosts(STEP_SECONDS, 0.0))
+
+
+@pytest.mark.usefixtures("as_given")
+def test_no_more_goes_to_a_disk_than_it_has_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a tenth of that left free, for others."""
     monkeypatch.setattr(planning, "free_bytes", lambda _: 20 * STATE_BYTES)
     done = run(forward, reverse, N, START, turn=turn, memory=5 * STATE_BYTES, spill=tmp_path)
     assert done.choice is not None
@@ -73,3 +84,27 @@ def test_intervals_grow_where_compute_waits_for_the_disk() -> None:
     intervals = [following - step for step, following in itertools.pairwise(stored)]
     assert intervals[0] == INTERVAL
     assert 2 * INTERVAL in intervals
+
+
+def run_chain(spill: Path) -> None:
+    run(forward, reverse, N, START, turn=turn, memory=5 * STATE_BYTES, spill=spill)
+
+
+def run_cells(spill: Path) -> None:
+    weight, state = torch.ones(WIDTH, requires_grad=True), torch.ones(WIDTH)
+    final, _ = scan(lambda u, _: ((u * weight).sin(), None), state, range(N), memory=states(5, state), spill=spill)
+    final.sum().backward()
+
+
+@pytest.mark.usefixtures("as_given")
+@pytest.mark.parametrize("chain", [run_chain, run_cells])
+def test_intervals_follow_what_is_seen_of_a_chain(
+    chain: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, late = list[int](), list[int]()
+    monkeypatch.setattr(Pace, "steps_took", lambda _, count, seconds: steps.append(count))
+    monkeypatch.setattr(Pace, "was_late", lambda _, seconds, states: late.append(states))
+    chain(tmp_path)
+    assert len(steps) >= 10
+    assert 0.9 * N <= sum(steps) <= N
+    assert sum(late) >= 10
