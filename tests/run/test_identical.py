@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,7 +17,9 @@ from ebbtide.decisions import Offload, Plan, Recompute
 from ebbtide.machine import Machine
 from ebbtide.observe.clock import HostClock
 from ebbtide.plan.caution import Caution
+from ebbtide.run.meter import PeakMeter
 from ebbtide.run.tiers import disk
+from tests.run.faults import written_bytes
 from tests.run.harness import (
     FAST_DISK,
     METERED,
@@ -75,6 +78,19 @@ def test_identical_to_plain(name: str, case: str, tmp_path: Path, monkeypatch: p
         assert any(isinstance(decision, Offload) for decision in decisions)
     if case == "slow-80" and kind.recomputes:
         assert any(isinstance(decision, Recompute) for decision in trial.decisions)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_first_step_is_identical_within_bytes(name: str, tmp_path: Path) -> None:
+    """Of a percentage nothing is known in it, and nothing moves."""
+    kind = PROGRAMS[name]
+    expected = plain(kind)[0]
+    with PeakMeter() as meter:
+        kind().compute(0, contextlib.nullcontext)
+    program = kind()  # after the plain runs: it seeds the generator
+    with ebbtide.Budget(int(0.5 * meter.peak_bytes), spill=tmp_path, machine=FAST_DISK) as memory:
+        compare(expected, program.run(0, memory.step), "step 0")
+        assert written_bytes(memory) > 0 or name == "Conditional", "only there all that is saved is small"
 
 
 @pytest.mark.parametrize("name", ["ConvolutionalNet", "Transformer", "Complex", "UNet"])
