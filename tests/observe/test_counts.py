@@ -11,6 +11,7 @@ from torch import Tensor
 
 import ebbtide
 from ebbtide.machine import Machine
+from ebbtide.run.meter import PeakMeter
 from ebbtide.run.observing import observe_step
 from ebbtide.run.tiers import DiskTier
 from ebbtide.run.versions import count_together
@@ -102,6 +103,34 @@ def test_what_is_saved_as_conjugated_or_negated_stays() -> None:
     (t,) = next(op.outputs for op in step.ops if op.name == "aten._fft_r2c.default")
     assert all(absence.value != t for absence in step.absences)
     assert all(op.replay in ("opaque", "view") for op in step.ops if t in op.inputs)
+
+
+@pytest.mark.parametrize(
+    "use", [lambda h, t: (t * t).real, lambda h, t: (h * t.imag).tanh()], ids=["conjugated", "negated"]
+)
+def test_what_is_saved_as_conjugated_or_negated_comes_back_so(
+    use: Callable[[Tensor, Tensor], Tensor], tmp_path: Path
+) -> None:
+    """In a step near its limit, in which other things move."""
+    w, x = torch.randn(WIDTH, WIDTH, requires_grad=True), torch.randn(4 * ROWS, WIDTH)
+
+    def run() -> Tensor:
+        h = x @ w
+        loss = use(h, torch.fft.fft(h).conj()).mean()
+        for _ in range(6):
+            h = h.tanh()
+        (loss + h.mean()).backward()
+        return taken(w)
+
+    with PeakMeter() as meter:
+        expected = run()
+    with ebbtide.Budget(meter.peak_bytes // 2, spill=tmp_path, machine=FAST_DISK) as memory:
+        with memory.step():
+            found = run()
+        disk = memory.tiers["disk"]
+        assert isinstance(disk, DiskTier)
+        assert disk.written_bytes > 0
+    assert torch.equal(found, expected)
 
 
 def test_parameters_may_be_read_as_data() -> None:

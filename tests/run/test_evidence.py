@@ -8,12 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
+import ebbtide
+from ebbtide.run.holdings import Holding
 from ebbtide.run.kinds import VERIFIES_OF_PARTS, Kind
+from ebbtide.run.recipes import Recipe
+from ebbtide.run.tiers import SlowTier
+from ebbtide.run.verify import Truth
 from tests.plan.limits import limit_at
 from tests.plan.random_steps import disk_machine, network_step
 from tests.run.harness import SLOW_DISK
 from tests.run.test_kinds import BLOCKS, EVERY, Dropped, plain_peak, run
+from tests.run.test_left import BATCH, WIDTH, Odd
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
 
@@ -57,3 +64,32 @@ def test_what_leaves_out_some_is_compared_until_all_was(tmp_path: Path) -> None:
         dropped.append((tuple(block for block in EVERY if block not in left_out), 0))
     found = run([*[(EVERY, 0)] * 2, *dropped], limit_bytes, SLOW_DISK, tmp_path, build=Dropped)
     assert [seen.state for seen in found].count("verify") == VERIFIES_OF_PARTS, "one block never came"
+
+
+def test_what_a_plan_makes_that_a_step_goes_over_to_is_compared_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing has verified that plan yet, though another one was expected, which is verified."""
+    watched, watch = list[int](), Truth.watch
+
+    def noting(truth: Truth, holding: Holding, recipe: Recipe, tier: SlowTier) -> None:
+        watched.append(recipe.target)
+        watch(truth, holding, recipe, tier)
+
+    monkeypatch.setattr(Truth, "watch", noting)
+    model, data = Odd(), torch.randn(BATCH, WIDTH)
+    with ebbtide.Budget("70%", spill=tmp_path, machine=SLOW_DISK) as memory:
+
+        def step(odd: int) -> None:
+            with memory.step():
+                model(data, odd).backward()
+            model.zero_grad()
+
+        for odd in (*[4] * 6, 0, 4, 4, 0, 4, 4):
+            step(odd)
+        states = {kind.state for kind in memory._loop.kinds.values()}
+        assert (memory.state, states) == ("planned", {"planned", "verify"})
+        watched.clear()
+        step(0)
+        assert memory.measured[-1].left == ""
+    assert watched
