@@ -125,6 +125,30 @@ def test_a_child_of_a_step_is_no_part_of_it(offloading: ebbtide.Budget, where: s
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("steps", [0, STEPS], ids=["observed", "planned"])
+def test_a_child_that_ends_the_step_learns_nothing(offloading: ebbtide.Budget, steps: int) -> None:
+    """The rest of it ran in its parent."""
+    program = Steps(at=-1)
+    for index in range(steps):
+        program.look(index, offloading.step)
+    child = -1
+    try:
+        with offloading.step():
+            program.loss(steps)
+            child = os.fork()
+            if child == 0:
+                signal.alarm(20)
+        if child == 0:
+            os._exit(len(offloading.measured) - steps)
+    finally:
+        if child == 0:
+            os._exit(99)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len(offloading.measured) == steps + 1
+    assert_clean(offloading)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("memory", ["slow"], indirect=True)  # its plans compute again, whatever the machine's speed
 def test_what_a_child_of_a_step_does_is_not_written_down(memory: ebbtide.Budget) -> None:
     """A worker that is started within a step lives on, and would keep a record of all its ops and tensors."""

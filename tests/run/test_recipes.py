@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ebbtide
 from ebbtide.decisions import Recompute
@@ -46,6 +47,46 @@ def test_a_view_of_a_value_is_read_again_as_it_was(view: str) -> None:
     again = Recipe(1, [call], {0: leaf}, (0,)).replay()
     assert torch.equal(again, expected)
     assert again.stride() == expected.stride()
+
+
+def test_autocast_where_it_is_made_again_changes_nothing() -> None:
+    """As where a backward pass runs within it: what it had cast then was captured as calls of their own."""
+    value = torch.randn(6, 6)
+    known = KnownOp("aten.mm.default", (0,), (1,), (), frozenset())
+    call, _ = capture(torch.ops.aten.mm.default, (value, value), {}, known)
+    leaf = Holding()
+    leaf.fill(value)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.mm(value, value).dtype is torch.bfloat16
+        again = Recipe(1, [call], {0: leaf}, (0,)).replay()
+    assert torch.equal(again, value @ value)
+
+
+class _SeesGradients(TorchDispatchMode):
+    """Notes of each op whether gradients were on."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(torch.is_grad_enabled())
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("then", [False, True])
+@pytest.mark.parametrize("now", [False, True])
+def test_gradients_are_on_as_they_were(then: bool, now: bool) -> None:
+    """Some ops choose by that what they compute with."""
+    value = torch.randn(6, 6)
+    known = KnownOp("aten.mm.default", (0,), (1,), (), frozenset())
+    with torch.set_grad_enabled(then):
+        call, _ = capture(torch.ops.aten.mm.default, (value, value), {}, known)
+    leaf = Holding()
+    leaf.fill(value)
+    with _SeesGradients() as mode, torch.set_grad_enabled(now):
+        Recipe(1, [call], {0: leaf}, (0,)).replay()
+    assert mode.seen[-1] is then
 
 
 @pytest.mark.parametrize("writes", [False, True])
