@@ -20,7 +20,7 @@ from ebbtide.observe.schema import operator_info
 from ebbtide.run.calls import KnownOp, capture
 from ebbtide.run.holdings import Holding, view_of
 from ebbtide.run.recipes import Recipe
-from ebbtide.run.versions import ChangedError
+from ebbtide.run.versions import ChangedError, version_of
 from tests.run.harness import SLOW_DISK, Guard, Program, Record, run_plain, run_within
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -108,6 +108,24 @@ def test_who_writes_to_what_was_dropped_is_told(writes: bool) -> None:
         with pytest.raises(RuntimeError, match=r"\[torch.float32 \[6, 5\]\] is at version 1; expected version 0"):
             view.show()
         holding.arrive()
+
+
+def test_what_was_made_again_is_known_where_it_is_saved_once_more() -> None:
+    """As in a backward pass that is differentiated: it would be held as a stranger, beside itself."""
+    value = torch.randn(6, 5)
+    known = KnownOp("aten.mul.Tensor", (0,), (1,), (), frozenset())
+    call, _ = capture(torch.ops.aten.mul.Tensor, (value, 2.0), {}, known)
+    leaf, holding, product = Holding(), Holding(), value * 2.0
+    leaf.fill(value)
+    holding.fill(product)
+    view = view_of(holding, product, 0)
+    holding.drop(Recipe(1, [call], {0: leaf}, (0,)))
+    assert holding.knows(version_of(product))
+    again = view.show()
+    assert again.data_ptr() != product.data_ptr()
+    assert holding.knows(version_of(again))
+    assert holding.knows(version_of(product))
+    assert not holding.knows(version_of(product.clone()))
 
 
 def test_what_cannot_be_made_again_now_is_asked_for_later() -> None:
