@@ -137,7 +137,7 @@ class StreamTier:
         self._places_in_use = 0
         self._closed = False
         self._process = os.getpid()
-        self._unclosed = weakref.finalize(self, _finish, backend, (self._out, self._back), self._process)
+        self._unclosed = weakref.finalize(self, self._finish, backend, (self._out, self._back), self._process)
         self._unclosed.atexit = False
 
     # --- the contract ----------------------------------------------------------------------------------------------
@@ -253,7 +253,14 @@ class StreamTier:
             return self._places_in_use
 
     def _wait_for_copies(self) -> None:
-        _finish(self.backend, (self._out, self._back), self._process)
+        self._finish(self.backend, (self._out, self._back), self._process)
+
+    @staticmethod
+    def _finish(backend: Backend, streams: Sequence[Stream], process: int) -> None:
+        """Wait until no copy is under way: then memory of a tier may go back, closed or not."""
+        if process == os.getpid():
+            for stream in streams:
+                backend.finish(stream)
 
     def _check_usable(self) -> None:
         if self._process != os.getpid():
@@ -285,10 +292,3 @@ class StreamTier:
             self._arena.give_back(slot.place)
             self._places_in_use -= 1
             slot.place = None
-
-
-def _finish(backend: Backend, streams: Sequence[Stream], process: int) -> None:
-    """Wait until no copy is under way: then memory of a tier may go back, also that of one which nobody has closed."""
-    if process == os.getpid():
-        for stream in streams:
-            backend.finish(stream)
