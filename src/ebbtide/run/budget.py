@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 class Budget:
     """Runs training steps within a number of bytes, with gradients bit for bit those of plain PyTorch.
 
-    The first two steps are observed, kept near the limit by a simple policy; with a percentage they run without one, as
-    it is not known yet. Then a plan is made; if it computes values again, the next step verifies them; from then on
-    steps run as planned.
+    The first two steps are observed, kept within the limit by a simple policy, but for the first, which may pass it by
+    what ops take between two saved tensors; with a percentage they run without one, as it is not known yet. Then a plan
+    is made; if it computes values again, the next step verifies them; from then on steps run as planned.
 
     Args:
         limit: an int, ``"6GiB"``, or ``"50%"`` of the plain peak, the larger one of the steps that are observed first.
