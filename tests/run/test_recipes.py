@@ -18,7 +18,7 @@ from ebbtide.decisions import Recompute
 from ebbtide.errors import RecipeError
 from ebbtide.observe.schema import operator_info
 from ebbtide.run.calls import KnownOp, capture
-from ebbtide.run.holdings import Holding, view_of
+from ebbtide.run.holdings import Holding, View, view_of
 from ebbtide.run.recipes import Recipe
 from ebbtide.run.versions import ChangedError, version_of
 from tests.run.harness import SLOW_DISK, Guard, Program, Record, run_plain, run_within
@@ -89,9 +89,8 @@ def test_gradients_are_on_as_they_were(then: bool, now: bool) -> None:
     assert mode.seen[-1] is then
 
 
-@pytest.mark.parametrize("writes", [False, True])
-def test_who_writes_to_what_was_dropped_is_told(writes: bool) -> None:
-    """As by PyTorch, though what is made again is what was saved."""
+def dropped_product() -> tuple[Holding, View, Tensor]:
+    """A product that was saved, by a view, and is dropped; and the product itself, which somebody else has."""
     value = torch.randn(6, 5)
     known = KnownOp("aten.mul.Tensor", (0,), (1,), (), frozenset())
     call, _ = capture(torch.ops.aten.mul.Tensor, (value, 2.0), {}, known)
@@ -99,8 +98,15 @@ def test_who_writes_to_what_was_dropped_is_told(writes: bool) -> None:
     leaf.fill(value)
     holding.fill(product)
     view = view_of(holding, product, 0)
-    expected = product.clone()
     holding.drop(Recipe(1, [call], {0: leaf}, (0,)))
+    return holding, view, product
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_who_writes_to_what_was_dropped_is_told(writes: bool) -> None:
+    """As by PyTorch, though what is made again is what was saved."""
+    holding, view, product = dropped_product()
+    expected = product.clone()
     if not writes:
         assert torch.equal(view.show(), expected)
     product.t()[0].zero_()
@@ -112,14 +118,7 @@ def test_who_writes_to_what_was_dropped_is_told(writes: bool) -> None:
 
 def test_what_was_made_again_is_known_where_it_is_saved_once_more() -> None:
     """As in a backward pass that is differentiated: it would be held as a stranger, beside itself."""
-    value = torch.randn(6, 5)
-    known = KnownOp("aten.mul.Tensor", (0,), (1,), (), frozenset())
-    call, _ = capture(torch.ops.aten.mul.Tensor, (value, 2.0), {}, known)
-    leaf, holding, product = Holding(), Holding(), value * 2.0
-    leaf.fill(value)
-    holding.fill(product)
-    view = view_of(holding, product, 0)
-    holding.drop(Recipe(1, [call], {0: leaf}, (0,)))
+    holding, view, product = dropped_product()
     assert holding.knows(version_of(product))
     again = view.show()
     assert again.data_ptr() != product.data_ptr()

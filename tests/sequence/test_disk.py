@@ -120,14 +120,19 @@ class TestCompressedStates:
         done, moved = self.attempt(tmp_path, 100e9, noisy=False, monkeypatch=monkeypatch)
         assert moved["_pwrite"] >= done.slow_bytes
 
-    def test_states_that_shrink_no_more(self, tmp_path: Path) -> None:
-        """A part that does not is written as it is, and for a while no other is tried."""
-        disk = StateDisk(tmp_path, checksum=True, codec=codec_for(8))
+    def disk_and_states(self, directory: Path) -> tuple[StateDisk, list[torch.UntypedStorage], list[torch.Tensor]]:
+        """A disk that states are packed for, the bytes of one that shrinks and one that does not, and views of them."""
+        disk = StateDisk(directory, checksum=True, codec=codec_for(8))
         disk.share = 0.9
         blocks = [take_memory(1 << 16, 0, disk.congruence_bytes) for _ in range(2)]
         views = [torch.empty(0, dtype=torch.uint8).set_(block) for block in blocks]
         views[0].fill_(3)
         views[1].copy_(torch.from_numpy(np.random.default_rng(0).integers(0, 256, 1 << 16).astype(np.uint8)))
+        return disk, blocks, views
+
+    def test_states_that_shrink_no_more(self, tmp_path: Path) -> None:
+        """A part that does not is written as it is, and for a while no other is tried."""
+        disk, blocks, views = self.disk_and_states(tmp_path)
         kinds = []
         for number in (0, 1, 0):
             slot = disk.write(blocks[number])
@@ -142,12 +147,7 @@ class TestCompressedStates:
     def test_states_that_shrink_again(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """After a while it is tried."""
         monkeypatch.setattr("ebbtide.sequence.disk.LOOK_AGAIN_PARTS", 2)
-        disk = StateDisk(tmp_path, checksum=True, codec=codec_for(8))
-        disk.share = 0.9
-        blocks = [take_memory(1 << 16, 0, disk.congruence_bytes) for _ in range(2)]
-        views = [torch.empty(0, dtype=torch.uint8).set_(block) for block in blocks]
-        views[0].fill_(3)
-        views[1].copy_(torch.from_numpy(np.random.default_rng(0).integers(0, 256, 1 << 16).astype(np.uint8)))
+        disk, blocks, _ = self.disk_and_states(tmp_path)
         kinds = []
         for number in (1, 0, 0, 0):
             slot = disk.write(blocks[number])

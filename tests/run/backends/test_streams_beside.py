@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import ebbtide
 from ebbtide.run.holdings import Holding, view_of
 from ebbtide.run.tiers import Arena, SlowTier, StreamTier
 from tests.run.backends.rig import Device, close, host_tier
-from tests.run.backends.scenarios import saved
 from tests.run.backends.threads import InlineBackend, InlineStream
 from tests.run.harness import FAST_DISK, Guard, Record
 from tests.run.programs import Chain
@@ -24,27 +23,11 @@ from tests.run.tiers.stand_ins import MIB
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
 
 
-def reads(device: Device, tier: SlowTier) -> None:
-    """A side stream reads what another one has made and saved, which lets go of it and goes on; they join before it is
-    asked for."""
-    side = device.new_stream("side")
-    for number in range(0, 30, 10):
-        holding, view = saved(device, tier, number)
-        holding.send(tier)
-        device.order(device.compute(), side)
-        with device.on(side):
-            tier.expect(device.device)
-            device.look(view.show().untyped_storage(), number, "read on another stream")
-        holding.release()
-        for index in range(3):
-            device.new(number + 1 + index)
-        device.order(side, device.compute())
-        device.look(view.show().untyped_storage(), number, "came back")
-        del holding, view
-
-
 def makes(device: Device, tier: SlowTier) -> None:
-    """A side stream makes what another one saves, and then the next one, before the other is done with the former."""
+    """A side stream makes what another one saves, and then the next one, before the other is done with the former.
+
+    One that only reads is `tests.run.backends.scenarios.other_stream_reads`.
+    """
     side = device.new_stream("side")
     for number in range(0, 30, 10):
         with device.on(side):
@@ -66,12 +49,11 @@ def makes(device: Device, tier: SlowTier) -> None:
         del holding, view, kept
 
 
-@pytest.mark.parametrize("scenario", [reads, makes])
-def test_streams_that_are_known_are_waited_for(scenario: Callable[[Device, SlowTier], None]) -> None:
+def test_a_stream_that_is_known_is_waited_for() -> None:
     for seed in range(10):
         device = Device(seed)
         tier = host_tier(device)
-        scenario(device, tier)
+        makes(device, tier)
         assert close(device, tier) == []
 
 
