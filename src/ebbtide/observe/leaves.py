@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ebbtide.observe.ledger import has_storage
+from ebbtide.observe.passes import keeps_graph
 
 _Context: Any = vars(torch.autograd.function)["BackwardCFunction"]
 """What is below the contexts of all custom Functions."""
@@ -35,8 +36,7 @@ def show_leaves() -> None:
 
 def _is_asked_again() -> bool:
     """Whether a backward pass is under way that keeps the graph it goes through, and makes none of its own."""
-    in_pass = torch._C._current_graph_task_id() >= 0
-    return in_pass and not torch.is_grad_enabled() and torch._C._autograd._get_current_graph_task_keep_graph()
+    return keeps_graph() and not torch.is_grad_enabled()
 
 
 def _copy_what_is_given_out(node: Any, shown: tuple[torch.Tensor | None, ...]) -> None:

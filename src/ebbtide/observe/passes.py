@@ -51,6 +51,11 @@ def in_pass() -> bool:
     return torch._C._current_graph_task_id() >= 0
 
 
+def keeps_graph() -> bool:
+    """Whether the backward pass that is under way in this thread, if any, keeps the graph that it goes through."""
+    return in_pass() and bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 def _stand_between() -> None:
     """Stand between `torch.autograd` and its engine, where that is called from one place; else nobody is told."""
     global _stands_between

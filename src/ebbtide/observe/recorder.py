@@ -36,6 +36,7 @@ from ebbtide.observe.interrupts import Interrupts
 from ebbtide.observe.ledger import enlarged, has_storage, is_traceable, sizes, tensors_in, written_by
 from ebbtide.observe.mode import DispatchMode, is_between_ops, modes_on, run_op
 from ebbtide.observe.modules import ModuleTrail
+from ebbtide.observe.passes import keeps_graph
 from ebbtide.observe.schema import COMPILED_GRAPH, OperatorInfo, operator_info, trains
 from ebbtide.observe.storages import Storages
 from ebbtide.observe.transforms import in_trace, in_transform
@@ -66,6 +67,7 @@ class Recorder(DispatchMode):
         hidden: while true, ops are run without being recorded; the runtime sets it around its own ops.
         captures_all: whether a mode that captures ops of such a step has to stay on from beginning to end, as something
             is called that `torch.compile` returned, or autograd saves within transforms. Known in the end.
+        keeps_graphs: whether a backward pass kept the graph that it went through.
         is_blind: whether a backward pass ran in a thread of the user's, where this mode is not on.
         lock: held by the thread of autograd that runs an op, or a hook that reports here: there may be several.
         interrupts: what was raised in finalizers; it is raised again at the next op or hook, or in `finish`.
@@ -104,7 +106,7 @@ class Recorder(DispatchMode):
         self._backward_module = ""
         self._calls = 0
         self._is_in_node = False
-        self.captures_all = self.is_blind = False
+        self.captures_all = self.keeps_graphs = self.is_blind = False
 
     def __enter__(self) -> Recorder:
         gc.collect(self._oldest)  # garbage of earlier steps must not die in this one
@@ -352,6 +354,7 @@ class Recorder(DispatchMode):
         self.interrupts.raise_kept()
         self._tick_over()
         self.is_blind |= threading.get_ident() != self._trail.thread and self not in modes_on()
+        self.keeps_graphs |= keeps_graph()
         if not self._passes:
             self.storages.look_for_emptied()
         self._events.append(Event("unpack", len(self._ops), number, _phase()))

@@ -25,6 +25,9 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 _KEEP_ALL = 2**31 - 1
 _DEFAULT_MMAP_MAX, _DEFAULT_MMAP_THRESHOLD, _DEFAULT_TRIM_THRESHOLD = 65536, 128 * 1024, 128 * 1024
 _EXACT_THRESHOLD = 64 * 1024
+_SETTLING_STEPS = 5
+_STEPS_BETWEEN_RESTS = 64
+"""How often the resident size at rest is measured anew, in steps."""
 
 
 def _glibc() -> ctypes.CDLL | None:
@@ -140,6 +143,21 @@ def leave_regions() -> None:
     library = arena_library()
     if library is not None:
         library.ebbtide_arena_leave_regions()
+
+
+class RestingSize:
+    """Resident bytes between steps."""
+
+    def __init__(self) -> None:
+        self._rss_bytes = 0
+
+    def before(self, step: int) -> int:
+        """Resident bytes as step number ``step`` begins, or as one did before."""
+        # Giving the holes back makes the next step fault them in again: done while things settle, then rarely.
+        if step < _SETTLING_STEPS or step % _STEPS_BETWEEN_RESTS == 0:
+            trim()
+            self._rss_bytes = rss_bytes()
+        return self._rss_bytes
 
 
 class Trimmer:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import bisect
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -38,6 +38,16 @@ from ebbtide.run.tiers import SlowTier
 from ebbtide.run.tracker import Tracker
 from ebbtide.run.verify import Truth
 from ebbtide.run.wrapped import Handle, wrap_like
+
+
+class _Nobody(dict[int, int]):
+    """A table by event, with nobody in it."""
+
+    def __missing__(self, event: int) -> int:
+        return NOBODY
+
+
+_NOBODY_SHOWN = _Nobody()
 
 
 class Conductor(Tracker):
@@ -68,6 +78,8 @@ class Conductor(Tracker):
         self.stamps: list[Span] = []
         self._trimmer = trimmer
         self._objects = 0
+        self._is_pass_new = False
+        self._shown: Mapping[int, int] | tuple[int, ...]
         self._calls = compiled_calls()
         self._lock = threading.RLock()  # a value that dies in a hook may call another
         self._mark = clock.mark if clock is not None else None
@@ -99,6 +111,8 @@ class Conductor(Tracker):
         """Take the mode off, unless calls are captured in this backward pass, or ops counted right through it."""
         if self._safe.is_over:
             tell_no_more(self._pass_begins)
+        self._is_pass_new = True  # what is asked for next is looked into, which the short hook does not do
+        self._shown = _NOBODY_SHOWN
         goes_on = not self.left and self.script.stretches[self._event - 1] >= 0
         if not goes_on and not self.script.stays_on and compiled_calls() == self._calls:
             self._end_captures()
@@ -111,12 +125,12 @@ class Conductor(Tracker):
     def _shorten(self) -> None:
         """Choose the events at which the hooks may be short."""
         script = self.script
-        self._kept, self._shown, self._numbers = script.kept, script.shown, script.numbers
+        self._kept, self._numbers = script.kept, script.numbers
+        self._shown = self._shown_shortly = script.shown if self._is_short else (NOBODY,) * len(script.shown)
         self._stretches, self._next_saves, self._holds = script.stretches, script.next_saves, script.holds
         self._also_held = self._library.also_held(script)
         if not self._is_short:
             self._kept = self._holds = (None,) * len(self._kept)
-            self._shown = (NOBODY,) * len(self._shown)
         else:
             repeats = self._library.repeats(script)
             self._kept = _without(self._kept, script, {*self._also_held, *repeats})
@@ -239,6 +253,8 @@ class Conductor(Tracker):
             return self._safe.unpack(handle)
         began = self._mark() if self._mark is not None else None
         self._pass_by()
+        if self._is_pass_new and self._leaves_as_pass_begins(handle.number):
+            return self._safe.unpack(handle)
         is_expected = self._is_asked_for(handle.number)
         if not is_expected and self._leaves_out_rest(handle.number):
             is_expected = self._is_asked_for(handle.number)
@@ -258,6 +274,14 @@ class Conductor(Tracker):
         if self._mark is not None:
             self.stamps.append((began, self._mark()))
         return tensor
+
+    def _leaves_as_pass_begins(self, number: int) -> bool:
+        """Look whether this is the script to follow in a backward pass that asks for ``number`` first; whether the plan
+        was left."""
+        self._is_pass_new = False
+        self._shown = self._shown_shortly
+        self._look_at_pass(number)
+        return bool(self.left)
 
     def _act(self) -> None:
         """What the script says to do at this event."""

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from ebbtide.run.footprint import Gap
 from ebbtide.run.script import ExpectedSave, Script, Treatment
@@ -29,15 +30,59 @@ def can_run(script: Script, other: Script, first: int) -> bool:
     found = _places(script, other, first)
     if found is None:
         return False
-    places, values = found
+    held = _held(script, other, *found, range(first, len(other.expected)))
+    return all(most <= script.limit_bytes for most in held)
+
+
+class Room(NamedTuple):
+    """Bytes that are left under a limit: at least, and as is likely."""
+
+    sure_bytes: int
+    likely_bytes: int
+
+
+def room_to_begin(script: Script, other: Script) -> Room:
+    """What is left where steps of ``other`` begin by ``script``, until they do what that does not expect: then they go
+    over to their own plan. Time as for `can_run`."""
+    pairs = zip(script.expected, other.expected, strict=False)
+    common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    saves = list(zip(script.saves, other.saves, strict=False))[: script.numbers[common]]
+    alike = sum(1 for _ in itertools.takewhile(lambda pair: look_alike(*pair), saves))
+    if alike < len(saves):
+        common = script.expected.index(alike)
+    values = {one.value: two.value for one, two in saves[:alike]}
+    theirs = _held(script, other, _places_until(common, script, other), values, range(common))
+    own = dict(zip(values, values, strict=True))
+    ours = _held(script, script, _places_until(common, script, script), own, range(common))
+    sure = likely = script.limit_bytes
+    for event, (most, own_most) in enumerate(zip(theirs, ours, strict=True)):
+        # Values may leave between two events, which these numbers do not tell: likely in steps of both kinds alike.
+        leaving = max(0, own_most - script.alive_at(event) - script.headroom[event])
+        sure = min(sure, script.limit_bytes - most)
+        likely = min(likely, script.limit_bytes - most + leaving)
+    return Room(sure, likely)
+
+
+def _places_until(common: int, script: Script, other: Script) -> list[int]:
+    """By event of ``other``, that of ``script``: the same for the first ones, which both have in ``common``."""
+    return [*range(common), *[len(script.expected)] * (len(other.expected) - common)]
+
+
+def _held(
+    script: Script, other: Script, places: Sequence[int], values: Mapping[int, int], events: range
+) -> Iterator[int]:
+    """What steps of ``other`` hold at these ``events``, and up to the next one each, where ``script`` runs them.
+
+    Args:
+        places, values: as for `_held_more`.
+    """
     more, twice = _held_more(script, other, places, values), _counted_twice(script, other, places, values)
     ours, theirs = script.footprint, other.footprint
-    for event, place in enumerate(places[first:], first):
-        held = theirs.plain[event] + ours.besides[max(place, 0)] - twice.get(event, 0)
-        between = theirs.plain_between[event] + ours.besides_between[max(place, 0)]
-        if max(held, between) + more[event] > script.limit_bytes:
-            return False
-    return True
+    for event in events:
+        place = max(places[event], 0)
+        held = theirs.plain[event] + ours.besides[place] - twice.get(event, 0)
+        between = theirs.plain_between[event] + ours.besides_between[place]
+        yield max(held, between) + more[event]
 
 
 def _places(script: Script, other: Script, first: int) -> tuple[list[int], dict[int, int]] | None:
@@ -64,7 +109,10 @@ def _places(script: Script, other: Script, first: int) -> tuple[list[int], dict[
                 return None
             there.add(names[number])
         else:
-            place = _next_request(script, place, names[~number], there, early)
+            again = _next_request(script, place, names[~number], there, early)
+            if again is None:
+                return None
+            place = again
         places.append(place)
     return places, values
 
@@ -144,9 +192,9 @@ def next_like(script: Script, event: int, is_next: Callable[[int], bool]) -> int
     return None
 
 
-def _next_request(script: Script, event: int, number: int, there: Collection[int], early: set[int]) -> int:
+def _next_request(script: Script, event: int, number: int, there: Collection[int], early: set[int]) -> int | None:
     """At which event, after ``event``, a saved tensor is asked for, or that itself if another one comes before: what is
-    asked for ``early`` is passed by later, as is what is not ``there``."""
+    asked for ``early`` is passed by later, as is what is not ``there``. None if it is not asked for any more."""
     for place in range(event + 1, len(script.expected)):
         other = ~script.expected[place]
         if other == number:
@@ -155,6 +203,8 @@ def _next_request(script: Script, event: int, number: int, there: Collection[int
             early.remove(other)
         elif other in there:
             break
+    if ~number not in script.expected[event + 1 :]:
+        return None
     early.add(number)
     return event
 

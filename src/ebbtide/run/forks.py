@@ -14,6 +14,12 @@ Until then the step was run by a plan that is not its own, and what its own plan
    moves out first, and comes back when it is asked for.
 4. So the bytes held are at most those of the new plan from then on.
 
+NOTE [Kept graphs]
+Steps with a backward pass more, as for the norm of one loss's gradient, may be the same as others until the first pass
+begins, and if it saves nothing, until the second does. By then all that the plan for one pass has shown is here, as the
+graph has it. But whether a pass keeps its graph is known from its beginning: that tells which kind it is, or, if none
+that is known does that, that the plan is to be left.
+
 NOTE [Leaving out]
 To go over is dear, and what a step leaves out of another one, as layers that are dropped at random, needs no plan of
 its own: of what the larger step holds it holds a part. So where all that is left of the script that agrees, or of an
@@ -43,7 +49,7 @@ import torch
 
 from ebbtide.errors import RecipeError
 from ebbtide.observe.ledger import has_storage, sizes, storage_wrapper_count, use_count
-from ebbtide.run.covering import can_run, look_alike
+from ebbtide.run.covering import Room, can_run, look_alike, room_to_begin
 from ebbtide.run.holdings import Holding
 from ebbtide.run.script import ExpectedSave, Script, Treatment
 from ebbtide.run.versions import ChangedError
@@ -55,10 +61,12 @@ class Known:
 
     Attributes:
         verified: whether all that it computes again has been compared with the truth.
+        keeps_graphs: whether a backward pass of such steps keeps the graph that it goes through.
     """
 
     script: Script
     verified: bool
+    keeps_graphs: bool
 
 
 class Library:
@@ -76,7 +84,17 @@ class Library:
         self.captures_all = any(each.script.stays_on and each.script.remakes for each in known)
         self._also_held: dict[int, frozenset[int]] = {}
         self._covered: dict[tuple[int, int, int], bool] = {}
+        self._rooms: dict[tuple[int, int], Room] = {}
+        self._asked_again: dict[int, int] = {}
         self._repeats: dict[int, dict[int, list[tuple[Known, int]]]] = {}
+
+    def renewed(self, known: Sequence[Known]) -> Library:
+        """This one, if nothing else is ``known`` now; otherwise another."""
+        same = len(known) == len(self.known) and all(
+            one.script is two.script and (one.verified, one.keeps_graphs) == (two.verified, two.keeps_graphs)
+            for one, two in zip(known, self.known, strict=True)
+        )
+        return self if same else Library(known)
 
     def others(self, script: Script) -> Iterator[Known]:
         """All but ``script``."""
@@ -91,6 +109,10 @@ class Library:
     def agreeing(self, script: Script, event: int, number: int, tensor: torch.Tensor | None) -> Known | None:
         """Another script that agrees with the events of ``script`` before ``event``, and in which ``tensor`` is saved
         next; or, without one, in which saved tensor ``number`` is asked for next."""
+        return next(self._agreeing(script, event, number, tensor), None)
+
+    def _agreeing(self, script: Script, event: int, number: int, tensor: torch.Tensor | None) -> Iterator[Known]:
+        """All such scripts."""
         expected = ((number if tensor is not None else ~number),)
         for other in self.others(script):
             theirs = other.script
@@ -100,8 +122,34 @@ class Library:
                 and alike(script, theirs) >= script.numbers[event]
                 and theirs.expected[:event] == script.expected[:event]
             ):
-                return other
-        return None
+                yield other
+
+    def keeps_graphs(self, script: Script) -> bool:
+        """Whether a backward pass of such steps keeps its graph; of what is not known any more nobody can tell."""
+        return all(known.keeps_graphs for known in self.known if known.script is script)
+
+    def keeping(self, script: Script, event: int, number: int, *, keeps: bool) -> Known | None:
+        """Another script that agrees with the events of ``script`` before ``event``, and in which a backward pass then
+        begins that asks for ``number`` and ``keeps`` its graph, or does not."""
+        found = self._agreeing(script, event, number, None)
+        return next((other for other in found if self._may_keep(other, event, keeps=keeps)), None)
+
+    def _may_keep(self, other: Known, event: int, *, keeps: bool) -> bool:
+        """Whether a backward pass that begins at ``event`` may be one that ``keeps`` its graph, or does not."""
+        asks_again = self.asks_again(other.script, event)
+        return asks_again or other.keeps_graphs if keeps else not asks_again
+
+    def asks_again(self, script: Script, event: int) -> bool:
+        """Whether anything is asked for twice from ``event`` on: then the backward pass that begins there keeps its
+        graph, unless nodes ask twice for what they have saved."""
+        key = id(script)
+        if key not in self._asked_again:
+            latest, last = dict[int, int](), -1
+            for place, number in enumerate(script.expected):
+                last = max(last, latest.get(number, -1))
+                latest[number] = place
+            self._asked_again[key] = last
+        return event <= self._asked_again[key]
 
     def repeats(self, script: Script) -> Mapping[int, Sequence[tuple[Known, int]]]:
         """By the numbers of saved tensors which show new values in ``script``: other scripts, as far as they are alike,
@@ -138,6 +186,13 @@ class Library:
         if key not in self._covered:
             self._covered[key] = can_run(script, other, event)
         return self._covered[key]
+
+    def room_to_begin(self, script: Script, other: Script) -> Room:
+        """What is left where steps of ``other`` begin by ``script``, until they differ."""
+        key = id(script), id(other)
+        if key not in self._rooms:
+            self._rooms[key] = room_to_begin(script, other)
+        return self._rooms[key]
 
     def also_held(self, script: Script) -> frozenset[int]:
         """Numbers of saved tensors that ``script`` keeps and others, as far as they are alike, do something with."""

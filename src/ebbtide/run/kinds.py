@@ -14,13 +14,14 @@ from ebbtide.measured import State
 from ebbtide.plan import Caution, lower_bound, simulate
 from ebbtide.run.forks import Library
 from ebbtide.run.held import Audited, Held, Recounts, holding_more
+from ebbtide.run.keys import step_key
 from ebbtide.run.looks import CHANGED_LOOKS
 from ebbtide.run.pace import Pace, without_slowdown
 from ebbtide.run.refined import merged, runs_same_ops, without_reruns
 from ebbtide.run.rehearsed import Rehearsed
 from ebbtide.run.roomy import fits, varying_bytes
 from ebbtide.run.safe import LEAST_MOVED_BYTES
-from ebbtide.run.script import Script, signature, write_script
+from ebbtide.run.script import Script, write_script
 from ebbtide.run.solving import plan_for
 from ebbtide.run.tiers.layouts import planned_places
 from ebbtide.run.tiers.pinned import PlannedPlaces
@@ -47,7 +48,8 @@ AUDITS_OF_SMALLER = 3
 
 
 class Kind:
-    """A kind of step is told by the tensors that autograd saves, in order, and by the order in which it asks for them.
+    """A kind of step is told by the tensors that autograd saves, in order, by the order in which it asks for them, and
+    by whether it keeps graphs.
 
     Args:
         verify: whether values that are computed again are compared first, as in `Budget`.
@@ -56,6 +58,7 @@ class Kind:
         step: as observed; its durations are refined as planned steps run.
         samples: steps of other sizes each that this one stands for (see `ebbtide.run.roomy`); none if it was observed.
         captures_all: whether the mode that captures its ops has to stay on from beginning to end: see `Recorder`.
+        keeps_graphs: whether a backward pass of such steps keeps the graph that it goes through.
         varies: whether the sizes differ of tensors that are not small anyway, so that steps take other blocks each.
         plan, script: None until planned.
         state: what the next step of this kind is for.
@@ -63,21 +66,26 @@ class Kind:
         audited_peak_bytes: the peak counted in a planned step, None until then.
         audited: the step of the planned sizes that was counted under the plan, None until then.
         follower: the kind that steps are likely to be of that come after one of this kind.
-        last_met: number of its last step.
-        meetings: how many steps were of this kind.
+        last_met, meetings: number of its last step, and how many steps were of this kind.
         audits: how many steps were audited under the plan.
         recounts: when to audit more of them.
         verifies: how many steps compared some of what the plan computes again, and left out the rest.
     """
 
     def __init__(
-        self, step: Step, samples: Sequence[Step] = (), *, verify: bool = True, captures_all: bool = False
+        self,
+        step: Step,
+        samples: Sequence[Step] = (),
+        *,
+        verify: bool = True,
+        captures_all: bool = False,
+        keeps_graphs: bool = False,
     ) -> None:
         self.step = step
         self.samples = tuple(samples)
-        self.captures_all, self._verify = captures_all, verify
+        self.captures_all, self.keeps_graphs, self._verify = captures_all, keeps_graphs, verify
         self.varies = bool(samples) and max(varying_bytes(samples, step), default=0) >= LEAST_MOVED_BYTES
-        self.key = self.key_without(frozenset())
+        self.key = step_key(step, keeps_graphs=keeps_graphs)
         self.plan: Plan | None = None
         self.script: Script | None = None
         self.state: State = "observe"
@@ -95,13 +103,6 @@ class Kind:
         self._structure: int | None = None
         self._arenas: dict[str, PlannedPlaces] = {}
 
-    def key_without(self, missing: Set[int]) -> int:
-        """The key of steps that leave out saved tensors of these numbers."""
-        saved = [number for number in range(len(self.step.saved)) if number not in missing]
-        numbers = {number: place for place, number in enumerate(saved)}
-        asked = (numbers[e.saved] for e in self.step.events if e.kind == "unpack" and e.saved in numbers)
-        return hash((*(signature(self.step.saved[number]) for number in saved), None, *asked))
-
     @property
     def observed(self) -> tuple[Step, ...]:
         """The steps that were seen of it."""
@@ -111,7 +112,7 @@ class Kind:
     def structure(self) -> int:
         """What kinds have in common whose steps differ in sizes alone."""
         if self._structure is None:
-            self._structure = structure(self.observed[0])
+            self._structure = hash((structure(self.observed[0]), self.keeps_graphs))
         return self._structure
 
     def has_room_for(self, other: Kind) -> bool:

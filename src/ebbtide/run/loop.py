@@ -6,28 +6,30 @@ import collections
 import threading
 import warnings
 import weakref
+from collections.abc import Set
 from pathlib import Path
 
 from ebbtide.errors import BudgetError, OutOfMemoryError, PlanError
 from ebbtide.machine import Machine
 from ebbtide.measured import Measurements, State
+from ebbtide.observe.recorder import Recorder
 from ebbtide.observe.schema import COMPILED_GRAPH
 from ebbtide.plan import plain_peak_bytes
 from ebbtide.run import allocator
+from ebbtide.run.beginning import kind_to_begin_with
 from ebbtide.run.calibrate import machine_for
 from ebbtide.run.device import TrainingDevice
 from ebbtide.run.drift import Drift
 from ebbtide.run.footprint import growth_bytes_of
 from ebbtide.run.forks import Known, Library
 from ebbtide.run.gauges import likely_device
+from ebbtide.run.keys import step_key
 from ebbtide.run.kinds import Kind
 from ebbtide.run.looks import Looks
 from ebbtide.run.parts import Parts
-from ebbtide.run.resident import rss_bytes
 from ebbtide.run.roomy import MOST_SIZES, in_place_of, latest_and_largest
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.tiers.choose import machine_on
-from ebbtide.step import Step
 
 FINAL_STATES = ("planned", "idle")
 """States in which nothing is left to find out."""
@@ -38,9 +40,6 @@ MOST_STRANGERS = 8
 planned for once they come again, or all at once if they differ in sizes alone."""
 GUESSES, SURPRISES = 16, 4
 """Where so many of so many steps were of other kinds than was likely, kinds come in no order."""
-_SETTLING_STEPS = 5
-_STEPS_BETWEEN_RESTS = 64
-"""How often the resident size at rest is measured anew, in steps."""
 
 _open: weakref.WeakSet[Loop] = weakref.WeakSet()
 _open_lock = threading.RLock()  # a loop may die, and be seen to, while its own thread has it
@@ -63,6 +62,7 @@ class Loop:
         current: the latest kind; None before the first was observed.
         looks: which steps are to be observed.
         ground: the device that steps run on; None before the first step.
+        resting_size: this process's, between steps.
         running: the step under way, if any.
         lock: guards ``running``.
         closed: whether no step may begin any more.
@@ -101,8 +101,8 @@ class Loop:
         self.looks = Looks()
         self._due: dict[int, Kind] = {}
         self._parts = Parts()
-        self._guesses: collections.deque[bool] = collections.deque(maxlen=GUESSES)
-        self._rest_rss_bytes = 0
+        self._guesses: collections.deque[tuple[Kind, bool]] = collections.deque(maxlen=GUESSES)
+        self.resting_size = allocator.RestingSize()
         self.running: object | None = None
         self.lock = threading.Lock()
         self.closed = False
@@ -142,15 +142,10 @@ class Loop:
     def expected(self) -> Kind | None:
         """The kind by whose plan to run the next step: the one that it is likely to be of or, where steps often are of
         others, one whose steps hold all that those hold. See NOTE [Leaving out] in `ebbtide.run.forks`."""
-        likely, guesses = self._likely_at(len(self.measured)), self._guesses
-        if likely is None or likely.script is None or guesses.count(False) < SURPRISES:
+        likely, surprises = self._likely_at(len(self.measured)), sum(not was_likely for _, was_likely in self._guesses)
+        if likely is None or likely.script is None or surprises < SURPRISES:
             return likely
-        covering = [
-            kind
-            for kind in self.kinds.values()
-            if kind.script is not None and kind.state != "verify" and self.library.covers(kind.script, likely.script, 0)
-        ]
-        return max(covering, key=lambda kind: len(kind.step.saved), default=likely)
+        return kind_to_begin_with(likely, self.kinds.values(), (kind for kind, _ in self._guesses), self.library)
 
     def _likely_at(self, number: int) -> Kind | None:
         """One that comes each so many steps, or what came after the last one before."""
@@ -160,7 +155,7 @@ class Loop:
     def met(self, kind: Kind) -> None:
         """The step that was measured last was of this kind."""
         if self.current is not None:
-            self._guesses.append(kind is self._likely_at(len(self.measured) - 1))
+            self._guesses.append((kind, kind is self._likely_at(len(self.measured) - 1)))
             self.current.followed_by(kind)
         self.current = kind
         number = len(self.measured) - 1
@@ -169,6 +164,15 @@ class Loop:
             self._due[number + gap] = kind
         if len(self.kinds) > MOST_KINDS:
             self._forget(min(self.kinds.values(), key=lambda known: known.last_met))
+
+    def met_by(self, kind: Kind, missing: Set[int], end: int | None, *, keeps_graphs: bool) -> int:
+        """The same, but that it was run by the plan of ``kind``. Returns the key of the kind that it was of, known or
+        not; arguments as for `step_key`."""
+        key = kind.key
+        if missing or end is not None or keeps_graphs != kind.keeps_graphs:
+            key = step_key(kind.step, missing, end, keeps_graphs=keeps_graphs)
+        self.met(self.kinds.get(key, kind))
+        return key
 
     def _forget(self, kind: Kind) -> None:
         del self.kinds[kind.key]
@@ -185,14 +189,11 @@ class Loop:
     def library(self) -> Library:
         """The scripts of all kinds."""
         known = [
-            Known(script, kind.state != "verify") for kind in self.kinds.values() if (script := kind.script) is not None
+            Known(script, kind.state != "verify", kind.keeps_graphs)
+            for kind in self.kinds.values()
+            if (script := kind.script) is not None
         ]
-        same = len(known) == len(self._library.known) and all(
-            one.script is two.script and one.verified == two.verified
-            for one, two in zip(known, self._library.known, strict=True)
-        )
-        if not same:
-            self._library = Library(known)
+        self._library = self._library.renewed(known)
         return self._library
 
     def close(self) -> None:
@@ -268,14 +269,6 @@ class Loop:
         """What steps of the latest kind take at most from one hook to the next; 0 before the first one."""
         return growth_bytes_of(self.current.step) if self.current is not None else 0
 
-    def rest(self) -> int:
-        """Resident bytes at rest. To be called as a step begins."""
-        # Giving the holes back makes the next step fault them in again: done while things settle, then rarely.
-        if len(self.measured) < _SETTLING_STEPS or len(self.measured) % _STEPS_BETWEEN_RESTS == 0:
-            allocator.trim()
-            self._rest_rss_bytes = rss_bytes()
-        return self._rest_rss_bytes
-
     def watch_links(self, kind: Kind, seconds: float) -> None:
         """A step of ``kind`` ran as planned: see whether the links still are what they were when they were measured."""
         is_timed = kind.pace.done or kind.knows_durations
@@ -291,10 +284,11 @@ class Loop:
                 if known.state == "planned":
                     known.plan_again(machine)
 
-    def learn(self, step: Step, *, captures_all: bool) -> None:
+    def learn(self, recorder: Recorder) -> None:
         """A step was observed: plan it, or take it as a second look at a known kind."""
+        step, captures_all = recorder.finish(), recorder.captures_all
         self.looks.took_one()
-        seen = Kind(step, verify=self.verify, captures_all=captures_all)
+        seen = Kind(step, verify=self.verify, captures_all=captures_all, keeps_graphs=recorder.keeps_graphs)
         roomy = next((known for known in self.kinds.values() if known.has_room_for(seen)), None)
         if roomy is not None:
             self.met(roomy)
@@ -362,7 +356,8 @@ class Loop:
         samples = latest_and_largest([step for known in like for step in known.observed])
         is_many = is_one_of_many or len(like) > MOST_SIZES or any(known.samples for known in like)
         for step in in_place_of(samples, limit_bytes, is_many):
-            one = Kind(step, samples, verify=self.verify, captures_all=kind.captures_all)
+            flags = {"captures_all": kind.captures_all, "keeps_graphs": kind.keeps_graphs}
+            one = Kind(step, samples, verify=self.verify, **flags)
             try:
                 one.make_plan(self.machine, limit_bytes)
             except BudgetError:

@@ -179,7 +179,7 @@ class Running:
         loop = self._loop
         if not loop.tunes:
             return None
-        rest = loop.rest()
+        rest = loop.resting_size.before(len(loop.measured))
         return allocator.Trimmer(rest, rest + int(above_rest_bytes * (1 + _RSS_SLACK)))
 
     def __exit__(
@@ -195,8 +195,7 @@ class Running:
                 self._take_down()
             late = self._recorder.interrupts.take() if self._recorder is not None else None
             if fault is not None or late is not None or self._is_child():
-                if fault is not None and is_out_of_memory(fault):
-                    short = self._run_short(fault)
+                short = self._run_short(fault) if fault is not None and is_out_of_memory(fault) else None
                 forget_failed_backward()
                 for tier in loop.tiers.values():
                     tier.drain()
@@ -280,7 +279,7 @@ class Running:
             if self._recorder.is_blind:
                 warnings.warn(_BLIND, stacklevel=3)
             if self._ground.follow(self._policy.seen_bytes):
-                loop.learn(self._recorder.finish(), captures_all=self._recorder.captures_all)
+                loop.learn(self._recorder)
             else:
                 loop.forget_all()
         elif left:
@@ -326,9 +325,8 @@ class Running:
         ran = self._kind_of(conductor)
         if ran is None:
             return  # it was planned for anew meanwhile
-        key = ran.key_without(conductor.missing) if conductor.missing else ran.key
-        loop.met(loop.kinds.get(key, ran))
-        if not (conductor.followed or conductor.left_some_out):
+        key = loop.met_by(ran, conductor.missing, conductor.ended_at, keeps_graphs=conductor.keeps_graphs)
+        if not (conductor.followed or conductor.is_part or conductor.went_over):
             return
         if key not in loop.kinds and conductor.truth is None:
             loop.met_part(ran, key, peak)
@@ -362,7 +360,7 @@ class Running:
         former = kind.audited_peak_bytes if kind.audits else None  # of a plan that is not followed any more
         kind.audited_peak_bytes = max(peak, former or 0)
         # One that left out some is of another kind: what it held is no reason to plan for less in steps of this one.
-        if kind.plan is not None and peak > kind.plan.limit_bytes and not conductor.missing:
+        if kind.plan is not None and peak > kind.plan.limit_bytes and not conductor.is_part:
             if kind.audited is not None:  # in the middle of somebody's training, which goes on
                 kind.has_passed(peak, loop.machine)
                 return

@@ -109,6 +109,7 @@ class SafePolicy:
         self._wrapper = storage_wrapper_count()
         self._held: dict[int, weakref.ref[Holding]] = {}
         self._cache: collections.OrderedDict[int, weakref.ref[Holding]] = collections.OrderedDict()
+        self._away: list[weakref.ref[Holding]] = []
         self._last_live_bytes = 0
         self._growth_bytes = growth_bytes
         self.is_over = False
@@ -124,15 +125,32 @@ class SafePolicy:
             live_bytes: at least so many bytes are alive now.
             growth_bytes: so many more are taken at most from one hook to the next, as far as the plan knows.
         """
+        held = list(held)
         here = [holding for holding in held if holding.tensor is not None and self._counts(holding.tensor)]
+        self._away = [weakref.ref(holding) for holding in held if holding.tensor is None]
         for holding in here:
-            self._held[holding.identity] = reference = weakref.ref(holding)
-            if holding.size_bytes >= LEAST_MOVED_BYTES:
-                self._cache[id(holding)] = reference
+            self._note_here(holding)
         self._other_bytes = max(self._other_bytes, live_bytes - sum(holding.size_bytes for holding in here))
         self._growth_bytes = max(self._growth_bytes, growth_bytes)
         self._last_live_bytes = self._live_bytes()
         self._make_room()
+
+    def _note_here(self, holding: Holding) -> None:
+        """It is in the memory that the limit is for, and may leave: as the last, if it was here already."""
+        self._held[holding.identity] = reference = weakref.ref(holding)
+        self._cache.pop(id(holding), None)
+        if holding.size_bytes >= LEAST_MOVED_BYTES:
+            self._cache[id(holding)] = reference
+
+    def _note_returned(self) -> None:
+        """What is asked for is made from others, which come back with it."""
+        away, self._away = self._away, []
+        for reference in away:
+            holding = reference()
+            if holding is not None and holding.tensor is None:
+                self._away.append(reference)
+            elif holding is not None and holding.tensor is not None and self._counts(holding.tensor):
+                self._note_here(holding)
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -157,7 +175,9 @@ class SafePolicy:
         """The unpack hook."""
         recorder = self.recorder
         with self._lock, ordinary():
-            if recorder is None or not recorder.ledger.open:
+            if recorder is None:
+                return self._show(handle)
+            if not recorder.ledger.open:
                 return handle.show()
             recorder.hidden = True
             try:
@@ -213,18 +233,20 @@ class SafePolicy:
         return self._memory is None or self._memory.size_of(tensor.untyped_storage()) > 0
 
     def _show(self, handle: Handle) -> torch.Tensor:
-        if isinstance(handle, Outer) and isinstance(view := handle.view, _CachedView):
+        if isinstance(handle, Outer) and isinstance(view := handle.view, View):
             return handle.around(lambda: self._show(view))
-        if not isinstance(handle, _CachedView):
+        if not isinstance(handle, View):
             return handle.show()
         holding = handle.holding
         away = holding.tensor is None
         tensor = handle.show()
-        if away and holding.recorder is not None:
+        if away and isinstance(holding, _CachedHolding) and holding.recorder is not None:
             holding.recorder.storages.restored(holding.record, tensor.untyped_storage())
             holding.recorder.storages.held(holding.record, 1)
-        if self._cache.pop(id(holding), None) is not None or away:  # another backward pass may ask for it again
-            self._cache[id(holding)] = self._held[holding.identity] = weakref.ref(holding)
+        if away and self._away:
+            self._note_returned()
+        if self._counts(tensor):  # another backward pass may ask for it
+            self._note_here(holding)
         # Autograd may work with the very tensor that it is given: with one of its own, it is seen for how long.
         own = tensor.detach() if tensor is holding.tensor else tensor
         self._make_room()

@@ -19,6 +19,7 @@ from ebbtide.errors import PlanError
 from ebbtide.plan.problem import replayable_from
 from ebbtide.run.calls import KnownOp
 from ebbtide.run.footprint import Footprint, footprint_of
+from ebbtide.run.keys import signature
 from ebbtide.run.stretches import next_saves, one_stretch, shows_nodes_that_ask, stretches
 from ebbtide.step import EXTERNAL, Absence, Event, Saved, Step
 
@@ -208,11 +209,6 @@ def write_script(step: Step, plan: Plan, memory: Sequence[int], *, captures_all:
         ),
         numbers=tuple(itertools.accumulate((e.kind == "pack" for e in step.events), initial=0)),
     )
-
-
-def signature(saved: Saved) -> tuple[str, tuple[int, ...]]:
-    """What tells one saved tensor from another at the time it is saved."""
-    return (saved.dtype, saved.shape)
 
 
 def _prefixes(saved: Sequence[Saved]) -> tuple[int, ...]:

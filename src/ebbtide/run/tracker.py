@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import torch
 
-from ebbtide.observe.passes import in_pass
+from ebbtide.observe.passes import in_pass, keeps_graph
 from ebbtide.run.capture import CaptureMode
 from ebbtide.run.covering import next_like
 from ebbtide.run.forks import Known, Library, catch_up, is_like, is_smaller, remade_alike, renumbered
@@ -52,6 +52,7 @@ class Tracker(Keeper):
         left: why the plan was left, or an empty string.
         differs: why nothing more was captured, though the plan was not left, or an empty string.
         missing: numbers of the saved tensors that the script expects and that this step leaves out.
+        keeps_graphs: whether a backward pass so far keeps the graph that it goes through.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Tracker(Keeper):
         self.script = script
         self.left = self.differs = ""
         self.missing: set[int] = set()
+        self.keeps_graphs = False
         self._library = library
         self._safe = safe
         self._new_truth = new_truth
@@ -100,6 +102,24 @@ class Tracker(Keeper):
         passed_by = self.missing | self._shown_early
         rest = self.script.expected[self._event :]
         return bool(self.missing) and not self.left and all(~event in passed_by for event in rest)
+
+    @property
+    def ended_at(self) -> int | None:
+        """The event before which the step ended, if it did what the script expects until something was asked for, and
+        nothing of the rest, as one with fewer backward passes does; otherwise None."""
+        event, expected = self._event, self.script.expected
+        is_early = 0 < event < len(expected) and expected[event - 1] < 0
+        return event if is_early and not self.missing and not self.left else None
+
+    @property
+    def went_over(self) -> bool:
+        """Whether the step has done all that the script expects, which it took up on its way."""
+        return not (self._whole or self.left or self.missing) and self._event == len(self.script.expected)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the step did a part of what the script expects, and nothing else."""
+        return self.left_some_out or self.ended_at is not None
 
     def rewritten(self) -> set[int]:
         """External values that captured calls have read, and that were written in place since."""
@@ -229,19 +249,39 @@ class Tracker(Keeper):
         """Follow ``script`` from here on."""
         self.script = script
 
+    def _look_at_pass(self, number: int) -> None:
+        """A backward pass begins, and asks for ``number`` first: whether it keeps its graph tells kinds apart that are
+        the same until then, and by plans for a graph that is let go of all that is shown would stay."""
+        script, event, library = self.script, self._event, self._library
+        keeps = keeps_graph()
+        self.keeps_graphs |= keeps
+        if keeps == library.asks_again(script, event) or not (self._exact and self._is_asked_for(number)):
+            return
+        other = library.keeping(script, event, number, keeps=keeps)
+        if other is not None:
+            is_room = not keeps and library.covers(script, other.script, event)
+            is_other = not keeps or not library.keeps_graphs(script)
+            if is_other and not is_room:
+                self._goes_over_to(other)
+        elif keeps and not library.keeps_graphs(script):
+            self.leave("a backward pass keeps its graph, as none did in steps of this kind so far")
+
     def _goes_over(self, number: int, tensor: torch.Tensor | None = None) -> bool:
         """Take up the script that this step agrees with, if there is one."""
-        former, count = self.script, self.script.numbers[self._event]
         other = self._match(number, tensor) if self._exact and number >= 0 else None
         if other is None and self._exact and tensor is not None:
-            other = self._library.larger(former, self._event, tensor)
+            other = self._library.larger(self.script, self._event, tensor)
             if other is not None:
                 self._note_smaller(other.script.saves[number])
+        return other is not None and self._goes_over_to(other)
+
+    def _goes_over_to(self, other: Known) -> bool:
+        """Take up another script, unless it shows one value where the former one has two."""
+        former, script, count = self.script, other.script, self.script.numbers[self._event]
         held = {value: holding for value in self._held if (holding := self._holding(value)) is not None}
-        names = renumbered(former, other.script, count, held) if other is not None else None
-        if other is None or names is None:
+        names = renumbered(former, script, count, held)
+        if names is None:
             return False
-        script = other.script
         self._whole = self._whole and not self._event
         held = {names[value]: holding for value, holding in held.items()}
         self._held = {value: weakref.ref(holding) for value, holding in held.items()}

@@ -1,0 +1,38 @@
+"""By which plan to begin a step where kinds come in no order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+from ebbtide.run.covering import Room
+from ebbtide.run.forks import Library
+from ebbtide.run.kinds import Kind
+
+
+def kind_to_begin_with(likely: Kind, kinds: Iterable[Kind], latest: Iterable[Kind], library: Library) -> Kind:
+    """The kind by whose plan to begin a step that is ``likely`` of one kind and may well be of another.
+
+    Of those whose plans can run steps of the likely one, the largest is taken: to go over to another plan is dear, to
+    leave out some is not. But what is held may differ before anything else does, as where one kind adds up gradients in
+    its first backward pass and another one in its second: so there has to be room for all that came of late.
+
+    Args:
+        likely: a kind that is planned for.
+        kinds: all that are known.
+        latest: the kinds of the latest steps.
+    """
+    assert likely.script is not None
+    planned = [kind for kind in kinds if kind.script is not None and kind.state != "verify"]
+    planned.sort(key=lambda kind: -len(kind.step.saved))
+    covering = [kind for kind in planned if kind.script is not None and library.covers(kind.script, likely.script, 0)]
+    scripts = {id(kind.script): kind.script for kind in (likely, *latest) if kind.script is not None}
+
+    def rooms(kind: Kind) -> Iterator[Room]:
+        assert kind.script is not None
+        return (library.room_to_begin(kind.script, each) for each in scripts.values() if each is not kind.script)
+
+    candidates = list(dict.fromkeys((*covering, likely, *planned)))
+    surely = (kind for kind in candidates if all(room.sure_bytes >= 0 for room in rooms(kind)))
+    probably = (kind for kind in candidates if all(room.likely_bytes >= 0 for room in rooms(kind)))
+    return next(itertools.chain(surely, probably, covering), likely)
