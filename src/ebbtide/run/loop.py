@@ -102,6 +102,7 @@ class Loop:
         self._due: dict[int, Kind] = {}
         self._parts = Parts()
         self._guesses: collections.deque[tuple[Kind, bool]] = collections.deque(maxlen=GUESSES)
+        self._beginning: tuple[tuple[int, Kind, Library], Kind] | None = None
         self.resting_size = allocator.RestingSize()
         self.running: object | None = None
         self.lock = threading.Lock()
@@ -145,7 +146,11 @@ class Loop:
         likely, surprises = self._likely_at(len(self.measured)), sum(not was_likely for _, was_likely in self._guesses)
         if likely is None or likely.script is None or surprises < SURPRISES:
             return likely
-        return kind_to_begin_with(likely, self.kinds.values(), (kind for kind, _ in self._guesses), self.library)
+        known = len(self.measured), likely, self.library
+        if self._beginning is None or self._beginning[0] != known:
+            latest = (kind for kind, _ in self._guesses)
+            self._beginning = known, kind_to_begin_with(likely, self.kinds.values(), latest, known[-1])
+        return self._beginning[1]
 
     def _likely_at(self, number: int) -> Kind | None:
         """One that comes each so many steps, or what came after the last one before."""
