@@ -62,6 +62,7 @@ def states(memory: ebbtide.Budget) -> list[str]:
     return [kind.state for kind in memory._loop.kinds.values()]
 
 
+@pytest.mark.usefixtures("plans_stay")
 @pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["fast disk", "slow disk"])
 def test_steps_that_save_the_same_and_ask_for_it_otherwise_are_kinds(machine: Machine, tmp_path: Path) -> None:
     """Taken for steps of the larger kind that ended, those with a pass less were run by its plan for good. Where that
