@@ -47,21 +47,27 @@ NO_ROOM, LIKELY_ROOM = Room(-2, -1), Room(-1, 0)
 
 
 @pytest.mark.parametrize(
-    ("rooms", "expected"),
+    ("rooms", "expected", "in_order"),
     [
-        ({}, "large"),
-        ({("large", "other"): NO_ROOM}, "small"),
-        ({("large", "other"): LIKELY_ROOM}, "small"),
-        ({("large", "other"): LIKELY_ROOM, ("small", "other"): NO_ROOM, ("other", "small"): NO_ROOM}, "large"),
-        ({("large", "other"): NO_ROOM, ("small", "other"): NO_ROOM}, "other"),
-        ({("large", "other"): NO_ROOM, ("small", "other"): NO_ROOM, ("other", "small"): NO_ROOM}, "large"),
+        ({}, "large", False),
+        ({("large", "other"): NO_ROOM}, "small", False),
+        ({("large", "other"): LIKELY_ROOM}, "small", False),
+        ({("large", "other"): LIKELY_ROOM, ("small", "other"): NO_ROOM, ("other", "small"): NO_ROOM}, "large", False),
+        ({("large", "other"): NO_ROOM, ("small", "other"): NO_ROOM}, "other", False),
+        ({("large", "other"): NO_ROOM, ("small", "other"): NO_ROOM, ("other", "small"): NO_ROOM}, "large", False),
+        ({}, "small", True),
+        ({("small", "other"): NO_ROOM}, "large", True),
+        ({("small", "other"): NO_ROOM, ("large", "other"): NO_ROOM}, "other", True),
+        ({("small", "other"): NO_ROOM, ("large", "other"): NO_ROOM, ("other", "small"): NO_ROOM}, "small", True),
     ],
 )
-def test_the_largest_is_begun_with_that_has_room_for_all(rooms: dict[tuple[Name, Name], Room], expected: Name) -> None:
+def test_the_largest_or_likely_one_is_begun_with_that_has_room_for_all(
+    rooms: dict[tuple[Name, Name], Room], expected: Name, in_order: bool
+) -> None:
     large, small, other, new = Known("large", 3), Known("small", 1), Known("other", 2), Known("new", 4, "verify")
     library: Any = Rooms(rooms)
     kinds: list[Any] = [other, new, small, large]
-    found: Any = kind_to_begin_with(kinds[2], kinds, [kinds[0], kinds[2], kinds[0]], library)
+    found: Any = kind_to_begin_with(kinds[2], kinds, [kinds[0], kinds[2], kinds[0]], library, in_order=in_order)
     assert found.script.name == expected
 
 

@@ -10,17 +10,21 @@ from ebbtide.run.forks import Library
 from ebbtide.run.kinds import Kind
 
 
-def kind_to_begin_with(likely: Kind, kinds: Iterable[Kind], latest: Iterable[Kind], library: Library) -> Kind:
-    """The kind by whose plan to begin a step that is ``likely`` of one kind and may well be of another.
+def kind_to_begin_with(
+    likely: Kind, kinds: Iterable[Kind], latest: Iterable[Kind], library: Library, *, in_order: bool
+) -> Kind:
+    """The kind by whose plan to begin a step that is ``likely`` of one kind and may be of another.
 
-    Of those whose plans can run steps of the likely one, the largest is taken: to go over to another plan is dear, to
-    leave out some is not. But what is held may differ before anything else does, as where one kind adds up gradients in
-    its first backward pass and another one in its second: so there has to be room for all that came of late.
+    What is held may differ before anything else does, as where one kind adds up gradients in its first backward pass
+    and another one in its second: so there has to be room for all that came of late. Where kinds come in no order, the
+    largest is taken of those whose plans can run steps of the likely one: to go over to another plan is dear, to leave
+    out some is not.
 
     Args:
         likely: a kind that is planned for.
         kinds: all that are known.
         latest: the kinds of the latest steps.
+        in_order: whether most steps are of the kind that is likely.
     """
     assert likely.script is not None
     planned = [kind for kind in kinds if kind.script is not None and kind.state != "verify"]
@@ -32,7 +36,7 @@ def kind_to_begin_with(likely: Kind, kinds: Iterable[Kind], latest: Iterable[Kin
         assert kind.script is not None
         return (library.room_to_begin(kind.script, each) for each in scripts.values() if each is not kind.script)
 
-    candidates = list(dict.fromkeys((*covering, likely, *planned)))
+    candidates = list(dict.fromkeys((likely, *planned) if in_order else (*covering, likely, *planned)))
     surely = (kind for kind in candidates if all(room.sure_bytes >= 0 for room in rooms(kind)))
     probably = (kind for kind in candidates if all(room.likely_bytes >= 0 for room in rooms(kind)))
-    return next(itertools.chain(surely, probably, covering), likely)
+    return next(surely if in_order else itertools.chain(surely, probably, covering), likely)

@@ -144,12 +144,13 @@ class Loop:
         """The kind by whose plan to run the next step: the one that it is likely to be of or, where steps often are of
         others, one whose steps hold all that those hold. See NOTE [Leaving out] in `ebbtide.run.forks`."""
         likely, surprises = self._likely_at(len(self.measured)), sum(not was_likely for _, was_likely in self._guesses)
-        if likely is None or likely.script is None or surprises < SURPRISES:
+        if likely is None or likely.script is None or not surprises:
             return likely
         known = len(self.measured), likely, self.library
         if self._beginning is None or self._beginning[0] != known:
-            latest = (kind for kind, _ in self._guesses)
-            self._beginning = known, kind_to_begin_with(likely, self.kinds.values(), latest, known[-1])
+            latest, in_order = (kind for kind, _ in self._guesses), surprises < SURPRISES
+            begun = kind_to_begin_with(likely, self.kinds.values(), latest, known[-1], in_order=in_order)
+            self._beginning = known, begun
         return self._beginning[1]
 
     def _likely_at(self, number: int) -> Kind | None:
