@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from torch import nn
 
 import ebbtide
+from ebbtide.machine import Machine
 from ebbtide.plan import plain_peak_bytes
+from ebbtide.run.kinds import Kind
 from ebbtide.run.looks import Looks
 from ebbtide.run.meter import PeakMeter
 from ebbtide.run.observing import observe_step
@@ -61,3 +64,33 @@ def test_only_the_first_step_of_all_may_pass_a_limit_in_bytes(share: float, tmp_
         assert [measured.state for measured in memory.measured].count("observe") == 3
         assert memory.limit_bytes is not None
         assert max(peaks[1:]) <= memory.limit_bytes
+
+
+def test_a_step_counts_though_its_kind_is_planned_for_anew_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it is known all the same what comes next, and when that came last."""
+    planned_anew = []
+
+    def watch(kind: Kind, machine: Machine, between: Sequence[float]) -> None:
+        assert kind.plan is not None
+        state = kind.state
+        kind.make_plan(machine, kind.plan.limit_bytes)
+        kind.state = state
+        planned_anew.append(kind)
+
+    monkeypatch.setattr(Kind, "watch", watch)
+    torch.manual_seed(0)
+    models = [nn.Sequential(*(layer for _ in range(n) for layer in (nn.Linear(64, 64), nn.Tanh()))) for n in (6, 8)]
+    data = torch.randn(1024, 64)
+    with ebbtide.Budget("60%", spill=tmp_path, machine=FAST_DISK) as memory:
+        for number in range(40):
+            expected = memory._loop.expected
+            with memory.step():
+                models[number % 2](data).square().mean().backward()
+            last_met = {kind.last_met for kind in memory._loop.kinds.values()}
+            assert number in last_met
+            if number > 20:
+                assert expected is not None
+                assert expected.last_met == number, "the kind that was expected is the one that came"
+        assert len(set(map(id, planned_anew))) == 2

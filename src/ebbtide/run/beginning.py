@@ -29,14 +29,18 @@ def kind_to_begin_with(
     assert likely.script is not None
     planned = [kind for kind in kinds if kind.script is not None and kind.state != "verify"]
     planned.sort(key=lambda kind: -len(kind.step.saved))
-    covering = [kind for kind in planned if kind.script is not None and library.covers(kind.script, likely.script, 0)]
     scripts = {id(kind.script): kind.script for kind in (likely, *latest) if kind.script is not None}
 
     def rooms(kind: Kind) -> Iterator[Room]:
         assert kind.script is not None
         return (library.room_to_begin(kind.script, each) for each in scripts.values() if each is not kind.script)
 
-    candidates = list(dict.fromkeys((likely, *planned) if in_order else (*covering, likely, *planned)))
-    surely = (kind for kind in candidates if all(room.sure_bytes >= 0 for room in rooms(kind)))
+    def surely(kinds: Iterable[Kind]) -> Iterator[Kind]:
+        return (kind for kind in kinds if all(room.sure_bytes >= 0 for room in rooms(kind)))
+
+    if in_order:
+        return next(surely(dict.fromkeys((likely, *planned))), likely)
+    covering = [kind for kind in planned if kind.script is not None and library.covers(kind.script, likely.script, 0)]
+    candidates = list(dict.fromkeys((*covering, likely, *planned)))
     probably = (kind for kind in candidates if all(room.likely_bytes >= 0 for room in rooms(kind)))
-    return next(surely if in_order else itertools.chain(surely, probably, covering), likely)
+    return next(itertools.chain(surely(candidates), probably, covering), likely)

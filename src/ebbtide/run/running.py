@@ -268,6 +268,7 @@ class Running:
 
     def _note(self, ended: Any) -> None:
         loop, kind, conductor = self._loop, self._kind, self._conductor
+        ran = self._kind_of(conductor) if conductor is not None else None
         left = self._light.left if self._light is not None else ""
         if conductor is not None:
             left = conductor.left or ("" if conductor.left_some_out else conductor.differs)
@@ -284,8 +285,8 @@ class Running:
                 loop.forget_all()
         elif left:
             loop.looks.again(len(loop.measured) - 1, ops_only=conductor is not None and not conductor.left)
-        elif kind is not None and conductor is not None:
-            self._advance(kind, conductor, peak)
+        elif kind is not None and conductor is not None and ran is not None:
+            self._advance(kind, ran, conductor, peak)
 
     def _time(self, ended: Any, measured: Measured) -> None:
         """Note what was measured, its time as soon as the device is done; and watch the pace of planned steps."""
@@ -319,13 +320,13 @@ class Running:
         elif conductor.script is kind.script and conductor.went_through:
             kind.has_held(held_now, self._loop.machine)
 
-    def _advance(self, kind: Kind, conductor: Conductor, peak: int | None) -> None:
-        """Move the kind of step along, if the step ran as planned from beginning to end, but for what it left out."""
+    def _advance(self, kind: Kind, ran: Kind, conductor: Conductor, peak: int | None) -> None:
+        """Move the kind of step that ``ran`` along, if it ran as planned from beginning to end, but for what it left
+        out; it may not be the expected ``kind``."""
         loop = self._loop
-        ran = self._kind_of(conductor)
-        if ran is None:
-            return  # it was planned for anew meanwhile
         key = loop.met_by(ran, conductor.missing, conductor.ended_at, keeps_graphs=conductor.keeps_graphs)
+        if ran.script is not conductor.script:
+            return  # it was planned for anew meanwhile
         if not (conductor.followed or conductor.is_part or conductor.went_over):
             return
         if key not in loop.kinds and conductor.truth is None:
