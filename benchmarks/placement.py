@@ -88,7 +88,7 @@ def _turn(step: Callable[[], None], memory: ebbtide.Budget, variant: str) -> flo
     active: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     if variant != "plain":
         active = memory.step
-        kind = memory._loop.current
+        kind = memory._loop.kinds.current
         assert kind is not None
         with _as_placed() if variant == "place" else contextlib.nullcontext():
             kind.places.forget()

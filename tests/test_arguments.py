@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
@@ -15,8 +17,19 @@ import torch
 
 import ebbtide
 from ebbtide import sequence
-from ebbtide.errors import ArgumentError, PlanError, SequenceError
-from ebbtide.plan import plain_peak_bytes, solve
+from ebbtide.errors import (
+    ArgumentError,
+    BudgetError,
+    EbbtideError,
+    OutOfMemoryError,
+    PlanError,
+    SequenceError,
+    StepError,
+)
+from ebbtide.observe.fake import observe_fake
+from ebbtide.plan import least_peak_bytes, lower_bound, plain_peak_bytes, simulate, solve
+from ebbtide.plan.batch import largest_batch
+from ebbtide.plan.frontier import frontier
 from ebbtide.run.calibrate import calibrate, machine_for
 from tests.plan.random_steps import disk_machine, network_step
 
@@ -29,13 +42,15 @@ NO_SIZES: tuple[Any, ...] = (
     0,
     math.nan,
     2.5,
+    "1.5",
+    "0.5 B",
     b"1",
     [],
     np.int64(-1),
     torch.tensor(2.5),
     torch.ones(2),
 )
-NO_PATHS: tuple[Any, ...] = (3, True, 2.5, b"/tmp", {}, torch.tensor(1), [None], ["/tmp", 3], object)
+NO_PATHS: tuple[Any, ...] = ("", [""], 3, True, 2.5, b"/tmp", {}, torch.tensor(1), [None], ["/tmp", 3], object)
 
 weight = torch.eye(4, requires_grad=True)
 
@@ -173,3 +188,57 @@ def test_a_search_has_a_time_and_a_seed() -> None:
             solve(step, machine, limit_bytes, seed=seed)  # type: ignore[arg-type]
     made = solve(step, machine, limit_bytes, seconds=0)
     assert type(made.limit_bytes) is int
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        BudgetError("too little", limit_bytes=1, reachable_bytes=2, tick=3, op="aten.mm.default", module="layer"),
+        OutOfMemoryError("no more", planned_bytes=1, asked_bytes=None, fits_bytes=3),
+        ArgumentError("limit: no size"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_go_from_one_process_to_another(error: EbbtideError) -> None:
+    for other in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(other) is type(error)
+        assert (str(other), vars(other)) == (str(error), vars(error))
+
+
+def test_what_is_of_another_type() -> None:
+    step, machine = network_step(3), disk_machine()
+    plan = solve(step, machine, plain_peak_bytes(step), seconds=0)
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("machine", lambda: solve(step, "h200", 10**9)),  # type: ignore[arg-type]
+        ("step", lambda: solve("step.json", machine, 10**9)),  # type: ignore[arg-type]
+        ("machine", lambda: least_peak_bytes(step, "h200")),  # type: ignore[arg-type]
+        ("decisions", lambda: simulate(step, machine, plan)),  # type: ignore[arg-type]
+        ("limit_bytes", lambda: lower_bound(step, machine, "6GiB")),  # type: ignore[arg-type]
+        ("limit_bytes", lambda: largest_batch(network_step, machine, "60GiB")),  # type: ignore[arg-type]
+        ("overhead", lambda: largest_batch(network_step, machine, 10**9, overhead="5%")),  # type: ignore[arg-type]
+        ("between", lambda: largest_batch(network_step, machine, 10**9, between=(8,))),  # type: ignore[arg-type]
+        ("points", lambda: frontier(step, machine, points=2.5)),  # type: ignore[arg-type]
+        ("policies", lambda: frontier(step, machine, policies=["capuchin"])),  # type: ignore[arg-type]
+        ("machine", lambda: observe_fake(lambda: print, "h200")),  # type: ignore[arg-type]
+        ("machine", lambda: sequence.slow_memories("/scratch")),  # type: ignore[arg-type]
+        ("cell", lambda: ebbtide.scan(None, torch.zeros(4), torch.zeros(5, 4), memory=4096)),  # type: ignore[arg-type]
+        ("run", lambda: ebbtide.observe_step("train.py")),  # type: ignore[arg-type]
+        ("device", lambda: ebbtide.observe_step(lambda: None, "graphics")),
+        ("truncate", lambda: scan(memory=4096, truncate=True)),
+    ]
+    for name, call in calls:
+        with pytest.raises(EbbtideError, match=name):
+            call()
+
+
+def test_a_device_by_its_name() -> None:
+    step = ebbtide.observe_step(lambda: (weight * weight).sum().backward(), "cpu")
+    assert step.device == "cpu"
+
+
+def test_a_meter_counts_over_one_block() -> None:
+    meter = ebbtide.PeakMeter()
+    with meter:
+        torch.ones(1 << 14)
+    with pytest.raises(StepError, match="make another one"), meter:
+        pass

@@ -74,3 +74,18 @@ def test_a_file_that_is_open_is_gone_on_with(tmp_path: Path) -> None:
 def test_a_descriptor_that_is_not_open() -> None:
     with pytest.raises(OSError, match="/dev/fd/999999"):
         write_whole("/dev/fd/999999", b"some")
+
+
+@pytest.mark.parametrize("code", [errno.EBUSY, errno.EPERM])
+def test_a_file_that_nothing_can_take_the_place_of(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that something is mounted on, in a container say, is written to itself."""
+    file = tmp_path / "plan.json"
+    file.write_bytes(b"first, and longer")
+
+    def replace(path: Path, target: Path) -> None:
+        raise OSError(code, os.strerror(code), str(path), None, str(target))
+
+    monkeypatch.setattr(Path, "replace", replace)
+    write_whole(file, b"second")
+    assert file.read_bytes() == b"second"
+    assert os.listdir(tmp_path) == ["plan.json"]

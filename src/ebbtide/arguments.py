@@ -68,7 +68,7 @@ def as_directories(name: str, value: Any) -> tuple[Path, ...]:
     """A path, several or none; absolute, as files may be made when the working directory is another one."""
     if value is None or _is_path(value):
         return () if value is None else (Path(value).absolute(),)
-    if not isinstance(value, Sequence) or isinstance(value, bytes) or not all(map(_is_path, value)):
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not all(map(_is_path, value)):
         raise ArgumentError(f"{name}={value!r}: it must be the path of a directory, a str or a Path, or a list of such")
     return tuple(Path(part).absolute() for part in value)
 
@@ -80,4 +80,5 @@ def check_instance(name: str, value: Any, kind: type) -> None:
 
 
 def _is_path(value: Any) -> bool:
-    return isinstance(value, str | os.PathLike) and isinstance(os.fspath(value), str)
+    # An empty one, as of a variable that is not set, would be the working directory.
+    return isinstance(value, str | os.PathLike) and isinstance(path := os.fspath(value), str) and path != ""

@@ -34,8 +34,10 @@ from ebbtide.options import (
     Spill,
     check_apart,
     limit_bytes_of,
+    machine_file_of,
     machine_of,
     pair_of,
+    script_of,
     share_of,
     spill_or_default,
     with_whole_lines,
@@ -149,7 +151,7 @@ def observe(
     With --fake the model may be larger than any memory at hand, and durations are estimates:
     `ebbtide observe gpt.py --fake --machine h200 -o step.json.gz`. The file is then imported under fake tensors too.
     """
-    check_apart([output], what, machine_name)
+    check_apart([output], script_of(what), machine_file_of(machine_name))
     if fake != (machine_name is not None):
         raise typer.BadParameter("--fake and --machine go together: the machine says how long ops take")
     with _errors().status("observing"):
@@ -198,7 +200,7 @@ def plan(
     from ebbtide.report.sentences import foreign_times, verdict
     from ebbtide.report.summary import summarise
 
-    check_apart([output], step_path, model, machine_name)
+    check_apart([output], step_path, script_of(model), machine_file_of(machine_name))
     if (step_path is None) == (model is None):
         raise typer.BadParameter("name a step file or a --model, one of the two")
     if model is not None and machine_name is None:
@@ -248,7 +250,7 @@ def batch(
     from ebbtide.plan.batch import largest_batch
     from ebbtide.report.sentences import batch_lines
 
-    check_apart([output], what, machine_name)
+    check_apart([output], script_of(what), machine_file_of(machine_name))
     machine = load_machine(machine_name)
     limit_bytes = limit_bytes_of(budget, None, machine)
     with _errors().status("observing") as status:
@@ -316,7 +318,7 @@ def frontier(
     from ebbtide.report.frontier import WRITERS, check_drawable, frontier_tables
     from ebbtide.report.sentences import foreign_times
 
-    check_apart(output, step_path, machine_name)
+    check_apart(output, step_path, machine_file_of(machine_name))
     for path in output:
         if path.suffix not in WRITERS:
             raise typer.BadParameter(f"{path}: its name must end in {', '.join(WRITERS)}", param_hint="-o")

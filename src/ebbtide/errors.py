@@ -6,9 +6,19 @@ the numbers, and what to do about it.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class EbbtideError(Exception):
-    """Base class of all errors raised by ebbtide."""
+    """Base class of all errors raised by ebbtide. They go from one process to another."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What they are made with besides their message is in their attributes.
+        return _made_again, (type(self), self.args), vars(self)
+
+
+def _made_again(kind: type[EbbtideError], args: tuple[Any, ...]) -> EbbtideError:
+    return kind.__new__(kind, *args)
 
 
 class ArgumentError(EbbtideError, ValueError):

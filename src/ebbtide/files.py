@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
@@ -61,7 +62,13 @@ def _replace(target: Path, data: bytes) -> None:
             if target.exists():
                 os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
             file.write(data)
-        beside.replace(target)
+        try:
+            beside.replace(target)
+        except OSError as fault:
+            if fault.errno not in (errno.EBUSY, errno.EPERM):
+                raise
+            target.write_bytes(data)  # where something is mounted, or others' files are protected, none is replaced
+            beside.unlink()
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             beside.unlink()

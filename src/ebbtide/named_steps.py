@@ -17,6 +17,8 @@ from ebbtide.step import Step
 
 STEP_FUNCTION = "one_step"
 """Function of a file that runs a step, if the user names no other."""
+_TOO_LARGE = (RuntimeError, MemoryError, ValueError, OverflowError)
+"""What PyTorch and NumPy raise where a batch is too large for the memory, or for any."""
 
 
 def runner(what: str, batch_size: int | None = None) -> tuple[Callable[[], Any], Callable[[], Any]]:
@@ -33,12 +35,12 @@ def runner(what: str, batch_size: int | None = None) -> tuple[Callable[[], Any],
         return _function(what), _nothing
     from ebbtide.demo.workloads import make_workload
 
-    with _named_errors(what, RuntimeError, MemoryError):
+    with _named_errors(what, *_TOO_LARGE):
         workload = make_workload(what, batch_size=batch_size)
         batch = workload.batch(0)
 
     def run() -> None:
-        with _named_errors(what, RuntimeError, MemoryError):
+        with _named_errors(what, *_TOO_LARGE):
             workload.step(batch)
 
     return run, workload.model.zero_grad

@@ -16,7 +16,7 @@ import typer
 
 from ebbtide.machine import Machine
 from ebbtide.machines import load_machine, machine_names
-from ebbtide.named_steps import STEP_FUNCTION
+from ebbtide.named_steps import STEP_FUNCTION, is_file
 from ebbtide.step import Step
 from ebbtide.units import parse_budget, parse_bytes
 
@@ -62,6 +62,16 @@ def writable(value: Any) -> Any:
         if not os.access(path if path.exists() else folder, os.W_OK):
             raise typer.BadParameter(f"{path} cannot be written: permission denied")
     return value
+
+
+def script_of(what: str | None) -> str | None:
+    """The script that is read for ``what``; None for a demo model."""
+    return what if what is not None and is_file(what) else None
+
+
+def machine_file_of(name: str | None) -> str | None:
+    """The file that is read for a machine; None for one that ebbtide comes with."""
+    return None if name is None or name.lower() in machine_names() else name
 
 
 def check_apart(outputs: Iterable[Path | None], *inputs: str | Path | None) -> None:

@@ -36,6 +36,8 @@ def parse_bytes(size: int | str) -> int:
         match = _SIZE.fullmatch(size)
         if match is None or match[2].lower() not in _UNITS:
             raise ValueError(f'cannot read {size!r} as a size; write bytes, "512MiB", "6GiB" or "1.5GB"')
+        if "." in match[1] and match[2].lower() in ("", "b"):
+            raise ValueError(f'cannot read {size!r} as whole bytes; write a unit, as in "1.5GB"')
         number = float(match[1]) * _UNITS[match[2].lower()]
         count = int(number) if number < math.inf else 0
     elif not isinstance(size, bool):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from ebbtide.bundle import Bundle
@@ -170,3 +171,24 @@ def test_a_function_that_takes_no_batch(script: Path, failure: Failure) -> None:
     said = failure("batch", script, "--machine", "k40c")
     assert "takes 0 positional arguments but 1 was given" in said
     assert len(said.splitlines()) == 1
+
+
+def test_an_output_may_be_called_as_a_machine(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or as a demo model, which are no files that are read; the second time, too."""
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        run("observe", script, "--fake", "--machine", "h100", "-o", "h100")
+        assert Step.load("h100").ops
+
+
+def test_cuda_autocast_is_refused_with_advice(tmp_path: Path, failure: Failure) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("CUDA autocast works here")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\nmodel = torch.nn.Linear(8, 8)\ndef one_step():\n"
+        "    with torch.autocast('cuda', dtype=torch.bfloat16):\n        loss = model(torch.ones(4, 8)).sum()\n"
+        "    loss.backward()\n"
+    )
+    said = failure("observe", script, "--fake", "--machine", "h100", "-o", tmp_path / "step.json")
+    assert "convert the model and its inputs to bfloat16" in said

@@ -189,7 +189,7 @@ def test_what_came_back_is_no_other_tensor(tmp_path: Path) -> None:
         disk = memory.tiers["disk"]
         assert isinstance(disk, DiskTier)
         assert disk.written_bytes > 0
-        kind = memory._loop.current
+        kind = memory._loop.kinds.current
         assert kind is not None
         assert len(kind.step.absences) == free > 8
 

@@ -19,6 +19,7 @@ from ebbtide.plan import simulate
 from ebbtide.report import timeline_data, write_timeline
 from ebbtide.report.timeline import decision_words
 from ebbtide.step import Step
+from ebbtide.units import format_seconds
 
 HOSTILE = "</script><img src=x onerror=alert(1)>&amp;'\"<!--"
 VOID = {"meta", "link", "br", "img", "input", "hr"}
@@ -130,12 +131,16 @@ def test_bytes_are_free_between_gone_and_back(step: Step, data: dict[str, Any]) 
 
 def test_decisions_in_words(step: Step) -> None:
     absence = step.absences[0]
-    assert decision_words(step, absence, Keep()) == "stays"
-    assert decision_words(step, absence, Offload("disk", 3, 5, 90)) == "disk: out at op 3, free at 5, back at 90"
+    assert decision_words(step, absence, Keep(), 0.0) == "stays"
+    assert decision_words(step, absence, Offload("disk", 3, 5, 90), 0.0) == "disk: out at op 3, free at 5, back at 90"
     final = dataclasses.replace(absence, closes=step.moments)
-    assert decision_words(step, final, Offload("disk", 3, 5, 99)) == "disk: out at op 3, free at 5, not asked for again"
-    again = decision_words(step, absence, Recompute((0, 1)))
-    assert again.startswith("computed again by convolution, native_batch_norm in ")
+    words = decision_words(step, final, Offload("disk", 3, 5, 99), 0.0)
+    assert words == "disk: out at op 3, free at 5, not asked for again"
+    seconds = step.ops[0].duration_seconds + step.ops[1].duration_seconds
+    for more_seconds in (0.0, 0.25):
+        again = decision_words(step, absence, Recompute((0, 1)), more_seconds)
+        taken = format_seconds(seconds + 2 * more_seconds)
+        assert again == f"computed again by convolution, native_batch_norm in {taken}"
 
 
 def test_page_loads_nothing(step: Step, on: Machine, plan: Plan, tmp_path: Path) -> None:

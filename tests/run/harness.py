@@ -238,7 +238,7 @@ def _run_within(
             states.append(memory.state)
             compare(record, program.run(index, guard), f"step {index} ({states[-1]}), limit {limit}")
         assert memory.limit_bytes is not None
-        kind = memory._loop.current
+        kind = memory._loop.kinds.current
         plans = [each.plan for each in memory._loop.kinds.values() if each.plan is not None]
         return Trial(memory.limit_bytes, states, memory.plan, plans, kind.banned if kind is not None else frozenset())
 

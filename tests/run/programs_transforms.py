@@ -31,6 +31,24 @@ class Transformed(Chain):
 
 
 @program
+class Batched(Chain):
+    """Gradients in batches, by the older `vmap` that PyTorch has for them, through nodes that ask for modes."""
+
+    def forward(self, index: int) -> Tensor:
+        h = self.model[:4](self.data(index, 256, 64)).sigmoid() + 0.5
+        bias = self.model[2].bias
+        (rows,) = torch.autograd.grad(h[:4].prod(1), bias, torch.eye(4), is_grads_batched=True, retain_graph=True)
+        few = bias.detach()[:16]
+
+        def products(bias: Tensor) -> Tensor:
+            return torch.stack([(bias * k).exp().prod(0) for k in (0.01, 0.02, 0.03)])
+
+        jacobian = torch.autograd.functional.jacobian(products, few, vectorize=True)
+        self.kept = {"rows": rows, "jacobian": jacobian}
+        return self.model[4:](h)
+
+
+@program
 class Ensemble(Program):
     """Four models in one, by `vmap`: autograd saves below it, in the middle of its ops."""
 

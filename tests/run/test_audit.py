@@ -236,8 +236,9 @@ def test_what_ops_take_inside_themselves_is_not_warned_of(tmp_path: Path) -> Non
         limit_bytes = loop.memory.limit_bytes
         assert limit_bytes is not None
         assert max(loop.peaks) <= limit_bytes
-        assert loop.memory._loop.current is not None
-        assert loop.memory._loop.current.recounts._due >= 0, "that it may have been more was noticed"
+        kind = loop.memory._loop.kinds.current
+        assert kind is not None
+        assert kind.recounts._due >= 0, "that it may have been more was noticed"
 
 
 class Accumulating:

@@ -121,3 +121,11 @@ def test_a_group_that_says_too_little_counts_for_nothing(system: System, damage:
 
 def test_this_system() -> None:
     assert 0 < available_bytes() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_names_that_are_no_text(system: System) -> None:
+    """Of a mount point, say, as the kernel writes its bytes."""
+    before = system.gib()
+    mounts = system.proc / "self" / "mountinfo"
+    mounts.write_bytes(b"36 22 8:17 / /mnt/f\xfcr rw shared:9 - vfat /dev/sdb1 rw\n" + mounts.read_bytes())
+    assert system.gib() == before

@@ -243,7 +243,7 @@ def test_where_kinds_come_in_no_order_the_largest_is_begun_with(
         assert library.covers(roomy, few, len(few.saves))
 
         monkeypatch.setattr("ebbtide.run.forks.can_run", lambda one, other, _: len(one.saves) > len(other.saves))
-        memory._loop._library = library  # what it has worked out is known no more
+        memory._loop.kinds._library = library  # what it has worked out is known no more
         for blocks, looks in [dice.choice(kinds) for _ in range(12)]:
             assert memory._loop.expected is max(memory._loop.kinds.values(), key=lambda kind: len(kind.step.saved))
             with memory.step():
@@ -356,7 +356,7 @@ def test_a_step_that_leaves_some_out_is_known_by_what_is_left() -> None:
 
 
 def test_the_kind_that_came_longest_ago_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbtide.run.loop.MOST_KINDS", 2)
+    monkeypatch.setattr("ebbtide.run.known.MOST_KINDS", 2)
     limit_bytes = int(0.8 * plain_peak(EVERY))
     found = run(mixed([(EVERY, 0), (EVERY[:-1], 0), (EVERY[:-3], 0)]), limit_bytes, FAST_DISK, tmp_path)
     assert_within(found, limit_bytes, steps=10)

@@ -88,9 +88,9 @@ def test_a_step_counts_though_its_kind_is_planned_for_anew_at_its_end(
             expected = memory._loop.expected
             with memory.step():
                 models[number % 2](data).square().mean().backward()
-            last_met = {kind.last_met for kind in memory._loop.kinds.values()}
-            assert number in last_met
+            latest = {kind.comings.latest for kind in memory._loop.kinds.values()}
+            assert number in latest
             if number > 20:
                 assert expected is not None
-                assert expected.last_met == number, "the kind that was expected is the one that came"
+                assert expected.comings.latest == number, "the kind that was expected is the one that came"
         assert len(set(map(id, planned_anew))) == 2

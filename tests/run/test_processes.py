@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 import ebbtide
 from ebbtide.errors import EbbtideError
 from ebbtide.run.native import arena_library
+from ebbtide.run.resident import rss_bytes
 from tests.conftest import hooks_left, modes_left
 from tests.run.faults import Steps, assert_clean
 from tests.run.harness import STEPS, Guard, Record, compare
@@ -173,3 +175,16 @@ def test_what_a_child_of_a_step_does_is_not_written_down(memory: ebbtide.Budget)
         states.append(memory.state)
         program.look(program.at, memory.step)
     assert {"observe", "verify", "audit", *(["rehearse"] if arena is not None else []), "planned"} <= set(states)
+
+
+def test_a_child_that_has_closed_all_files(tmp_path: Path) -> None:
+    """Those that it opens then are its own, whatever their numbers."""
+    assert rss_bytes() > 0
+    process = os.fork()
+    if process == 0:
+        os.closerange(3, 256)
+        own = {os.open(tmp_path / "log", os.O_CREAT | os.O_WRONLY) for _ in range(60)}
+        size = rss_bytes()
+        os._exit(0 if size > 0 and all(os.readlink(f"/proc/self/fd/{one}").endswith("/log") for one in own) else 1)
+    _, status = os.waitpid(process, 0)
+    assert os.waitstatus_to_exitcode(status) == 0

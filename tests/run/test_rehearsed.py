@@ -234,7 +234,7 @@ def test_a_planned_step_takes_its_places(tmp_path: Path) -> None:
     with ebbtide.Budget("60%", spill=tmp_path, machine=FAST_DISK) as memory:
         for index, record in enumerate(expected):
             compare(record, program.run(index, memory.step), f"step {index} ({memory.state})")
-        current = memory._loop.current
+        current = memory._loop.kinds.current
         assert current is not None
         assert current.places.serves
 

@@ -188,7 +188,7 @@ def test_what_the_plan_has_room_for_is_not_planned_for_again(tmp_path: Path) -> 
         for number in range(30):
             step(number, 100 + number % 10)
         assert memory.state == "planned"
-        kinds, kind, plan = list(memory._loop.kinds.values()), memory._loop.current, memory.plan
+        kinds, kind, plan = list(memory._loop.kinds.values()), memory._loop.kinds.current, memory.plan
         memory._loop.looks.left = 1
         step(30, 95)
         assert memory.measured[-1].state == "observe"

@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -169,3 +170,39 @@ def _can_run(disk: StateDisk, storage: torch.UntypedStorage, directory: Path) ->
     schedule = Multistage(60, 3, 4)
     done = run(forward, reverse, 60, START, turn=turn, memory=4 * STATE_BYTES, spill=directory, schedule=schedule)
     return not aio.is_there() and done.adjoint.tobytes() == plain(60)[0].tobytes()
+
+
+def test_an_interrupt_while_close_waits() -> None:
+    """Memory that the C library works with is kept until it is done, and descriptors are given back."""
+    source, sink = os.pipe()
+    file = aio.AsyncFile(source, 1, lambda *_: None)
+    descriptors = list(file._fds)
+    file.read(take_memory(SIZE, 0, 4096), 0, None)
+    feeding = threading.Timer(0.6, lambda: os.write(sink, bytes(SIZE)))
+    former = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        feeding.start()
+        with pytest.raises(KeyboardInterrupt):
+            file.close()
+    finally:
+        signal.signal(signal.SIGALRM, former)
+        feeding.join()
+    file.close()
+    assert not file._under_way
+    for descriptor in descriptors:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
+    os.close(source)
+    os.close(sink)
+
+
+def test_a_child_keeps_no_descriptors(disk: StateDisk, tmp_path: Path) -> None:
+    """Or the file would take its space for as long as the child lives."""
+    disk.store(filled(disk, 3)).wait()
+    process = os.fork()
+    if process == 0:
+        links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        os._exit(sum(link.startswith(f"{tmp_path.resolve()}/") for link in links))
+    _, status = os.waitpid(process, 0)
+    assert os.waitstatus_to_exitcode(status) == 0

@@ -270,6 +270,19 @@ class TestOnline:
         assert interpret(known, n, slots).forward_steps == best
         assert interpret(online, n, slots).forward_steps <= best + 2 * interval
 
+    @pytest.mark.parametrize("states", [2, 3, 6, 10, 13])
+    def test_does_as_multistage_where_the_length_is_known(self, states: int) -> None:
+        """So that what is predicted for that is what is run, whatever the interval."""
+        compared = 0
+        for n in (*range(1, 40), 100, 173, 300):
+            for interval in range(1, 30):
+                schedule = Multistage(n, states, interval)
+                if schedule.parts:
+                    known = Online(states, lambda _, interval=interval: interval).records(lambda _: False, n)  # type: ignore[misc]
+                    assert list(known) == list(schedule.records()), (n, interval)
+                    compared += 1
+        assert compared > 50
+
 
 class TestJudge:
     @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from ebbtide.errors import StepError
 
+_NO_CUDA = "CUDA is not available"
 _FLASH_TYPES = (torch.float16, torch.bfloat16)
 _FLASH_WIDEST_HEAD = 256
 _HEAD_MULTIPLE = 8
@@ -38,15 +39,25 @@ def cuda_choices() -> Iterator[None]:
     library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
     try:
         with _OnCpu(), warnings.catch_warnings():
-            warnings.filterwarnings("error", message=".*CUDA is not available.*")
+            warnings.filterwarnings("always", message=f".*{_NO_CUDA}.*")
+            warnings.showwarning = _refusing(warnings.showwarning)
             yield
-    except UserWarning as fault:
-        raise StepError(
-            f"{fault}; without CUDA, PyTorch leaves CUDA autocast out: convert the model and its inputs to bfloat16,"
-            " or write torch.autocast('cpu', dtype=torch.bfloat16)"
-        ) from fault
     finally:
         library._destroy()
+
+
+def _refusing(show: Callable[..., None]) -> Callable[..., None]:
+    """What shows warnings as ``show`` does, but raises the one of CUDA that is not there."""
+
+    def showing(message: Warning | str, *where: Any, **more: Any) -> None:
+        if _NO_CUDA in str(message):
+            raise StepError(
+                f"{message}; without CUDA, PyTorch leaves CUDA autocast out: convert the model and its inputs to"
+                " bfloat16, or write torch.autocast('cpu', dtype=torch.bfloat16)"
+            )
+        show(message, *where, **more)
+
+    return showing
 
 
 def _dropout(inputs: Tensor, p: float, train: bool) -> Tensor:
@@ -68,16 +79,15 @@ def _attention(
 ) -> Tensor:
     """As `scaled_dot_product_attention` decides on CUDA: flash, else memory-efficient, else plain arithmetic."""
     width = query.shape[-1]
-    fused = query.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
+    fused = _may_fuse(query, key, value, enable_gqa)
     scale = scale if scale is not None else width**-0.5
-    operands = [query, key, value]
-    if fused and width % _HEAD_MULTIPLE:
-        operands = [torch.nn.functional.pad(part, (0, -width % _HEAD_MULTIPLE)) for part in operands]
     aten: Any = torch.ops.aten
-    if fused and attn_mask is None and query.dtype in _FLASH_TYPES and width <= _FLASH_WIDEST_HEAD:
+    in_flash_form = attn_mask is None and query.dtype in _FLASH_TYPES and width <= _FLASH_WIDEST_HEAD
+    if fused and in_flash_form and torch.backends.cuda.flash_sdp_enabled():
+        operands = _padded(query, key, value)
         result = aten._scaled_dot_product_flash_attention(*operands, dropout_p, is_causal, False, scale=scale)[0]
-    elif fused and not enable_gqa:
-        bias = _bias(attn_mask, query, key)
+    elif fused and not enable_gqa and torch.backends.cuda.mem_efficient_sdp_enabled():
+        operands, bias = _padded(query, key, value), _bias(attn_mask, query, key)
         keep = any(part.requires_grad for part in (query, key, value))
         call: Callable[..., Any] = aten._scaled_dot_product_efficient_attention
         result = call(*operands, bias, keep, dropout_p, is_causal, scale=scale)[0]
@@ -86,6 +96,20 @@ def _attention(
         result = call(query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa)[0]
     found: Tensor = result[..., : value.shape[-1]] if result.shape[-1] != value.shape[-1] else result
     return found
+
+
+def _may_fuse(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
+    """Whether the shapes are those that fused kernels take: they broadcast neither batches nor heads."""
+    parts = (query, key, value)
+    if any(part.dim() != 4 or part.shape[-1] != query.shape[-1] for part in parts):
+        return False
+    batches, heads = ({part.shape[dim] for part in parts} for dim in (0, 1))
+    return len(batches) == 1 and (enable_gqa or len(heads) == 1)
+
+
+def _padded(*parts: Tensor) -> list[Tensor]:
+    more = -parts[0].shape[-1] % _HEAD_MULTIPLE
+    return [torch.nn.functional.pad(part, (0, more)) for part in parts] if more else list(parts)
 
 
 def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:

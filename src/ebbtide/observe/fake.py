@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -34,13 +34,14 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_map_only
 
+from ebbtide.arguments import check_instance
 from ebbtide.errors import RecordError, StepError
 from ebbtide.machine import Kernels, Machine
 from ebbtide.observe.clock import Span
 from ebbtide.observe.cuda_choices import cuda_choices
 from ebbtide.observe.hooks import hooks_on
 from ebbtide.observe.known import UNKNOWN, KnownValues
-from ebbtide.observe.ledger import has_storage
+from ebbtide.observe.ledger import has_storage, tensors_in
 from ebbtide.observe.recorder import Recorder
 from ebbtide.observe.uncompiled import uncompiled
 from ebbtide.observe.work import work_of
@@ -64,6 +65,7 @@ def observe_fake(
         RecordError: if ``machine`` does not say how fast it computes.
         StepError: if the step needs the value of a tensor, or an op that fake tensors do not have.
     """
+    check_instance("machine", machine, Machine)
     if machine.compute is None:
         raise RecordError(f"machine {machine.name} does not say how fast it computes; name one that does")
     step, works = record_fake(build, kernels=machine.compute.kernels, modules=modules)
@@ -82,6 +84,9 @@ def record_fake(
         with hooks_on(recorder.keep, recorder.show), recorder:
             run()
         return recorder.finish(), tuple(recorder.works)
+
+
+_NO_WORK = Work("none", 0, 0, "float32")
 
 
 class _Converter(FakeTensorConverter):
@@ -104,7 +109,7 @@ class _FakeMode(FakeTensorMode):
         self._inside = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(type(argument) is nn.Parameter for argument in args):
+        if any(type(tensor) is nn.Parameter for tensor in tensors_in((*args, *(kwargs or {}).values()))):
             raise StepError(
                 "the step uses a real parameter, which would be left with a fake gradient: make the model inside"
                 " `build`, or name it in modules=[...]"
@@ -193,8 +198,10 @@ class _FakeRecorder(Recorder):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _execute(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Span], int]:
+        place = len(self.works)
+        self.works.append(_NO_WORK)  # of an op that fails, and is one of the step's all the same
         result = func(*args, **kwargs)
-        self.works.append(work_of(func, args, kwargs, result))
+        self.works[place] = work_of(func, args, kwargs, result)
         return result, [], 0
 
     def keep(self, tensor: torch.Tensor) -> _Watched:
@@ -242,6 +249,16 @@ def _blind_initialisers() -> Iterator[None]:
         setattr(nn.init, name, real)
 
 
+def _fake_like(tensor: Any, mode: FakeTensorMode) -> torch.Tensor:
+    """A fake tensor with what somebody has set on the real one, and with its hooks."""
+    fake: Any = mode.from_tensor(tensor)
+    vars(fake).update(vars(tensor))
+    if tensor.requires_grad and tensor.is_leaf:
+        fake._backward_hooks = tensor._backward_hooks
+        fake._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
+    return cast(torch.Tensor, fake)
+
+
 @contextlib.contextmanager
 def _faked(modules: Sequence[nn.Module], mode: FakeTensorMode) -> Iterator[None]:
     """Puts fake tensors in the place of the modules' parameters and buffers, shared ones shared."""
@@ -254,7 +271,9 @@ def _faked(modules: Sequence[nn.Module], mode: FakeTensorMode) -> Iterator[None]
                 for name, tensor in table.items():
                     if tensor is not None and not isinstance(tensor, FakeTensor):
                         replaced.append((table, name, tensor))
-                        table[name] = fakes.setdefault(id(tensor), mode.from_tensor(tensor))
+                        if id(tensor) not in fakes:
+                            fakes[id(tensor)] = _fake_like(tensor, mode)
+                        table[name] = fakes[id(tensor)]
         yield
     finally:
         for table, name, tensor in replaced:

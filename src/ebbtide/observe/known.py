@@ -20,6 +20,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map_only
 
 from ebbtide.observe.ledger import has_storage, tensors_in
+from ebbtide.observe.schema import running_statistics, trains
 
 MOST_BYTES = 2**19
 """Storages of more bytes are not known: a mask of 16 times 4,096 tokens still is."""
@@ -121,6 +122,9 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
     """The tensors that a call writes to."""
     for place, name in _outputs(func):
         yield from tensors_in((args[place] if place < len(args) else kwargs.get(name),))
+    statistics = running_statistics(func)  # of which schemas may not say that they are written
+    if statistics and trains(func, args):
+        yield from tensors_in([args[place] for place in statistics if place < len(args)])
 
 
 @functools.cache

@@ -9,13 +9,20 @@ still the parameter's, and knows the parameter.
 from __future__ import annotations
 
 import functools
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ebbtide.observe.ledger import has_storage
-from ebbtide.observe.passes import keeps_graph
+from ebbtide.observe.passes import in_pass, keeps_graph
+from ebbtide.observe.wrapped import AsOrdinary
 
+_LEAF_NODE = type(torch.autograd.graph.get_gradient_edge(torch.empty(0, requires_grad=True, device="cpu")).node)
+_PASSING_ON = {"AddBackward0", "SubBackward0", "CloneBackward0", "ToCopyBackward0", "AliasBackward0"}
+"""Nodes that may give on the very tensor that they are given."""
 _Context: Any = vars(torch.autograd.function)["BackwardCFunction"]
 """What is below the contexts of all custom Functions."""
 
@@ -27,42 +34,63 @@ def show_leaves() -> None:
 
     def shown(context: Any) -> tuple[torch.Tensor | None, ...]:
         found = tuple([_itself(tensor) for tensor in saved.__get__(context)])
-        if _is_asked_again() and any(tensor is not None for tensor in found):
-            _copy_what_is_given_out(context, found)
+        # What a pass that makes a graph brings to leaves is theirs by a sum.
+        if in_pass() and not torch.is_grad_enabled() and any(tensor is not None for tensor in found):
+            _copy_what_is_given_out(context, found, to_all=keeps_graph())
         return found
 
     _Context.saved_tensors = property(shown)
 
 
-def _is_asked_again() -> bool:
-    """Whether a backward pass is under way that keeps the graph it goes through, and makes none of its own."""
-    return keeps_graph() and not torch.is_grad_enabled()
+def _copy_what_is_given_out(node: Any, shown: tuple[torch.Tensor | None, ...], *, to_all: bool) -> None:
+    """Let the gradients that a Function returns be copies where they show what it has saved: those that come to leaves
+    as they are, or, where the graph is kept, ``to_all``.
 
-
-def _copy_what_is_given_out(node: Any, shown: tuple[torch.Tensor | None, ...]) -> None:
-    """Let the gradients that a Function returns be copies where they show what it has saved.
-
-    A leaf takes a gradient that nobody else refers to as its own, and later passes add to it in place. Without hooks,
-    the graph refers to what it has saved for as long as it is kept; to what hooks show, nobody does.
+    A leaf takes a gradient that nobody else refers to as its own, and may be added to in place. Without hooks, others
+    who have saved or kept the same tensor refer to it, and the graph does for as long as it is kept; to what hooks
+    show, nobody does.
     """
-    storages = {tensor.untyped_storage()._cdata for tensor in shown if tensor is not None and has_storage(tensor)}
+    are_taken = [to_all or _comes_to_leaf(taker) for taker, _ in node.next_functions]
+    if not any(are_taken):
+        return
+    with AsOrdinary():
+        # What the Function lets go of may be gone by then, and its address another one's.
+        storages = [weakref.ref(one.untyped_storage()) for one in shown if one is not None and has_storage(one)]
 
     def returned(gradients: tuple[torch.Tensor | None, ...], _: Any) -> tuple[torch.Tensor | None, ...]:
         handle.remove()
-        return tuple([_apart_from(storages, tensor) for tensor in gradients])
+        pairs = zip(gradients, are_taken, strict=True)
+        return tuple([_apart_from(storages, tensor) if is_taken else tensor for tensor, is_taken in pairs])
 
     handle = node.register_hook(returned)
 
 
-def _apart_from(storages: set[int], tensor: torch.Tensor | None) -> torch.Tensor | None:
+def _comes_to_leaf(taker: Any) -> bool:
+    """Whether a leaf takes what is given to ``taker``, or that passes it on to one."""
+    left = [taker]
+    while left:
+        taker = left.pop()
+        if type(taker) is _LEAF_NODE:
+            return True
+        if taker is not None and taker.name() in _PASSING_ON:
+            left += (node for node, _ in taker.next_functions)
+    return False
+
+
+def _apart_from(
+    storages: Sequence[weakref.ref[torch.UntypedStorage]], tensor: torch.Tensor | None
+) -> torch.Tensor | None:
     """``tensor``, or a copy if it shows one of ``storages``."""
-    shows_one = tensor is not None and has_storage(tensor) and tensor.untyped_storage()._cdata in storages
+    with AsOrdinary():
+        shown = weakref.ref(tensor.untyped_storage()) if tensor is not None and has_storage(tensor) else None
+    shows_one = shown is not None and any(shown is one for one in storages)  # of one object they are one
     return tensor.clone() if tensor is not None and shows_one else tensor
 
 
 def _itself(shown: torch.Tensor | None) -> torch.Tensor | None:
     """The leaf that was saved, if ``shown`` was made of one; else ``shown``."""
-    if type(shown) is not torch.Tensor or not (shown.requires_grad and shown.is_leaf and has_storage(shown)):
+    stands_for_one = type(shown) is torch.Tensor or isinstance(shown, FakeTensor)
+    if shown is None or not (stands_for_one and shown.requires_grad and shown.is_leaf and has_storage(shown)):
         return shown
     # A view is made only for its node: no mode may see that, and grad is on because a view has no node without it.
     with torch.inference_mode(False), torch.enable_grad(), torch._C._DisableTorchDispatch():

@@ -47,6 +47,7 @@ def has_storage(tensor: torch.Tensor) -> bool:
         and not tensor.is_nested
         and not is_wrapper(type(tensor))
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not torch._C._functorch.is_legacy_batchedtensor(tensor)  # as `is_grads_batched` hands around
         and not tensor._is_zerotensor()
     )
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -12,6 +13,7 @@ import torch.utils._python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbtide.observe.lengths import mode_is_off, mode_is_on
+from ebbtide.observe.schema import CALLING_OTHERS
 from ebbtide.observe.uncompiled import never_compiled
 from ebbtide.observe.wrapped import is_subclass, wraps
 
@@ -34,6 +36,11 @@ _push: Callable[[TorchDispatchMode], None] = torch._C._push_on_torch_dispatch_st
 _pop: Callable[[None], object] = torch._C._pop_torch_dispatch_stack
 _how_many: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _at: Callable[[int], object] = torch._C._get_dispatch_stack_at
+_AsCalled: Any = vars(torch._C)["_RestorePythonTLSSnapshot"]
+_SetExcluded: Any = vars(torch._C)["_SetExcludeDispatchKeyGuard"]
+_is_excluded: Callable[[str], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
+_AUTOCAST = torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView
 nodes_made: Callable[[], int] = vars(torch.autograd)["_get_sequence_nr"]
 """How many nodes this thread has made: the number that the next one will have."""
 
@@ -48,7 +55,11 @@ def is_between_ops(saved: torch.Tensor) -> bool:
 
 def run_op(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an op that a mode was shown. Its versions count as they do without one: those of tensors that are written in
-    place by the list do not go up under a mode, so that autograd would not refuse what was written to."""
+    place by the list do not go up under a mode, so that autograd would not refuse what was written to. What others than
+    PyTorch have defined may call ops, which autocast and autograd see as they do without a mode."""
+    if _calls_ops(func):
+        with _as_without_modes(func):
+            return func(*args, **kwargs)
     if not _writes_lists(func):
         return func(*args, **kwargs)
     before = [(tensor, tensor._version) for tensor in args[0] if not tensor.is_inference()]
@@ -57,6 +68,36 @@ def run_op(func: Any, args: Any, kwargs: Any) -> Any:
         if tensor._version == version:
             torch.autograd.graph.increment_version(tensor)
     return result
+
+
+@functools.cache
+def _calls_ops(func: Any) -> bool:
+    """Whether it may call ops that autocast or autograd has a part in."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
+    namespace, _, name = func._schema.name.partition("::")
+    return namespace not in ("aten", "prims") or name in CALLING_OTHERS
+
+
+@contextlib.contextmanager
+def _as_without_modes(func: Any) -> Iterator[None]:
+    """What a mode is shown, it runs with all keys left out that come before modes. Leave out what was left out as the
+    op was called, and autograd where it has a kernel, which has had its turn."""
+    has_formula = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "Autograd")
+    with _AsCalled():
+        keys = [key for key in _AUTOCAST if not _is_excluded(key.name)]
+        if not has_formula and not _is_excluded("AutogradFunctionality"):
+            keys += _AUTOGRAD
+    with contextlib.ExitStack() as stack:
+        for key in keys:
+            stack.enter_context(_SetExcluded(key, False))
+        yield
+
+
+def is_within_op() -> bool:
+    """Whether the op that a mode is shown was called by another op: autograd is left out there."""
+    with _AsCalled():
+        return _is_excluded("AutogradFunctionality")
 
 
 @functools.cache

@@ -241,8 +241,8 @@ class Recorder(DispatchMode):
         try:
             result = run_op(func, args, kwargs)
             ended = self._mark()
-        finally:  # before anything else can take memory
-            grown = self._probe.after() if self._probe is not None else 0
+        finally:  # before anything else can take memory; one that fails is an op of the step, too
+            grown = self._ops[-1].workspace = max(0, self._probe.after()) if self._probe is not None else 0
         return result, [(started, ended)], grown
 
     def _place(self) -> tuple[Phase, str]:

@@ -12,6 +12,8 @@ import torch
 from ebbtide.step import Replay
 
 _BATCH_NORM = frozenset({"native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm"})
+CALLING_OTHERS = ("_trilinear",)
+"""Ops of ATen that call others which autocast has an opinion on."""
 _GATHERING = frozenset({"batch_norm_gather_stats", "batch_norm_gather_stats_with_counts", "batch_norm_update_stats"})
 """Parts of batch norm over several devices that write running statistics, too, of which their schemas say nothing."""
 _COLLECTIVES = "c10d::"
@@ -98,7 +100,7 @@ def _replay(func: Any, schema: Any, writes: bool, writes_out: bool) -> Replay:
     # A recipe must not end in memory that a kernel unknown to us fills, nor run what is not ATen's own.
     if namespace not in ("aten", "prims") or base.startswith(_UNINITIALISED) or writes_out:
         return "opaque"
-    if base in _DATA_DEPENDENT or base in _GATHERING:
+    if base in _DATA_DEPENDENT or base in _GATHERING or base in CALLING_OTHERS:
         return "opaque"
     if base in _BATCH_NORM and func._overloadname in ("default", ""):
         return "batch_norm"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -17,7 +18,9 @@ import torch
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _eval_frame: Any = vars(vars(torch._C)["_dynamo"])["eval_frame"]
-_warn = 0
+_warn = _inside = 0
+_stance: Any = None
+_lock = threading.Lock()
 
 
 def never_compiled(function: _Function) -> _Function:
@@ -42,12 +45,37 @@ def uncompiled(*, warns: bool = True) -> Iterator[None]:
     if "torch._dynamo" not in sys.modules:
         yield
         return
-    with torch.compiler.set_stance("force_eager"):
-        _warn += warns
-        try:
-            yield
-        finally:
-            _warn -= warns
+    _begin_eager()
+    _warn += warns
+    try:
+        yield
+    finally:
+        _warn -= warns
+        _end_eager()
+
+
+def _begin_eager() -> None:
+    """The stance is one for all threads: the first of overlapping contexts sets it."""
+    global _inside, _stance
+    with _lock:
+        if not _inside:
+            _stance = torch.compiler.set_stance("force_eager")
+        _inside += 1
+
+
+def _end_eager() -> None:
+    """The last one puts back what the first found."""
+    global _inside, _stance
+    with _lock:
+        _inside -= 1
+        if not _inside:
+            stance, _stance = _stance, None
+            stance.__exit__(None, None, None)
+
+
+def is_compiling() -> bool:
+    """Whether this is called by what `torch.compile` made, or while it makes it."""
+    return bool(_eval_frame.get_eval_frame_callback())
 
 
 def warn_if_compiled(module: torch.nn.Module) -> None:

@@ -113,6 +113,7 @@ def _dtype(kind: Kind, flops: int, inputs: list[torch.Tensor]) -> str:
     found = next((tensor.dtype for tensor in inputs if tensor.dtype.is_floating_point), torch.float32)
     if found is not torch.float32 or not flops:
         return str(found).removeprefix("torch.")
-    cudnn = kind in ("convolution", "convolution_backward", "recurrent")
-    allowed = torch.backends.cudnn.allow_tf32 if cudnn else torch.backends.cuda.matmul.allow_tf32
-    return "tfloat32" if allowed else "float32"
+    convolves = kind in ("convolution", "convolution_backward")
+    cudnn: Any = torch.backends.cudnn
+    settings = cudnn.conv if convolves else cudnn.rnn if kind == "recurrent" else torch.backends.cuda.matmul
+    return "tfloat32" if settings.fp32_precision == "tf32" else "float32"

@@ -12,8 +12,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+from ebbtide.arguments import as_seconds, as_whole
 from ebbtide.decisions import Plan
 from ebbtide.errors import ArgumentError, BudgetError, RecordError
 from ebbtide.machine import Machine
@@ -84,10 +85,16 @@ def largest_batch(
         ArgumentError: if ``between`` are not two positive sizes, ``overhead`` is negative, or nothing has so much
             memory; it is a `ValueError`.
     """
-    if not 0 < between[0] < between[1]:
+    limit_bytes = as_whole("limit_bytes", limit_bytes)
+    if not isinstance(between, Sequence) or isinstance(between, str) or len(between) != 2:
+        raise ArgumentError(f"between={between!r}: two batch sizes are needed, the smaller one first")
+    between = as_whole("between", between[0], 1), as_whole("between", between[1], 1)
+    if between[0] >= between[1]:
         raise ArgumentError(f"two batch sizes are needed, the smaller one first, not {between}")
-    if not overhead >= 0:
-        raise ArgumentError(f"the overhead is a share of the plain time, 0 or more, not {overhead}")
+    share = as_seconds(overhead)
+    if share is None:
+        raise ArgumentError(f"the overhead is a share of the plain time, 0 or more, not {overhead!r}")
+    overhead = share
     if limit_bytes >= MOST_BYTES:
         raise ArgumentError(f"a batch within {format_bytes(limit_bytes)} has no end: name what a machine has")
     say = progress or (lambda _what: None)

@@ -12,7 +12,7 @@ from collections.abc import Set
 
 import numpy as np
 
-from ebbtide.arguments import as_seconds
+from ebbtide.arguments import as_seconds, as_whole
 from ebbtide.arrays import Floats, Ints
 from ebbtide.errors import PlanError
 from ebbtide.machine import Machine
@@ -77,6 +77,7 @@ def lower_bound(
         banned: absences whose values no recipe may make.
         most_groups: groups of moments to tell apart at most; fewer are quicker and give a weaker bound.
     """
+    limit_bytes = as_whole("limit_bytes", limit_bytes)
     return bound_of(Problem.of(step, machine), limit_bytes, banned=banned, most_groups=most_groups)
 
 

@@ -8,10 +8,9 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 
-import numpy as np
-
+from ebbtide.arguments import as_whole, check_instance
 from ebbtide.decisions import Plan
-from ebbtide.errors import ArgumentError, BudgetError, PolicyError, RecordError
+from ebbtide.errors import BudgetError, PolicyError, RecordError
 from ebbtide.machine import Machine
 from ebbtide.plan.caution import NO_CAUTION
 from ebbtide.plan.problem import plain_peak_bytes
@@ -106,8 +105,8 @@ def frontier(
         RecordError: as `check_trains`.
         ArgumentError: if there are fewer than two points; it is a `ValueError`.
     """
-    if points < 2:
-        raise ArgumentError(f"a frontier has two points at least, not {points}")
+    points = as_whole("points", points, 2)
+    check_instance("policies", policies or {}, Mapping)
     check_trains(step)
     chosen = dict(policies or {})
     total, done = 1 + points * (1 + len(chosen)), 0
@@ -120,7 +119,7 @@ def frontier(
 
     begin("least peak")
     least, plain = least_peak_bytes(step, machine), plain_peak_bytes(step)
-    limits = sorted({int(limit) for limit in np.linspace(least, plain, points)})
+    limits = sorted({least + (plain - least) * point // (points - 1) for point in range(points)})
     plans = []
     for limit in limits:
         begin("solver")

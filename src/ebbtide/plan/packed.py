@@ -7,11 +7,13 @@ seldom of its size.
 from __future__ import annotations
 
 from ebbtide.place import Block, place
+from ebbtide.place.layout import ALIGNMENT_BYTES
 from ebbtide.plan.course import Scene
 from ebbtide.plan.follow import Course, Moves
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.profile import SMALLEST_BYTES
 from ebbtide.plan.relax import wanted_moments
+from ebbtide.step import MOST_BYTES
 
 TRIES = 20
 """Orders in which blocks are placed. Four hundred found 0 to 2 % less, and the same plans to be the worse ones."""
@@ -20,9 +22,11 @@ MOST_BLOCKS = 1500
 
 
 def packed_bytes(problem: Problem, scene: Scene, moves: Moves, course: Course) -> int | None:
-    """Bytes above rest that suffice to give each block a place; None if there are too many blocks to find out."""
+    """Bytes above rest that suffice to give each block a place; None if they are too many, or too large."""
     blocks = _blocks(problem, scene, moves, course)
-    return place(blocks, tries=TRIES).footprint_bytes if len(blocks) <= MOST_BLOCKS else None
+    if len(blocks) > MOST_BLOCKS or sum(block.size_bytes + ALIGNMENT_BYTES for block in blocks) > MOST_BYTES:
+        return None
+    return place(blocks, tries=TRIES).footprint_bytes
 
 
 def _blocks(problem: Problem, scene: Scene, moves: Moves, course: Course) -> list[Block]:

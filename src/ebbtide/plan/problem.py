@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ebbtide.arguments import check_instance
 from ebbtide.arrays import Floats, Ints, Mask
 from ebbtide.machine import Link, Machine, check_machine
 from ebbtide.plan.finals import final_absences, with_ends
@@ -182,7 +183,9 @@ class Problem:
 
     @classmethod
     def of(cls, step: Step, machine: Machine) -> Problem:
-        """Index ``step`` and ``machine``. Raises `RecordError` if one of them cannot be."""
+        """Index ``step`` and ``machine``. Raises `RecordError` if one cannot be, `ArgumentError` if it is none."""
+        check_instance("step", step, Step)
+        check_instance("machine", machine, Machine)
         check_step(step)
         check_machine(machine)
         final = final_absences(step)

@@ -90,7 +90,7 @@ class Candidates:
             release=releases,
             out_seconds=_transfer_seconds(out_link, sizes),
             in_seconds=np.where(problem.spans.final[numbers], 0.0, _transfer_seconds(in_link, sizes)),
-            can_offload=_offloadable(problem, tier, sizes, in_time),
+            can_offload=_offloadable(problem, tier, sizes, in_time, (outs, closes)),
             ops=ops,
             first_deeper=np.full(len(numbers) + 1, len(numbers), dtype=np.int64),
             order=np.argsort(closes, kind="stable"),
@@ -149,7 +149,7 @@ class Trips:
     def of(cls, problem: Problem, candidates: Candidates, tiers: Sequence[str]) -> Trips:
         """The trips of ``candidates`` to ``tiers``."""
         sizes, shape = candidates.size_bytes, (len(tiers), len(candidates.size_bytes))
-        _, _, in_time = first_slots(problem, candidates.absence)
+        outs, _, in_time = first_slots(problem, candidates.absence)
         routes, places = [problem.routes[tier] for tier in tiers], list(problem.routes)
         out_seconds = np.array([_transfer_seconds(out, sizes) for out, _ in routes]).reshape(shape)
         in_seconds = np.array([_transfer_seconds(back, sizes) for _, back in routes]).reshape(shape)
@@ -162,7 +162,7 @@ class Trips:
             out_seconds=out_seconds,
             in_seconds=in_seconds,
             compute_seconds=lost_seconds.sum(axis=1),
-            possible=_possible(problem, tiers, sizes, in_time),
+            possible=_possible(problem, tiers, sizes, in_time, (outs, candidates.closes)),
         )
 
 
@@ -186,27 +186,39 @@ def _transfer_seconds(link: Link | None, sizes: Ints) -> Floats:
     return np.array([link.seconds(size) for size in sizes.tolist()], dtype=np.float64)
 
 
-def _possible(problem: Problem, tiers: Sequence[str], sizes: Ints, in_time: Mask) -> Mask:
+def _possible(problem: Problem, tiers: Sequence[str], sizes: Ints, in_time: Mask, spans: tuple[Ints, Ints]) -> Mask:
     """Per tier and candidate, whether it may go there. A tier takes first what none before it may take."""
     possible = np.zeros((len(tiers), len(sizes)), dtype=np.bool_)
     for row, tier in enumerate(tiers):
         elsewhere = np.logical_or.reduce(possible[:row], axis=0, dtype=np.bool_)
-        possible[row] = _offloadable(problem, tier, sizes, in_time, elsewhere)
+        possible[row] = _offloadable(problem, tier, sizes, in_time, spans, elsewhere)
     return possible
 
 
-def _offloadable(problem: Problem, tier: str | None, sizes: Ints, in_time: Mask, elsewhere: Mask | None = None) -> Mask:
+def _offloadable(
+    problem: Problem,
+    tier: str | None,
+    sizes: Ints,
+    in_time: Mask,
+    spans: tuple[Ints, Ints],
+    elsewhere: Mask | None = None,
+) -> Mask:
     """Candidates that may go to ``tier``: from the largest down, each that still fits beside those before it.
 
-    All may be there at once, so that their sizes are added up over the whole step. Those that may go ``elsewhere``
-    come last.
+    All may be there at once, so that their sizes are added up over the whole step. Those that are not away at the plain
+    peak come later, and those that may go ``elsewhere`` last.
+
+    Args:
+        spans: per candidate the first moment of its copy out, and the one at which it is needed.
     """
     if tier is None:
         return np.zeros(len(sizes), dtype=np.bool_)
     capacity = problem.machine.tier(tier).capacity_bytes
     if capacity is None:
         return in_time
-    largest = np.lexsort((-sizes, np.zeros(len(sizes)) if elsewhere is None else elsewhere))
+    peak, (outs, closes) = int(np.argmax(problem.plain)) if len(problem.plain) else 0, spans
+    off_peak = (peak <= outs) | (closes <= peak)
+    largest = np.lexsort((-sizes, off_peak, np.zeros(len(sizes)) if elsewhere is None else elsewhere))
     fits, left = np.zeros(len(sizes), dtype=np.bool_), capacity
     for place in largest[in_time[largest]].tolist():
         size = int(sizes[place])

@@ -70,6 +70,8 @@ def moves_of(problem: Problem, decisions: Sequence[Decision]) -> list[Move]:
         PlanError: naming the first absence whose decision breaks one.
     """
     step = problem.step
+    if not isinstance(decisions, Sequence):
+        raise PlanError(f"decisions={decisions!r}: give those of a plan, plan.decisions")
     if len(decisions) != len(step.absences):
         raise PlanError(f"the plan has {len(decisions)} decisions, but the step has {len(step.absences)} absences")
     moves = [_move(problem, number, decision) for number, decision in enumerate(decisions)]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Set
 
 import numpy as np
 
-from ebbtide.arguments import as_seconds, as_whole
+from ebbtide.arguments import as_seconds, as_whole, check_instance
 from ebbtide.decisions import Keep, Plan
 from ebbtide.errors import BudgetError, PlanError, PolicyError
 from ebbtide.machine import Machine
@@ -89,8 +88,10 @@ def solve(
     Raises:
         BudgetError: if no plan was found that stays within the budget.
         PlanError: if ``seconds`` is no such number.
-        ArgumentError: if ``limit_bytes`` or ``seed`` is no whole number; it is a `ValueError`.
+        ArgumentError: if ``limit_bytes`` or ``seed`` is no whole number, or ``step`` or ``machine`` of another type; it
+            is a `ValueError`.
     """
+    check_instance("step", step, Step)
     limit_bytes, seed = as_whole("limit_bytes", limit_bytes), as_whole("seed", seed, 0)
     if seconds is None:
         seconds = min(max(SECONDS, SECONDS_PER_OP * len(step.ops)), MOST_SECONDS)
@@ -98,15 +99,26 @@ def solve(
     if search_seconds is None:
         raise PlanError(f"a search takes some number of seconds, 0 or more, not {seconds!r}")
     asked = [number for number, absence in enumerate(step.absences) if not step.is_final(absence)]
-    if len(asked) < len(step.absences):
+    refused: BudgetError | None = None
+    # Without final absences nobody would know of values that are banned as these alone.
+    if len(asked) < len(step.absences) and step.values_of(banned) == step.values_of(banned & set(asked)):
         without = {place for place, number in enumerate(asked) if number in banned}
         problem = Problem.of(without_finals(step), machine)
-        with contextlib.suppress(BudgetError):
+        try:
             plan = _solved(problem, limit_bytes, search_seconds, seed, without, caution)
+        except BudgetError as error:
+            refused = error
+        else:
             bound_seconds = bound_of(Problem.of(step, machine), limit_bytes, banned=banned).seconds
             decisions = with_finals_kept(step, plan.decisions)
             return dataclasses.replace(plan, decisions=decisions, bound_seconds=min(plan.seconds, bound_seconds))
-    return _solved(Problem.of(step, machine), limit_bytes, search_seconds, seed, banned, caution)
+    try:
+        return _solved(Problem.of(step, machine), limit_bytes, search_seconds, seed, banned, caution)
+    except BudgetError as error:
+        # What a small tier is given to final values it has not for others.
+        if refused is None or error.reachable_bytes <= refused.reachable_bytes:
+            raise
+        raise refused from None
 
 
 def _solved(

@@ -42,7 +42,7 @@ def write_timeline(step: Step, machine: Machine, plan: Plan, path: str | Path) -
         tiles=_tiles(summary),
         tier_lines=tier_lines(summary),
         widest=max((row.total_bytes for row in summary.rows), default=0) or 1,
-        biggest=_biggest(step, plan),
+        biggest=_biggest(step, plan, machine.replay_seconds),
         title=_title(step),
         subtitle=f"{len(step.ops)} ops on {step.device}, planned for {machine.name}",
         method=plan.method,
@@ -74,7 +74,7 @@ def timeline_data(step: Step, machine: Machine, plan: Plan) -> dict[str, Any]:
         "resting_bytes": plan.resting_bytes,
         "peak_moment": planned.peak_moment,
         "phases": _phases(step),
-        "absent": _absent(step, plan.decisions, planned),
+        "absent": _absent(step, plan.decisions, planned, machine.replay_seconds),
         "transfers": [
             {
                 "absence": transfer.absence,
@@ -112,7 +112,9 @@ def _phases(step: Step) -> list[dict[str, Any]]:
     return runs
 
 
-def _absent(step: Step, decisions: Sequence[Decision], planned: Outcome) -> dict[int, dict[str, Any]]:
+def _absent(
+    step: Step, decisions: Sequence[Decision], planned: Outcome, replay_seconds: float
+) -> dict[int, dict[str, Any]]:
     """What leaves memory, by index of absence, and from when until when its bytes are free."""
     back = {run.absence: run.start_seconds for run in planned.recomputations}
     back |= {copy.absence: copy.issued_seconds for copy in planned.transfers if copy.direction == "in"}
@@ -128,7 +130,7 @@ def _absent(step: Step, decisions: Sequence[Decision], planned: Outcome) -> dict
                 "op": short_name(op.name),
                 "module": op.module,
                 "bytes": value.size_bytes,
-                "decision": decision_words(step, absence, decision),
+                "decision": decision_words(step, absence, decision, replay_seconds),
                 "gone": _microsecond(times[gone]),
                 "back": _microsecond(times[absence.closes] if step.is_final(absence) else back[index]),
             }
@@ -148,8 +150,8 @@ def _stalls(planned: Outcome) -> list[dict[str, Any]]:
     return bars
 
 
-def decision_words(step: Step, absence: Absence, decision: Decision) -> str:
-    """A decision as one reads it."""
+def decision_words(step: Step, absence: Absence, decision: Decision, replay_seconds: float) -> str:
+    """A decision as one reads it; ``replay_seconds`` as in `Machine`."""
     match decision:
         case Keep():
             return "stays"
@@ -158,11 +160,11 @@ def decision_words(step: Step, absence: Absence, decision: Decision) -> str:
             return f"{tier}: out at op {out}, free at {release}, {back}"
         case Recompute(ops):
             names = ", ".join(short_name(step.ops[tick].name) for tick in ops)
-            seconds = sum(step.ops[tick].duration_seconds for tick in ops)
+            seconds = sum(step.ops[tick].duration_seconds + replay_seconds for tick in ops)
             return f"computed again by {names} in {format_seconds(seconds)}"
 
 
-def _biggest(step: Step, plan: Plan) -> list[tuple[SavedValue, str, str]]:
+def _biggest(step: Step, plan: Plan, replay_seconds: float) -> list[tuple[SavedValue, str, str]]:
     """The saved values with the most bytes, each with its decision and, where it has one, the length of its absence."""
     rows = []
     for saved in saved_values(step, plan.decisions)[:_MOST_VALUES]:
@@ -171,7 +173,8 @@ def _biggest(step: Step, plan: Plan) -> list[tuple[SavedValue, str, str]]:
             continue
         absence = step.absences[saved.absence]
         ops = _tick(step, absence.closes) - _tick(step, absence.opens)
-        rows.append((saved, decision_words(step, absence, plan.decisions[saved.absence]), f"{ops} ops"))
+        words = decision_words(step, absence, plan.decisions[saved.absence], replay_seconds)
+        rows.append((saved, words, f"{ops} ops"))
     return rows
 
 

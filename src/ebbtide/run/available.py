@@ -65,7 +65,7 @@ def _groups(proc: Path) -> Iterator[tuple[Path, _Files]]:
     """The directories of the control groups that limit this process's memory, from its own up to what it sees."""
     try:
         own = dict(_own_groups(proc))
-        mounts = (proc / "self" / "mountinfo").read_text().splitlines()
+        mounts = _lines(proc / "self" / "mountinfo")
     except OSError:
         return  # a kernel without control groups
     for line in mounts:
@@ -82,12 +82,17 @@ def _groups(proc: Path) -> Iterator[tuple[Path, _Files]]:
 
 def _own_groups(proc: Path) -> Iterator[tuple[str, PurePosixPath]]:
     """By version, the path of the group that this process is in."""
-    for line in (proc / "self" / "cgroup").read_text().splitlines():
+    for line in _lines(proc / "self" / "cgroup"):
         number, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
             yield "cgroup", PurePosixPath(path)
         elif number == "0":
             yield "cgroup2", PurePosixPath(path)
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of a file that has paths in it, which need not be text."""
+    return os.fsdecode(path.read_bytes()).splitlines()
 
 
 def _unescaped(field: str) -> str:

@@ -103,12 +103,14 @@ class Budget:
     @property
     def plan(self) -> Plan | None:
         """The plan of the latest kind of step, or None while it is observed."""
-        return self._loop.current.plan if self._loop.current is not None else None
+        kind = self._loop.kinds.current
+        return kind.plan if kind is not None else None
 
     @property
     def observed(self) -> Step | None:
         """The latest kind of step, as observed."""
-        return self._loop.current.step if self._loop.current is not None else None
+        kind = self._loop.kinds.current
+        return kind.step if kind is not None else None
 
     @property
     def plain_peak_bytes(self) -> int | None:
@@ -141,13 +143,14 @@ class Budget:
 
         if self._loop.ground is not None:
             self._loop.ground.readings.collect(wait=True)
-        kind = self._loop.current
+        kind = self._loop.kinds.current
         if kind is None or kind.plan is None:
             raise StepError(
                 "nothing to report yet: the latest step has no plan; run two steps under `with budget.step():`, "
                 "the second of which makes one unless it raises"
             )
-        planned = sorted(m.seconds for m in self.measured if m.state == kind.state and m.seconds and not m.left)
+        alike = (m for m in self.measured if (m.state, m.kind) == (kind.state, kind.key) and not m.left)
+        planned = sorted(m.seconds for m in alike if m.seconds)
         seconds = planned[len(planned) // 2] if planned else None
         measured = Measured(kind.state, seconds, kind.audited_peak_bytes)
         return summarise(kind.step, self.machine, kind.bounded_plan(self.machine), measured)

@@ -17,7 +17,7 @@ import torch
 
 from ebbtide.errors import RecipeError
 from ebbtide.observe.ledger import is_traceable, tensors_in
-from ebbtide.observe.schema import operator_info
+from ebbtide.observe.schema import operator_info, running_statistics
 from ebbtide.run.holdings import Window
 from ebbtide.run.versions import Version, version_of
 
@@ -80,10 +80,15 @@ class Argument(Window):
             self.external = tensor if is_parameter else _without_graph(tensor)
             self.version = self.external._version
             if not is_parameter and _may_be_statistics(tensor):
-                with torch._C._DisableTorchDispatch():  # nobody is to count it
-                    self.copy = self.external.clone()
+                self.copy_it()
         else:
             self.shown = version_of(tensor)
+
+    def copy_it(self) -> None:
+        """Keep a copy, if it is external: it may be written to without a version."""
+        if self.external is not None and self.copy is None:
+            with torch._C._DisableTorchDispatch():  # nobody is to count it
+                self.copy = self.external.clone()
 
     @property
     def is_rewritten(self) -> bool:
@@ -196,6 +201,9 @@ def capture(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: Kno
         func = _NO_STATISTICS.get(func, func)
     numbers: dict[int, int] = {}
     captured = tuple([_captured(item, known, numbers) for item in args])
+    for place in running_statistics(func):  # a norm in training is given none here
+        if isinstance(statistics := captured[place], Argument):
+            statistics.copy_it()
     if kwargs:
         kwargs = {name: _captured(item, known, numbers) for name, item in kwargs.items()}
     return Call(func, captured, kwargs, known), numbers

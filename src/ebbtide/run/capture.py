@@ -9,7 +9,7 @@ import torch
 
 from ebbtide.errors import RecipeError
 from ebbtide.observe.asking import AskingNodes
-from ebbtide.observe.mode import DispatchMode, run_op, stand_behind_inference_mode
+from ebbtide.observe.mode import DispatchMode, is_within_op, run_op, stand_behind_inference_mode
 from ebbtide.observe.schema import operator_info
 from ebbtide.observe.uncompiled import never_compiled
 from ebbtide.observe.wrapped import AsOrdinary, runs_as_called, wraps
@@ -18,7 +18,6 @@ from ebbtide.run.calls import Call, KnownOp, capture
 _pass_number: Callable[[], int] = torch._C._current_graph_task_id
 """Of the backward pass under way in this thread; -1 if none is."""
 _class_code_runs: Callable[[], bool] = torch._C._is_torch_function_enabled
-_AsCalled: Any = vars(torch._C)["_RestorePythonTLSSnapshot"]
 OFF, _UNKNOWN, _EVER = -1, -(1 << 60), 1 << 60
 """No index of an op: while the mode is off, while it does not know which op comes next, and after all of them."""
 _COPY = torch.ops.aten.clone.default
@@ -155,7 +154,7 @@ class CaptureMode(DispatchMode):
         if types and wraps(types):
             return self.see_within(self._count, func, args, kwargs or {})
         self.copied = func is _COPY
-        if self.tick < 0 and self._opening and not _is_within_op():
+        if self.tick < 0 and self._opening and not is_within_op():
             self.tick = self._told_by(operator_info(func).name)
         known = self._known.get(self.tick)
         self.tick += 1
@@ -234,9 +233,3 @@ class CaptureMode(DispatchMode):
 def is_clear(opening: Sequence[str]) -> bool:
     """Whether the name of an op says which of two it is that may come first, given both. See NOTE [Counting ops]."""
     return len(set(opening)) == 2 and COPY_NAME not in opening
-
-
-def _is_within_op() -> bool:
-    """Whether the op that a mode is shown was called by another op: autograd is left out there."""
-    with _AsCalled():
-        return torch._C._dispatch_tls_is_dispatch_key_excluded("AutogradFunctionality")

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ebbtide.errors import RecipeError
 from ebbtide.observe.clock import Clock, Span
 from ebbtide.observe.compiled_calls import compiled_calls
 from ebbtide.observe.ledger import sizes
@@ -37,6 +38,7 @@ from ebbtide.run.script import NOBODY, ExpectedSave, Script
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.tracker import Tracker
 from ebbtide.run.verify import Truth
+from ebbtide.run.versions import ChangedError
 from ebbtide.run.wrapped import Handle, wrap_like
 
 
@@ -239,14 +241,18 @@ class Conductor(Tracker):
     def unpack(self, handle: Handle) -> torch.Tensor:
         """The unpack hook."""
         event = self._event
-        if self._shown[event] == handle.number and (self._capture is None or not self._capture.entered):
-            self._event = event + 1
-            if type(handle) is Kept:
-                return handle.show()
-            with self._lock, ordinary():  # another thread may wait for what is to be shown here
-                return handle.show()
-        with self._lock, ordinary():
-            return self._unpack(handle)
+        try:
+            if self._shown[event] == handle.number and (self._capture is None or not self._capture.entered):
+                self._event = event + 1
+                if type(handle) is Kept:
+                    return handle.show()
+                with self._lock, ordinary():  # another thread may wait for what is to be shown here
+                    return handle.show()
+            with self._lock, ordinary():
+                return self._unpack(handle)
+        except (ChangedError, RecipeError) as fault:  # which the step may catch
+            self.refused = (self.refused or set()) | ({fault.leaf} if isinstance(fault, ChangedError) else set())
+            raise
 
     def _unpack(self, handle: Handle) -> torch.Tensor:
         if self.left:
@@ -267,10 +273,12 @@ class Conductor(Tracker):
         capture = self._capture
         if capture is not None:
             capture.hidden = True  # it may be on here: between two backward passes of one step it stays
-        tensor = handle.show()
-        self._act()
-        if capture is not None:
-            capture.hidden = False
+        try:
+            tensor = handle.show()
+            self._act()
+        finally:
+            if capture is not None:
+                capture.hidden = False
         if self._mark is not None:
             self.stamps.append((began, self._mark()))
         return tensor

@@ -43,6 +43,7 @@ import bisect
 import collections
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
@@ -108,8 +109,15 @@ class Library:
 
     def agreeing(self, script: Script, event: int, number: int, tensor: torch.Tensor | None) -> Known | None:
         """Another script that agrees with the events of ``script`` before ``event``, and in which ``tensor`` is saved
-        next; or, without one, in which saved tensor ``number`` is asked for next."""
-        return next(self._agreeing(script, event, number, tensor), None)
+        next; or, without one, in which saved tensor ``number`` is asked for next. Of several, which the step may turn
+        out to be, one that leaves the others enough memory until they differ, if there is one."""
+        found = list(self._agreeing(script, event, number, tensor))
+        roomy = (one for one in found if all(self._has_room(one, other) for other in found))
+        return next(itertools.chain(roomy, found), None)
+
+    def _has_room(self, one: Known, other: Known) -> bool:
+        """Whether steps of the other one surely stay within the limit where they begin by ``one``."""
+        return one is other or self.room_to_begin(one.script, other.script).sure_bytes >= 0
 
     def _agreeing(self, script: Script, event: int, number: int, tensor: torch.Tensor | None) -> Iterator[Known]:
         """All such scripts."""

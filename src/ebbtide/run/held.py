@@ -97,6 +97,10 @@ class Recounts:
         self._left -= due
         return due or number == self._due
 
+    def take_another(self) -> None:
+        """Nothing came of the last one: count the next step."""
+        self._left = max(self._left, 1)
+
     def doubt(self) -> bool:
         """A counted step held more than any plan allows: whether to count another one before such steps are refused.
 

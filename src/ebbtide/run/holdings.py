@@ -286,7 +286,8 @@ def _ordinary() -> Iterator[None]:
 class View(Window):
     """A saved tensor as a view of a holding; made by `view_of`."""
 
-    __slots__ = ("count", "holding", "number")
+    __slots__ = ("attributes", "count", "holding", "number")
+    attributes: dict[str, Any] | None
     count: Count | None
     holding: Holding
     number: int
@@ -297,6 +298,15 @@ class View(Window):
         Raises:
             ChangedError: if it was changed in place, as PyTorch would; and what `Holding.arrive` raises.
         """
+        return self.with_attributes(self._shown())
+
+    def with_attributes(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, which stands for the saved one, with the attributes that somebody has set on that."""
+        if self.attributes:
+            vars(tensor).update(self.attributes)
+        return tensor
+
+    def _shown(self) -> torch.Tensor:
         holding = self.holding
         tensor, shell, count = holding.tensor, holding.shell, self.count
         if count is not None and count.shell._version != count.version:
@@ -321,10 +331,17 @@ class View(Window):
 def view_of(holding: Holding, tensor: torch.Tensor, number: int, count: Count | None = None) -> View:
     """Saved tensor ``number``, which shows what ``holding`` holds and counts its versions by itself if ``count``."""
     view = View(tensor)
+    view.attributes = attributes_of(tensor)
     view.count = count
     view.holding = holding
     view.number = number
     return view
+
+
+def attributes_of(tensor: torch.Tensor) -> dict[str, Any] | None:
+    """What was set on a tensor that wants no gradient, and may be yet: a custom Function that has saved it gets it
+    itself. One that wants one it gets as another tensor, whatever hooks there are."""
+    return vars(tensor) if type(tensor) is torch.Tensor and not tensor.requires_grad else None
 
 
 def only_held_once(identity: int, wrapper: int) -> bool:

@@ -12,6 +12,7 @@ from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
 from ebbtide.measured import State
 from ebbtide.plan import Caution, lower_bound, simulate
+from ebbtide.run.comings import Comings
 from ebbtide.run.forks import Library
 from ebbtide.run.held import Audited, Held, Recounts, holding_more
 from ebbtide.run.keys import step_key
@@ -38,8 +39,8 @@ GIVEN_UP = 5
 """When steps hold more so many times, or there is no plan for what they hold, their kind is not planned for again."""
 COUNTS = 4
 """How many steps are counted at most of a kind in which nothing binds, until one was of it from beginning to end."""
-VERIFIES_OF_PARTS = 16
-"""Steps that left out some of what is to be compared, after which what has not come is not waited for."""
+VERIFIES, VERIFIES_OF_PARTS = 4, 16
+"""Steps, and steps that left out some, after which what has not been compared is not waited for."""
 CLOSE_LOOKS = 16
 """Steps of a kind in which nothing binds that are watched as if something did: some may save other tensors, of which
 the first one tells nothing."""
@@ -65,11 +66,10 @@ class Kind:
         banned: absences that must not be computed again: their recomputation was seen to differ.
         audited_peak_bytes: the peak counted in a planned step, None until then.
         audited: the step of the planned sizes that was counted under the plan, None until then.
-        follower: the kind that steps are likely to be of that come after one of this kind.
-        last_met, meetings: number of its last step, and how many steps were of this kind.
+        comings: when its steps came.
         audits: how many steps were audited under the plan.
         recounts: when to audit more of them.
-        verifies: how many steps compared some of what the plan computes again, and left out the rest.
+        verifies: how many steps, each that left out nothing as several, compared some of what the plan computes again.
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class Kind:
         self.pace = Pace()
         self.places = Rehearsed(varies=self.varies)
         self._more_times = 0
-        self.follower, self.last_met, self.meetings, self.audits, self.verifies = self, -1, 0, 0, 0
+        self._held_late: Held | None = None
+        self.comings, self.audits, self.verifies = Comings(), 0, 0
         self._unverified: set[int] = set()
-        self._idle_steps = self._counts = self._others = self._gap = 0
+        self._idle_steps = self._counts = self._others = 0
         self.recounts = Recounts()
-        self._was_followed_by_another = False
         self._structure: int | None = None
         self._arenas: dict[str, PlannedPlaces] = {}
 
@@ -128,29 +128,6 @@ class Kind:
         if runs_same_ops(step, self.step):
             step = merged(step, self.step)
         self.step, self.captures_all, self._structure = step, captures_all, None
-
-    def met_at(self, number: int) -> int | None:
-        """Step ``number`` was of this kind. Returns the steps from the last one of it to this, if those from the one
-        before to the last were as many, and more than one; otherwise None."""
-        gap = number - self.last_met
-        again = self.meetings > 1 and gap == self._gap and gap > 1
-        self.last_met, self._gap = number, gap
-        self.meetings += 1
-        return gap if again else None
-
-    def followed_by(self, kind: Kind) -> None:
-        """A step of this kind was followed by one of ``kind``: twice in a row, and it is what is expected."""
-        if kind is self.follower:
-            self._was_followed_by_another = False
-        elif self._was_followed_by_another:
-            self.follower, self._was_followed_by_another = kind, False
-        else:
-            self._was_followed_by_another = True
-
-    def no_longer_followed_by(self, kind: Kind) -> None:
-        """Nobody knows ``kind`` any more."""
-        if self.follower is kind:
-            self.follower = self
 
     def look(self, step: Step) -> None:
         """A step of this kind was observed though it is planned: see whether it still runs the same ops."""
@@ -190,7 +167,7 @@ class Kind:
         outcome = simulate(self.step, machine, plan.decisions)
         script = write_script(self.step, plan, outcome.memory, captures_all=self.captures_all)
         self.plan = None  # until all is there: an interrupt leaves a kind that is planned for anew
-        self.audits, self.verifies, self._counts, self.audited = 0, 0, 0, None
+        self.audits, self.verifies, self._counts, self.audited, self._held_late = 0, 0, 0, None, None
         self.script, self._unverified = script, {save.value for save in script.saves if save.remakes}
         self.state = "idle" if not plan.binds else "verify" if self._verify and script.remakes else "audit"
         self.plan = plan
@@ -198,13 +175,14 @@ class Kind:
     def verified(self, values: Set[int], *, whole: bool) -> None:
         """A step has compared ``values`` with the truth; ``whole``: it left out nothing.
 
-        Steps that leave out some are evidence of the rest, as one that leaves out nothing may not come soon. What has
-        not come after `VERIFIES_OF_PARTS` of them is never computed again.
+        Steps that leave out some are evidence of the rest, as one that leaves out nothing may not come soon. In one of
+        these, too, a value may have been made by other calls than recorded. What has not been compared after
+        `VERIFIES_OF_PARTS` of the former, or `VERIFIES` of the latter, is never computed again.
         """
         assert self.script is not None
         self._unverified -= values
-        self.verifies += not whole
-        if not whole and self._unverified:
+        if self._unverified:
+            self.verifies += VERIFIES_OF_PARTS // VERIFIES if whole else 1
             if self.verifies < VERIFIES_OF_PARTS:
                 return
             self.script = self.script.moving(self._unverified)
@@ -225,16 +203,24 @@ class Kind:
     def take_count(self) -> bool:
         """Whether to count a step that begins now: where nothing binds, to know what steps of this kind hold, unless
         such steps turn out again and again to be of other kinds; later, if one may have held more."""
-        if self.recounts.take(self.meetings):
+        if self.recounts.take(self.comings.count):
             return True
         self._counts += 1
         return self.state == "idle" and self.audited is None and self._counts <= COUNTS
 
-    def take_close_look(self, library: Library) -> bool:
-        """Whether a step in which nothing binds is watched from beginning to end: it may turn out to be another one."""
+    def count_failed(self) -> None:
+        """A step that was counted failed in its middle: count the next one."""
+        self._counts -= 1
+        self.recounts.take_another()
+
+    def take_close_look(self, library: Library, *, is_weighed: bool) -> bool:
+        """Whether a step in which nothing binds is watched from beginning to end: it may turn out to be another one.
+        If it is not ``is_weighed``, that is all that tells."""
         assert self.script is not None
         self._idle_steps += 1
         if self._idle_steps <= CLOSE_LOOKS or self.recounts.are_due:
+            return True
+        if not is_weighed and self._idle_steps % CLOSE_LOOKS == 0:
             return True
         return bool(self.samples) or library.has_like(self.script)
 
@@ -275,7 +261,7 @@ class Kind:
         assert self.audited is not None
         reason = self._leave_free(self.audited.peak_bytes + more - self.plan.peak_bytes, machine)
         if reason and self.plan.resting_bytes + held.taken_bytes > self.plan.limit_bytes:
-            self.recounts.ask_for_next_like(self.meetings)
+            self.recounts.ask_for_next_like(self.comings.count)
 
     def has_passed(self, peak_bytes: int, machine: Machine) -> None:
         """A step that was counted once more held so much, which is above the limit: the same as `has_held`."""
@@ -308,6 +294,17 @@ class Kind:
         if self._excess_bytes(held):
             self._idle_steps = 0
 
+    def has_held_more_late(self, held: Held) -> bool:
+        """Whether a step that was not begun by the plan has held more than the first such one, and may have passed the
+        limit."""
+        if self._held_late is None:
+            self._held_late = held
+        if self.plan is None or self._more_times >= GIVEN_UP:
+            return False
+        more = held.above(self._held_late)
+        is_trifle = more <= MORE_SHARE * (self.plan.peak_bytes - self.plan.resting_bytes)
+        return not is_trifle and self.plan.resting_bytes + held.taken_bytes > self.plan.limit_bytes
+
     def _excess_bytes(self, held: Held) -> int:
         """Bytes that a step held above the audited one, if that passes the limit and is no trifle; 0 otherwise, or if
         that cannot be told from what it held, and steps are to be counted."""
@@ -317,11 +314,11 @@ class Kind:
         if not self._passes(more):
             self.audited.rest.forget_gone()
             if self._passes(held.most_bytes - self.audited.held.most_bytes):
-                self.recounts.ask(self.meetings)
+                self.recounts.ask(self.comings.count)
         elif more > self.audited.rest.gone_bytes:
             return more
         else:
-            self.recounts.ask(self.meetings)
+            self.recounts.ask(self.comings.count)
         return 0
 
     def _passes(self, more_bytes: int) -> bool:

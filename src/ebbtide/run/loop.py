@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import threading
 import warnings
 import weakref
-from collections.abc import Set
 from pathlib import Path
 
 from ebbtide.errors import BudgetError, OutOfMemoryError, PlanError
@@ -16,15 +15,13 @@ from ebbtide.observe.recorder import Recorder
 from ebbtide.observe.schema import COMPILED_GRAPH
 from ebbtide.plan import plain_peak_bytes
 from ebbtide.run import allocator
-from ebbtide.run.beginning import kind_to_begin_with
 from ebbtide.run.calibrate import machine_for
 from ebbtide.run.device import TrainingDevice
 from ebbtide.run.drift import Drift
 from ebbtide.run.footprint import growth_bytes_of
-from ebbtide.run.forks import Known, Library
 from ebbtide.run.gauges import likely_device
-from ebbtide.run.keys import step_key
 from ebbtide.run.kinds import Kind
+from ebbtide.run.known import KnownKinds
 from ebbtide.run.looks import Looks
 from ebbtide.run.parts import Parts
 from ebbtide.run.roomy import MOST_SIZES, in_place_of, latest_and_largest
@@ -33,13 +30,12 @@ from ebbtide.run.tiers.choose import machine_on
 
 FINAL_STATES = ("planned", "idle")
 """States in which nothing is left to find out."""
-MOST_KINDS = 256
-"""Kinds of steps to know at once: each takes some megabytes. The one that came longest ago is forgotten."""
 MOST_STRANGERS = 8
 """Kinds that came but once. Where there are more of them, each step may be another one, and a plan of no use: kinds are
 planned for once they come again, or all at once if they differ in sizes alone."""
-GUESSES, SURPRISES = 16, 4
-"""Where so many of so many steps were of other kinds than was likely, kinds come in no order."""
+
+COUNTS_LATE = 16
+"""Steps to count until one comes of a kind that is never begun with."""
 
 _open: weakref.WeakSet[Loop] = weakref.WeakSet()
 _open_lock = threading.RLock()  # a loop may die, and be seen to, while its own thread has it
@@ -58,8 +54,7 @@ class Loop:
         limit_bytes, tiers, verify, hard: as given; the limit is known once a step was observed.
         compiles: whether what `torch.compile` made runs in steps, as long as the limit can be met so.
         measured: of the latest steps; its length counts all.
-        kinds: kinds of steps by their keys.
-        current: the latest kind; None before the first was observed.
+        kinds: the kinds of steps that are known.
         looks: which steps are to be observed.
         ground: the device that steps run on; None before the first step.
         resting_size: this process's, between steps.
@@ -94,15 +89,11 @@ class Loop:
         self.ground: TrainingDevice | None = None
         self.tiers = tiers
         self.measured = Measurements()
-        self.kinds: dict[int, Kind] = {}
-        self.current: Kind | None = None
-        self._library = Library([])
+        self.kinds = KnownKinds()
         self._too_large: set[int] = set()
         self.looks = Looks()
-        self._due: dict[int, Kind] = {}
         self._parts = Parts()
-        self._guesses: collections.deque[tuple[Kind, bool]] = collections.deque(maxlen=GUESSES)
-        self._beginning: tuple[tuple[int, Kind, Library], Kind] | None = None
+        self._counts_left = self._no_counts_before = 0
         self.resting_size = allocator.RestingSize()
         self.running: object | None = None
         self.lock = threading.Lock()
@@ -141,77 +132,25 @@ class Loop:
 
     @property
     def expected(self) -> Kind | None:
-        """The kind by whose plan to run the next step: the one that it is likely to be of or, where steps often are of
-        others, one whose steps hold all that those hold. See NOTE [Leaving out] in `ebbtide.run.forks`."""
-        likely, surprises = self._likely_at(len(self.measured)), sum(not was_likely for _, was_likely in self._guesses)
-        if likely is None or likely.script is None or not surprises:
-            return likely
-        known = len(self.measured), likely, self.library
-        if self._beginning is None or self._beginning[0] != known:
-            latest, in_order = (kind for kind, _ in self._guesses), surprises < SURPRISES
-            begun = kind_to_begin_with(likely, self.kinds.values(), latest, known[-1], in_order=in_order)
-            self._beginning = known, begun
-        return self._beginning[1]
-
-    def _likely_at(self, number: int) -> Kind | None:
-        """One that comes each so many steps, or what came after the last one before."""
-        follower = self.current.follower if self.current is not None else None
-        return self._due.get(number, follower)
-
-    def met(self, kind: Kind) -> None:
-        """The step that was measured last was of this kind."""
-        if self.current is not None:
-            self._guesses.append((kind, kind is self._likely_at(len(self.measured) - 1)))
-            self.current.followed_by(kind)
-        self.current = kind
-        number = len(self.measured) - 1
-        self._due.pop(number, None)
-        if (gap := kind.met_at(number)) is not None:
-            self._due[number + gap] = kind
-        if len(self.kinds) > MOST_KINDS:
-            self._forget(min(self.kinds.values(), key=lambda known: known.last_met))
-
-    def met_by(self, kind: Kind, missing: Set[int], end: int | None, *, keeps_graphs: bool) -> int:
-        """The same, but that it was run by the plan of ``kind``. Returns the key of the kind that it was of, known or
-        not; arguments as for `step_key`."""
-        key = kind.key
-        if missing or end is not None or keeps_graphs != kind.keeps_graphs:
-            key = step_key(kind.step, missing, end, keeps_graphs=keeps_graphs)
-        self.met(self.kinds.get(key, kind))
-        return key
-
-    def _forget(self, kind: Kind) -> None:
-        del self.kinds[kind.key]
-        self._due = {number: due for number, due in self._due.items() if due is not kind}
-        for known in self.kinds.values():
-            known.no_longer_followed_by(kind)
-
-    def _forget_kinds(self) -> None:
-        self.kinds.clear()
-        self._due.clear()
-        self.current = None
+        """The kind by whose plan to run the next step."""
+        return self.kinds.expected_at(len(self.measured))
 
     @property
-    def library(self) -> Library:
-        """The scripts of all kinds."""
-        known = [
-            Known(script, kind.state != "verify", kind.keeps_graphs)
-            for kind in self.kinds.values()
-            if (script := kind.script) is not None
-        ]
-        self._library = self._library.renewed(known)
-        return self._library
+    def _latest(self) -> int:
+        """Number of the step that was measured last."""
+        return len(self.measured) - 1
 
     def close(self) -> None:
-        """Give back files, threads and the allocator's settings."""
+        """Give back files, threads and the allocator's settings, each of them, whatever becomes of the others."""
         if not self.closed:
             self.closed = True
-            for tier in self.tiers.values():
-                tier.drain()
-                tier.close()
-            if self.ground is not None:
-                self.ground.cap(None)
-            self._leave_allocator()
+            with contextlib.ExitStack() as stack:
+                stack.callback(self._leave_allocator)
+                if self.ground is not None:
+                    stack.callback(self.ground.cap, None)
+                for tier in reversed(self.tiers.values()):
+                    stack.callback(tier.close)
+                    stack.callback(tier.drain)
 
     def tune(self, *, exact: bool) -> None:
         """Set the allocator of RAM for steps, or for the first of all, until `close`, or as long as this lives."""
@@ -258,7 +197,7 @@ class Loop:
     def forget_all(self) -> None:
         """What was learnt was learnt on another device."""
         self._leave_allocator()
-        self._forget_kinds()
+        self.kinds.forget_all()
         self._measured_machine = self._drift = None
 
     def run_short(self, fault: BaseException, kind: Kind | None) -> OutOfMemoryError:
@@ -273,7 +212,8 @@ class Loop:
     @property
     def growth_bytes(self) -> int:
         """What steps of the latest kind take at most from one hook to the next; 0 before the first one."""
-        return growth_bytes_of(self.current.step) if self.current is not None else 0
+        current = self.kinds.current
+        return growth_bytes_of(current.step) if current is not None else 0
 
     def watch_links(self, kind: Kind, seconds: float) -> None:
         """A step of ``kind`` ran as planned: see whether the links still are what they were when they were measured."""
@@ -297,11 +237,11 @@ class Loop:
         seen = Kind(step, verify=self.verify, captures_all=captures_all, keeps_graphs=recorder.keeps_graphs)
         roomy = next((known for known in self.kinds.values() if known.has_room_for(seen)), None)
         if roomy is not None:
-            self.met(roomy)
+            self.kinds.met(roomy, self._latest)
             self.looks.was_vain()
             return
         kind = self.kinds.setdefault(seen.key, seen)
-        self.met(kind)
+        self.kinds.met(kind, self._latest)
         if kind.plan is not None:
             kind.look(step)
             # In calls of what was compiled, and in transforms, a plan's capture mode must not go on and off.
@@ -312,7 +252,7 @@ class Loop:
         self.looks.saw_another()
         kind.observed_again(step, captures_all=captures_all)
         is_one_of_many = (
-            kind.meetings == 1 and sum(other.meetings == 1 for other in self.kinds.values()) > MOST_STRANGERS
+            kind.comings.count == 1 and sum(other.comings.count == 1 for other in self.kinds.values()) > MOST_STRANGERS
         )
         if self.looks.left > 0 and len(self.kinds) == 1:
             return  # look once more, without the page faults of the first time
@@ -338,13 +278,22 @@ class Loop:
             self.looks.have_enough()
 
     def take_count_of_parts(self) -> bool:
-        """Whether to count the step that begins now, as one may be that leaves out some of what is planned for."""
-        return self._parts.take(len(self.measured))
+        """Whether to count the step that begins now, as one may be that leaves out some of what is planned for, or that
+        goes over to another plan."""
+        takes = self._counts_left > 0
+        self._counts_left -= takes
+        return self._parts.take(len(self.measured)) or takes
+
+    def count_next(self) -> None:
+        """A step that went over to another plan may have passed the limit: count the next ones. It is asked for ever
+        less often, as that may be in vain."""
+        if len(self.measured) >= self._no_counts_before:
+            self._counts_left, self._no_counts_before = COUNTS_LATE, 2 * len(self.measured)
 
     def met_part(self, kind: Kind, key: int, peak_bytes: int | None) -> None:
         """The step that was measured last was run by the plan of ``kind``; what it left of that is of an unknown kind.
         If it was counted, and has passed the limit, such steps are observed, or room is left for them."""
-        number = len(self.measured) - 1
+        number = self._latest
         remedy = self._parts.met(kind, key, number, peak_bytes)
         if remedy == "observe":
             self.looks.again(number, ops_only=False)
@@ -369,9 +318,9 @@ class Loop:
             except BudgetError:
                 continue
             for known in like:
-                self._forget(known)
+                self.kinds.forget(known)
             self.kinds[one.key] = one
-            self.met(one)
+            self.kinds.met(one, self._latest)
             return True
         if is_many:  # with so much room there is no plan: each runs by its own, or by the safe policy
             self._too_large.add(kind.structure)
@@ -385,7 +334,7 @@ class Loop:
             stacklevel=2,
         )
         self.compiles = False
-        self._forget_kinds()
+        self.kinds.forget_all()
         self.looks.begin_anew()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ebbtide.errors import StepError
 from ebbtide.observe.allocated import Memory
 from ebbtide.observe.asking import AskingNodes
 from ebbtide.observe.inductor import compiled_as_ops
@@ -62,6 +63,8 @@ class PeakMeter(DispatchMode):
         return self._ledger.live_bytes
 
     def __enter__(self) -> PeakMeter:
+        if self._hidden:
+            raise StepError("a meter counts over one `with` block: make another one for the next")
         self._compiled.__enter__()
         super().__enter__()
         _running.append(self)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.errors import StepError
+from ebbtide.errors import ArgumentError, StepError
 from ebbtide.observe.hooks import hooks_on
 from ebbtide.observe.inductor import compiled_as_ops
 from ebbtide.observe.recorder import Recorder
@@ -19,14 +19,23 @@ from ebbtide.run.tiers import SlowTier
 from ebbtide.step import Step
 
 
-def observe_step(run: Callable[[], Any], device: torch.device | None = None) -> Step:
+def observe_step(run: Callable[[], Any], device: torch.device | str | None = None) -> Step:
     """Call ``run``, one forward and backward pass during which nothing moves, and return what was seen.
 
     Args:
         run: the step.
         device: where it runs; None for the current CUDA device, if CUDA is in use, and else the CPU.
+
+    Raises:
+        ArgumentError: if ``run`` cannot be called, or there is no such device; it is a `ValueError`.
     """
-    gauges = gauges_of(device or likely_device())
+    if not callable(run):
+        raise ArgumentError(f"run={run!r} cannot be called; give a function that runs one step")
+    try:
+        where = torch.device(device) if device is not None else likely_device()
+    except (RuntimeError, TypeError) as fault:
+        raise ArgumentError(f"device={device!r} is no device of PyTorch's: {fault}") from fault
+    gauges = gauges_of(where)
     on_cpu = gauges.device.type == "cpu"
     probe = allocator.arena_probe() if on_cpu else None
     recorder = Recorder(probe, clock=gauges.clock, memory=gauges.memory)

@@ -12,21 +12,29 @@ class _ProcFile:
     """A file under /proc/self that is read again and again."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        self._descriptor, self._process = self._open(), os.getpid()
-
-    def _open(self) -> int:
-        return os.open(f"/proc/self/{self._name}", os.O_RDONLY | os.O_CLOEXEC)
+        self._descriptor = os.open(f"/proc/self/{name}", os.O_RDONLY | os.O_CLOEXEC)
 
     def read(self) -> bytes:
-        if self._process != os.getpid():  # after a fork the descriptor still shows the parent
-            os.close(self._descriptor)
-            self._descriptor, self._process = self._open(), os.getpid()
         return os.pread(self._descriptor, 4096, 0)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
 
 
 _statm: _ProcFile | None = None
 _status: _ProcFile | None = None
+
+
+def _after_fork_in_child() -> None:
+    """They still show the parent, and their numbers may soon be those of other files."""
+    global _statm, _status
+    for file in (_statm, _status):
+        if file is not None:
+            file.close()
+    _statm = _status = None
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def rss_bytes() -> int:

@@ -1,9 +1,8 @@
-"""One step under a budget: what is observed, conducted, watched and learnt while it runs."""
+"""One step under a budget: what observes, conducts and watches it while it runs."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import os
 import threading
@@ -12,30 +11,28 @@ from types import TracebackType
 from typing import Any
 
 from ebbtide.decisions import Plan
-from ebbtide.errors import BudgetError, RecipeError, StepError
-from ebbtide.measured import Measured, State
+from ebbtide.errors import StepError
+from ebbtide.measured import State
 from ebbtide.observe.hooks import Pack, Show, disabled, drop_hooks, push_hooks, take_off
 from ebbtide.observe.inductor import compiled_as_ops
 from ebbtide.observe.recorder import Recorder
-from ebbtide.observe.uncompiled import uncompiled
+from ebbtide.observe.uncompiled import is_compiling, never_compiled, uncompiled
 from ebbtide.run import allocator, held
 from ebbtide.run.conductor import Conductor
 from ebbtide.run.device import TrainingDevice
 from ebbtide.run.forks import Library
-from ebbtide.run.held import Audited, Held, Rest
+from ebbtide.run.held import Held
 from ebbtide.run.hooks import LightWatch, forget_failed_backward
 from ebbtide.run.kinds import Kind
+from ebbtide.run.lessons import Ended, learn_from, spare_rewritten
 from ebbtide.run.loop import FINAL_STATES, Loop
 from ebbtide.run.meter import AllocatedMeter, PeakMeter
-from ebbtide.run.native import arena_library
 from ebbtide.run.rehearsed import Rehearsed
 from ebbtide.run.safe import SafePolicy
 from ebbtide.run.script import Script
 from ebbtide.run.shortage import is_out_of_memory
 from ebbtide.run.tiers.choose import settle
 from ebbtide.run.verify import Truth
-from ebbtide.run.versions import ChangedError
-from ebbtide.units import format_bytes
 
 _LEFT_ELSEWHERE = "a step was left in another thread than it began in"
 _BLIND = (
@@ -68,10 +65,16 @@ class Running:
         self._hooks: tuple[Pack, Show] | None = None
         self._compiled = contextlib.ExitStack()
 
+    @never_compiled
     def __enter__(self) -> None:
         loop = self._loop
         if (reason := disabled()) is not None:
             raise StepError(f"a step cannot begin here ({reason}); put it around the transform, not into it")
+        if not loop.compiles and is_compiling():
+            raise StepError(
+                "steps run uncompiled by now, as was warned, and cannot begin within what torch.compile made; put the"
+                " step around it"
+            )
         is_ours = False
         try:
             with loop.lock:
@@ -89,8 +92,7 @@ class Running:
                 try:
                     self._take_down(began=False)
                 finally:
-                    self._compiled.close()
-                    loop.running = None
+                    self._end()
             raise
 
     def _check_begins(self) -> None:
@@ -122,10 +124,10 @@ class Running:
         if kind is None or kind.script is None or kind.plan is None:
             self._observe()
         else:
-            library = loop.library
+            library = loop.kinds.library
             if loop.tunes and not kind.varies:
                 self._turn = held.begin()
-            if self._state == "idle" and not kind.take_close_look(library):
+            if self._state == "idle" and not kind.take_close_look(library, is_weighed=self._turn is not None):
                 self._light = LightWatch(next(iter(kind.step.saved), None))
                 self._push_hooks(self._light.pack, self._light.unpack)
             else:
@@ -168,8 +170,9 @@ class Running:
         first = len(loop.kinds) <= 1
         self._recorder = Recorder(probe, clock=self._ground.clock, memory=memory, collects_all=first, note=note)
         trimmer = None
-        if loop.current is not None and loop.limit_bytes is not None:
-            trimmer = self._trimmer(loop.limit_bytes - loop.current.step.resting_bytes)
+        latest = loop.kinds.current
+        if latest is not None and loop.limit_bytes is not None:
+            trimmer = self._trimmer(loop.limit_bytes - latest.step.resting_bytes)
         self._policy = SafePolicy(loop.within, loop.tier, self._recorder, 0, trimmer, memory, loop.growth_bytes)
         self._push_hooks(self._policy.pack, self._policy.unpack)
         self._recorder.enter()
@@ -182,6 +185,7 @@ class Running:
         rest = loop.resting_size.before(len(loop.measured))
         return allocator.Trimmer(rest, rest + int(above_rest_bytes * (1 + _RSS_SLACK)))
 
+    @never_compiled
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
     ) -> None:
@@ -199,13 +203,16 @@ class Running:
                 forget_failed_backward()
                 for tier in loop.tiers.values():
                     tier.drain()
-                if isinstance(fault, (RecipeError, ChangedError)) and self._conductor is not None:
-                    self._spare_rewritten(self._conductor, {fault.leaf} if isinstance(fault, ChangedError) else set())
-            else:
-                self._note(ended)
+                if self._meter is not None and self._kind is not None and self._state in FINAL_STATES:
+                    self._kind.count_failed()
+            if self._conductor is not None and self._conductor.refused is not None and not self._is_child():
+                spare_rewritten(loop, self._conductor, self._conductor.refused)
+            if fault is None and late is None and not self._is_child():
+                if self._recorder is not None and self._recorder.is_blind:
+                    warnings.warn(_BLIND, stacklevel=2)
+                learn_from(loop, self._over(ended))
         finally:
-            self._compiled.close()
-            loop.running = None
+            self._end()
         error = late if late is not None and fault is None else short
         if error is not None:
             try:
@@ -219,7 +226,15 @@ class Running:
         if self._policy is not None and not self._ground.follow(self._policy.seen_bytes):
             self._loop.forget_all()
             return None
-        return self._loop.run_short(fault, self._kind)
+        ran = self._loop.kinds.running(self._conductor.script) if self._conductor is not None else None
+        return self._loop.run_short(fault, ran or self._kind)
+
+    def _end(self) -> None:
+        """Another step may begin."""
+        try:
+            self._compiled.close()
+        finally:
+            self._loop.running = None
 
     def _take_down(self, *, began: bool = True) -> None:
         """Undo `_begin`, each part of it, whatever becomes of the others; that may not have ``began`` in full."""
@@ -259,128 +274,27 @@ class Running:
         """Whether this is a child that was forked within the step: what it does is no part of the step."""
         return self._process != os.getpid()
 
+    def _over(self, ended: Any) -> Ended:
+        return Ended(
+            state=self._state,
+            kind=self._kind,
+            began=self._began,
+            ended=ended,
+            conductor=self._conductor,
+            light=self._light,
+            recorder=self._recorder,
+            policy=self._policy,
+            meter=self._meter,
+            held=self._held,
+            went_through=self._went_through(),
+        )
+
     def _went_through(self) -> bool:
         """Whether the step has taken the blocks that steps of its kind take."""
         if self._conductor is None:
-            return self._light is not None
+            return self._light is not None and not self._light.left
         varies = self._kind is not None and self._kind.varies
         return self._conductor.followed if varies else self._conductor.finished
-
-    def _note(self, ended: Any) -> None:
-        loop, kind, conductor = self._loop, self._kind, self._conductor
-        ran = self._kind_of(conductor) if conductor is not None else None
-        left = self._light.left if self._light is not None else ""
-        if conductor is not None:
-            left = conductor.left or ("" if conductor.left_some_out else conductor.differs)
-        peak = self._meter.peak_bytes if self._meter is not None else None
-        self._time(ended, Measured(self._state, None, peak, left=left))
-        if kind is not None and self._held is not None and self._state in ("rehearse", *FINAL_STATES):
-            self._weigh(kind, self._held)
-        if self._recorder is not None and self._policy is not None:
-            if self._recorder.is_blind:
-                warnings.warn(_BLIND, stacklevel=3)
-            if self._ground.follow(self._policy.seen_bytes):
-                loop.learn(self._recorder)
-            else:
-                loop.forget_all()
-        elif left:
-            loop.looks.again(len(loop.measured) - 1, ops_only=conductor is not None and not conductor.left)
-        elif kind is not None and conductor is not None and ran is not None:
-            self._advance(kind, ran, conductor, peak)
-
-    def _time(self, ended: Any, measured: Measured) -> None:
-        """Note what was measured, its time as soon as the device is done; and watch the pace of planned steps."""
-        loop, kind, conductor = self._loop, self._kind, self._conductor
-        script = kind.script if kind is not None and self._watched(kind, measured.left) else None
-        number = loop.measured.add(measured)
-
-        def then(seconds: float, between: list[float]) -> None:
-            loop.measured.correct(number, dataclasses.replace(measured, seconds=seconds))
-            # It may have been planned for anew meanwhile.
-            if kind is not None and script is not None and kind.script is script:
-                kind.watch(loop.machine, between)
-                loop.watch_links(kind, seconds)
-
-        stamps = conductor.stamps if conductor is not None else []
-        self._ground.readings.add(self._began, stamps, ended, then)
-        self._ground.readings.collect()
-
-    def _watched(self, kind: Kind, left: str) -> bool:
-        """Whether the step ran from beginning to end as steps of its kind will, so that its pace tells theirs."""
-        conductor = self._conductor
-        if left or self._state not in FINAL_STATES or self._meter is not None:
-            return False
-        return conductor is None or (conductor.finished and conductor.script is kind.script)
-
-    def _weigh(self, kind: Kind, held_now: Held) -> None:
-        """See whether the step held more than was planned for."""
-        conductor = self._conductor
-        if conductor is None:
-            kind.may_have_held(held_now)
-        elif conductor.script is kind.script and conductor.went_through:
-            kind.has_held(held_now, self._loop.machine)
-
-    def _advance(self, kind: Kind, ran: Kind, conductor: Conductor, peak: int | None) -> None:
-        """Move the kind of step that ``ran`` along, if it ran as planned from beginning to end, but for what it left
-        out; it may not be the expected ``kind``."""
-        loop = self._loop
-        key = loop.met_by(ran, conductor.missing, conductor.ended_at, keeps_graphs=conductor.keeps_graphs)
-        if ran.script is not conductor.script:
-            return  # it was planned for anew meanwhile
-        if not (conductor.followed or conductor.is_part or conductor.went_over):
-            return
-        if key not in loop.kinds and conductor.truth is None:
-            loop.met_part(ran, key, peak)
-        if conductor.truth is not None and conductor.truth.differing:
-            # Until there is another plan, steps of this one verify: whatever happens, none goes unseen that differs.
-            ran.ban(conductor.truth.differing)
-            assert ran.plan is not None
-            ran.make_plan(loop.machine, ran.plan.limit_bytes)
-        elif conductor.truth is not None:
-            ran.verified(conductor.truth.compared, whole=conductor.followed)
-        elif ran is not kind:
-            return  # what else there is to find out begins with the step
-        elif peak is not None:
-            self._note_audit(kind, conductor, peak)
-        elif self._state == "rehearse" and self._went_through():
-            kind.was_rehearsed()
-
-    def _kind_of(self, conductor: Conductor) -> Kind | None:
-        """The kind whose script was followed; None if it was planned for anew meanwhile."""
-        return next((kind for kind in self._loop.kinds.values() if kind.script is conductor.script), None)
-
-    def _spare_rewritten(self, conductor: Conductor, more: set[int]) -> None:
-        """The step wrote to what values were to be computed from, as others of its kind may do from now on."""
-        ran = self._kind_of(conductor)
-        if ran is not None:
-            ran.spare(conductor.rewritten() | more, self._loop.machine)
-
-    def _note_audit(self, kind: Kind, conductor: Conductor, peak: int) -> None:
-        """A step was counted: if it held more than the limit, what the observed one did not hold is planned for now."""
-        loop = self._loop
-        former = kind.audited_peak_bytes if kind.audits else None  # of a plan that is not followed any more
-        kind.audited_peak_bytes = max(peak, former or 0)
-        # One that left out some is of another kind: what it held is no reason to plan for less in steps of this one.
-        if kind.plan is not None and peak > kind.plan.limit_bytes and not conductor.is_part:
-            if kind.audited is not None:  # in the middle of somebody's training, which goes on
-                kind.has_passed(peak, loop.machine)
-                return
-            more = peak - kind.plan.peak_bytes
-            try:
-                kind.hold_more(more, loop.machine)
-            except BudgetError as error:
-                if not kind.recounts.doubt():
-                    error.add_note(
-                        f"This step held {format_bytes(more)} that the observed one did not: gradients that it adds to,"
-                        " perhaps, or an optimizer's state, if that steps within it."
-                    )
-                    raise
-            return
-        audited = None
-        if conductor.finished and self._held is not None and isinstance(self._meter, PeakMeter):
-            audited = Audited(peak, self._held, Rest(self._meter.rest()))
-        rehearses = loop.tunes and arena_library() is not None
-        kind.was_audited(audited, whole=conductor.finished, rehearses=rehearses)
 
 
 def _new_truth(loop: Loop, ground: TrainingDevice) -> Truth:

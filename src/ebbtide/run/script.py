@@ -233,9 +233,13 @@ def _leaves(step: Step, ops: tuple[int, ...]) -> tuple[int, ...]:
 
 def _is_external(step: Step, value: int) -> bool:
     """Whether the value is a version of a storage that the step did not make."""
+    return step.values[_first_version(step, value)].maker == EXTERNAL
+
+
+def _first_version(step: Step, value: int) -> int:
+    """The first value of its storage; an op's outputs that are later ones are written, or a norm's statistics."""
     storage = step.values[value].storage
-    first = next(v for v in step.values if v.storage == storage)
-    return first.maker == EXTERNAL
+    return next(number for number, other in enumerate(step.values) if other.storage == storage)
 
 
 def _known_ops(step: Step, decisions: Sequence[Decision]) -> dict[int, KnownOp]:
@@ -253,7 +257,7 @@ def _known(step: Step, tick: int) -> KnownOp:
     op = step.ops[tick]
     external = frozenset(value for value in op.inputs if _is_external(step, value))
     written = {new for _, new in op.mutated}
-    outputs = tuple(value for value in op.outputs if value in written or not _is_external(step, value))
+    outputs = tuple(value for value in op.outputs if value in written or value == _first_version(step, value))
     return KnownOp(op.name, op.inputs, outputs, op.mutated, external)
 
 

@@ -53,6 +53,7 @@ class Tracker(Keeper):
         differs: why nothing more was captured, though the plan was not left, or an empty string.
         missing: numbers of the saved tensors that the script expects and that this step leaves out.
         keeps_graphs: whether a backward pass so far keeps the graph that it goes through.
+        refused: once something could not be made again, values among those that it reads that were written to.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Tracker(Keeper):
         self.left = self.differs = ""
         self.missing: set[int] = set()
         self.keeps_graphs = False
+        self.refused: set[int] | None = None
         self._library = library
         self._safe = safe
         self._new_truth = new_truth
@@ -109,7 +111,7 @@ class Tracker(Keeper):
         nothing of the rest, as one with fewer backward passes does; otherwise None."""
         event, expected = self._event, self.script.expected
         is_early = 0 < event < len(expected) and expected[event - 1] < 0
-        return event if is_early and not self.missing and not self.left else None
+        return event if is_early and not self.left and not self.left_some_out else None
 
     @property
     def went_over(self) -> bool:
@@ -261,8 +263,8 @@ class Tracker(Keeper):
         if other is not None:
             is_room = not keeps and library.covers(script, other.script, event)
             is_other = not keeps or not library.keeps_graphs(script)
-            if is_other and not is_room:
-                self._goes_over_to(other)
+            if is_other and not is_room and not self._goes_over_to(other) and keeps:
+                self.leave("a backward pass keeps its graph, and what is held does not fit the plan for that")
         elif keeps and not library.keeps_graphs(script):
             self.leave("a backward pass keeps its graph, as none did in steps of this kind so far")
 
@@ -282,7 +284,7 @@ class Tracker(Keeper):
         names = renumbered(former, script, count, held)
         if names is None:
             return False
-        self._whole = self._whole and not self._event
+        self._whole = False  # before the first save, too, ops were not captured
         held = {names[value]: holding for value, holding in held.items()}
         self._held = {value: weakref.ref(holding) for value, holding in held.items()}
         self.truth = None if other.verified else self._new_truth()

@@ -195,13 +195,29 @@ class AsyncFile:
         """Drain, and give the descriptors back. Closing twice does nothing."""
         self._shut()
 
+    def abandon(self) -> None:
+        """In a child process: close what was inherited. A fork waits for what is under way."""
+        if self._shut.detach() is not None:
+            _close(self._fds)
+
 
 def _shut(under_way: set[Copy], fds: list[int]) -> None:
+    interrupts: list[BaseException] = []
     for copy in list(under_way):
-        copy.settle()
+        while not copy.ready:  # Ctrl-C or not: the C library is at work with its memory
+            try:
+                copy.settle()
+            except BaseException as fault:
+                interrupts.append(fault)
     under_way.clear()
-    for fd in fds:
-        os.close(fd)
+    _close(fds)
+    if interrupts:
+        raise interrupts[0]
+
+
+def _close(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())
 
 
 _files: weakref.WeakSet[AsyncFile] = weakref.WeakSet()
@@ -225,6 +241,8 @@ def _after_fork_in_child() -> None:
     global _gate, _is_inherited
     _gate = threading.RLock()
     _is_inherited = _was_used
+    for file in list(_files):
+        file.abandon()
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

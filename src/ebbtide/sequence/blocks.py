@@ -23,7 +23,7 @@ import ctypes
 import itertools
 import mmap
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -174,15 +174,34 @@ def size_of_block(state_bytes: int, *, for_disk: bool) -> int:
     return whole_bytes(state_bytes, PLACE_ALIGNMENT_BYTES if for_disk else CACHE_LINE_BYTES)
 
 
-def slots_within(memory_bytes: int, count: int, slot_bytes: int) -> int:
-    """How many of ``count`` slots may be taken beside the working state.
+class States(Protocol):
+    """How states lie in blocks.
+
+    Attributes:
+        size_bytes: bytes of a block for one.
+        objects_bytes: what Python's objects for it take besides.
+    """
+
+    size_bytes: int
+    objects_bytes: int
+
+
+def blocks_within(memory_bytes: int, count: int, states: States, most: int | None, *, spills: bool) -> Blocks:
+    """As many of ``count`` blocks as may be taken beside the working state.
 
     Args:
-        memory_bytes: what they may take, but for `SPARE_BYTES`.
+        memory_bytes: what they may take, but for `SPARE_BYTES`, with their padding and their objects.
         count: how many states' bytes fit there; at least one.
-        slot_bytes: what a slot takes, with its padding and its objects.
+        states: how they lie.
+        most: how many states a chain stores at most; None if that is not known.
+        spills: whether those that do not fit go to a disk.
     """
-    return min(count, max((memory_bytes + SPARE_BYTES) // slot_bytes - 1, 1))
+    counts = {}
+    for for_disk in (False, True):
+        slot_bytes = size_of_block(states.size_bytes, for_disk=for_disk) + states.objects_bytes
+        counts[for_disk] = min(count, max((memory_bytes + SPARE_BYTES) // slot_bytes - 1, 1))
+    for_disk = spills and (most is None or counts[False] < most)
+    return Blocks(states.size_bytes, counts[for_disk], for_disk=for_disk)
 
 
 def whole_bytes(size_bytes: int, alignment_bytes: int) -> int:

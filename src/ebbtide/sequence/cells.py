@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec
@@ -18,7 +17,7 @@ from ebbtide.errors import SequenceError
 from ebbtide.observe.mode import nodes_made
 from ebbtide.sequence.blocks import Block
 from ebbtide.sequence.checksums import Checksums
-from ebbtide.sequence.graphs import Outside, close_off, local_gradients
+from ebbtide.sequence.graphs import Outside, close_off, is_dense, local_gradients
 from ebbtide.sequence.inputs import Inputs
 from ebbtide.sequence.results import Hazards
 from ebbtide.sequence.steps import (
@@ -334,7 +333,7 @@ class CellChain:
         if not targets:
             return
         # What is added afterwards is not fed in: see NOTE [The same order of additions] in `graphs.py`.
-        added = [once and _is_dense(self._sums[k]) for k, once in zip(record.uses, record.uses_once, strict=True)]
+        added = [once and is_dense(self._sums[k]) for k, once in zip(record.uses, record.uses_once, strict=True)]
         sums = [*(seeds[place] for place in places), *(self._sums[number] for number in record.inputs)]
         sums += [None if add else self._sums[k] for k, add in zip(record.uses, added, strict=True)]
         keep = any(tensors[number].grad_fn is not None for number in record.uses)
@@ -388,11 +387,6 @@ class CellChain:
     def own(self, state: State) -> State:
         """See `Chain.own`."""
         return self._layout.copy(state)
-
-
-def _is_dense(grad: Tensor | None) -> bool:
-    """Whether a sum, if there is one, can be added to in place."""
-    return grad is None or grad.layout is torch.strided
 
 
 def _find(tensor: Tensor, among: Sequence[Tensor]) -> int:

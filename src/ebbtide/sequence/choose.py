@@ -62,7 +62,8 @@ class SlowMemory:
 
 
 def slow_memories(machine: Machine) -> tuple[SlowMemory, ...]:
-    """The slow tiers of ``machine``, fastest return first."""
+    """The slow tiers of ``machine``, fastest return first. Raises `ArgumentError` if it is none."""
+    check_instance("machine", machine, Machine)
     return tuple(
         SlowMemory(
             tier.name, machine.link(machine.fast, tier.name), machine.link(tier.name, machine.fast), tier.capacity_bytes

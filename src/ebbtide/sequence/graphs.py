@@ -18,11 +18,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, _engine_run_backward, get_gradient_edge
 from torch.overrides import has_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -54,6 +55,7 @@ class Outside:
         self._free: list[int] = []  # numbers of leaves that are gone
         self._began = nodes_made()
         self._elsewhere: set[Node] = set()  # nodes of other threads, numbered as some of a later step might be
+        self._others: Set[Node] = frozenset()  # those, and all that made `tensors`, while steps are reversed
 
     def input_number(self, tensor: Tensor) -> int:
         """The number of a tensor that a step has as an input."""
@@ -109,7 +111,7 @@ class Outside:
             SequenceError: if it uses what an earlier step made, other than through the state, or what is not found.
         """
         outputs = list(outputs)
-        leaves, results, until = self._ends_of(outputs, own, since)
+        leaves, results, until = self._ends_of(outputs, own, since, self._elsewhere)
         counts = {self._leaf_number(leaf): count for leaf, count in leaves}
         unknown = {edge for edge in results if edge not in self._numbers}
         if unknown:
@@ -147,7 +149,8 @@ class Outside:
         Raises:
             SequenceError: if it used others in their place.
         """
-        leaves, results, _ = self._ends_of(outputs, own, since)
+        # Maybe in another thread than the first time, which numbers nodes anew.
+        leaves, results, _ = self._ends_of(outputs, own, since, self._others)
         reached = {self._numbers.get(id(leaf)) for leaf, _ in leaves} | {self._numbers.get(edge) for edge in results}
         if not reached.issuperset(numbers):
             raise SequenceError(
@@ -157,9 +160,9 @@ class Outside:
             )
 
     def _ends_of(
-        self, outputs: Iterable[Tensor], own: Sequence[Tensor], since: int
+        self, outputs: Iterable[Tensor], own: Sequence[Tensor], since: int, others: Set[Node]
     ) -> tuple[list[tuple[Tensor, int]], dict[Edge, int], int]:
-        """`_ends` of a step that has just run, and `nodes_made` by then."""
+        """`_ends` of a step that has just run, and `nodes_made` by then; ``others`` are known not to be the step's."""
         # Before that: a view whose base was altered in place gets a new node when its own is asked for.
         edges: list[tuple[Node | None, int]] = [
             (get_gradient_edge(output).node if output.grad_fn is None else output.grad_fn, output.output_nr)
@@ -167,7 +170,7 @@ class Outside:
             if output.requires_grad
         ]
         until = nodes_made()
-        return *_ends(edges, {id(tensor) for tensor in own}, since, until, self._elsewhere), until
+        return *_ends(edges, {id(tensor) for tensor in own}, since, until, others), until
 
     @contextlib.contextmanager
     def fenced(self) -> Iterator[None]:
@@ -177,7 +180,12 @@ class Outside:
         to bring there. And hooks are for the whole gradient: they run when that has been summed up.
         """
         nodes = {tensor.grad_fn for tensor in self.tensors if tensor.grad_fn is not None}
+        self._others = self._elsewhere | nodes
         fences = [node.register_prehook(lambda grads: (None,) * len(grads)) for node in nodes]
+        functions = _functions_behind(nodes)
+        for function in functions:  # it would be given zeros for none, and may make something of them
+            nothing = (None,) * len(function.needs_input_grad)
+            function.apply = function.apply_boxed = lambda *_, nothing=nothing: nothing
         hooks = [(held, dict(held)) for tensor in self.tensors if (held := tensor._backward_hooks)]
         retained = [(tensor, tensor.grad) for tensor in self.tensors if tensor.retains_grad]
         for held, _ in hooks:
@@ -187,10 +195,24 @@ class Outside:
         finally:
             for fence in fences:
                 fence.remove()
+            for function in functions:
+                del function.apply, function.apply_boxed
             for held, kept in hooks:
                 held.update(kept)
             for tensor, grad in retained:
                 tensor.grad = grad
+
+
+def _functions_behind(nodes: Set[Node]) -> list[Any]:
+    """Custom functions that ``nodes`` are, or that made what these were computed from, but for those that are fenced
+    already, by a scan around this one."""
+    seen, left = set(nodes), list(nodes)
+    while left:
+        for node, _ in left.pop().next_functions:
+            if node is not None and node not in seen:
+                seen.add(node)
+                left.append(node)
+    return [node for node in seen if issubclass(type(node), BackwardCFunction) and "apply" not in vars(node)]
 
 
 def local_gradients(
@@ -204,12 +226,21 @@ def local_gradients(
         sums: by target, the gradient that has arrived before.
         keep: leave the graph as it is, as some of it may not be the step's own.
     """
-    fed = [(_alias(target), held) for target, held in zip(targets, sums, strict=True) if held is not None]
+    fed = [
+        (_alias(target) if target.layout is torch.strided else target.clone(), held)  # what is sparse has no alias
+        for target, held in zip(targets, sums, strict=True)
+        if held is not None
+    ]
     outputs, grads = zip(*roots, *fed, strict=True)
     if has_torch_function((*outputs, *targets)):
         return list(torch.autograd.grad(outputs, targets, grads, retain_graph=keep, allow_unused=True))
     # What `torch.autograd.grad` comes to. It looks at shapes and types first, which the engine does, too.
     return list(_engine_run_backward(outputs, grads, keep, False, tuple(targets), True, accumulate_grad=False))
+
+
+def is_dense(tensor: Tensor | None) -> bool:
+    """Whether a sum, if there is one, can be added to in place."""
+    return tensor is None or tensor.layout is torch.strided
 
 
 def close_off(tensors: Iterable[Tensor]) -> None:
@@ -276,7 +307,7 @@ def _key(tensor: Tensor) -> Hashable:
 
 
 def _ends(
-    edges: Sequence[tuple[Node | None, int]], own: set[int], since: int, until: int, elsewhere: set[Node]
+    edges: Sequence[tuple[Node | None, int]], own: set[int], since: int, until: int, others: Set[Node]
 ) -> tuple[list[tuple[Tensor, int]], dict[Edge, int]]:
     """Leaves and edges to results of other ops at which a step's graph ends, and how often it does.
 
@@ -285,7 +316,7 @@ def _ends(
         own: see `Outside.used`.
         since: `nodes_made` when the step began.
         until: `nodes_made` now.
-        elsewhere: nodes that are not the step's, whatever their numbers.
+        others: nodes that are not the step's, whatever their numbers.
     """
     leaves: dict[int, Tensor] = {}
     counts: dict[int, int] = {}
@@ -303,7 +334,7 @@ def _ends(
                 if key not in own:
                     leaves[key] = leaf
                     counts[key] = counts.get(key, 0) + 1
-            elif not since <= node._sequence_nr() < until or node in elsewhere:
+            elif not since <= node._sequence_nr() < until or node in others:
                 results[edge] = results.get(edge, 0) + 1  # type: ignore[index, arg-type]
             else:
                 seen.add(node)

@@ -12,7 +12,7 @@ from typing import Any
 from ebbtide.arguments import as_directories, as_size
 from ebbtide.errors import SequenceError
 from ebbtide.sequence.arrays import ArrayChain, Forward, Lookahead, More, OwnCopies, Reverse
-from ebbtide.sequence.blocks import Blocks, size_of_block, slots_within
+from ebbtide.sequence.blocks import Blocks, blocks_within
 from ebbtide.sequence.choose import Choice, memory_slots, number_of_steps, predicted, seconds_of_steps
 from ebbtide.sequence.disk import StatePlace
 from ebbtide.sequence.executor import Executor
@@ -187,18 +187,10 @@ def _blocks(
     layout: Layout, n: int | More, slots: int, memory_bytes: int, schedule: Schedule | None, files: SpillFiles
 ) -> Blocks:
     """The slots in memory; of a given schedule's, nothing but the states counts, as where it was made."""
-    state_bytes = layout.size_bytes
     if schedule is not None:
-        return Blocks(state_bytes, slots, for_disk=uses_disks(schedule) or bool(files.there))
-    counts = {
-        for_disk: slots_within(
-            memory_bytes, slots, size_of_block(state_bytes, for_disk=for_disk) + layout.objects_bytes
-        )
-        for for_disk in (False, True)
-    }
-    fits = not callable(n) and counts[False] >= n - 1 and not files.there
-    for_disk = bool(files.names) and not fits
-    return Blocks(state_bytes, counts[for_disk], for_disk=for_disk)
+        return Blocks(layout.size_bytes, slots, for_disk=uses_disks(schedule) or bool(files.there))
+    most = None if callable(n) or files.there else n - 1
+    return blocks_within(memory_bytes, slots, layout, most, spills=bool(files.names))
 
 
 def _trial(forward: Forward, layout: Layout, first: Any, blocks: Blocks) -> Trial:

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
-from ebbtide.arguments import as_directories
+from ebbtide.arguments import as_directories, as_size
 from ebbtide.errors import SequenceError
-from ebbtide.sequence.blocks import Blocks
+from ebbtide.observe.uncompiled import never_compiled
+from ebbtide.sequence.blocks import blocks_within
 from ebbtide.sequence.cells import Cell, CellChain
 from ebbtide.sequence.choose import memory_slots
 from ebbtide.sequence.draws import FirstDraws
@@ -42,6 +43,7 @@ REVERSE_FACTOR = 3.0
 _log = logging.getLogger(__name__)
 
 
+@never_compiled
 def scan(
     cell: Cell,
     state: Any,
@@ -84,6 +86,8 @@ def scan(
         ArgumentError: if memory is no size, or spill no path; it is a `ValueError`.
         SpillError: if the spill directory is missing, full or faulty; also from the backward pass.
     """
+    if not callable(cell):
+        raise SequenceError(f"cell={cell!r} cannot be called; give a function")
     if truncate is not None:
         truncate = _interval(truncate)
     directories = as_directories("spill", spill)
@@ -107,12 +111,15 @@ def scan(
     return sweep.chain.assemble(results)
 
 
+vars(scan)["_torchdynamo_disable"] = True  # where what calls it is compiled, Dynamo does not look into it
+
+
 def _interval(truncate: SupportsIndex) -> int:
     try:
         interval = operator.index(truncate)
     except TypeError:
         interval = 0
-    if interval < 1:
+    if interval < 1 or isinstance(truncate, bool):
         raise SequenceError(
             f"truncate={truncate!r}: the state is detached every so many steps; give a whole number, at least 1"
         )
@@ -126,8 +133,21 @@ def _surveyed(
 
     And what it draws in its first run.
     """
+    drawing = Watch(start)
+    try:
+        with drawing if not isinstance(inputs, (tuple, Tensor)) else contextlib.nullcontext():
+            first = inputs[0]
+        written, scene, draws = _survey(cell, start, inputs, first, layout)
+    finally:
+        drawing.rewind()
+    return TensorLayout(state, written.drawing_from(drawing.generators())), scene, draws
+
+
+def _survey(
+    cell: Cell, start: State, inputs: Inputs, first: Any, layout: TensorLayout
+) -> tuple[Written, Scene, FirstDraws]:
+    """What the cell writes to besides in step 0, with the ``first`` of the inputs, and the rest of `_surveyed`."""
     draws = FirstDraws()
-    first = inputs[0]
     own = (*start, *tree_leaves(first))
     cached = Watch(own)
     if parametrize._cache_enabled:
@@ -146,7 +166,7 @@ def _surveyed(
                 "the cell makes a tensor in its first step that it writes to in the next ones, such as a running mean; "
                 "make it before the scan, for example by calling the cell once"
             )
-    return TensorLayout(state, written), scene, draws
+    return written, scene, draws
 
 
 def _watched_step(chain: CellChain, start: State, scene: Scene, watch: Watch, before: Watch) -> Written:
@@ -217,6 +237,7 @@ class _Sweep:
         self._start = start
         self._n = len(inputs)
         self._layout = layout
+        self._memory_bytes = as_size("memory", memory)
         self._slots = memory_slots(layout.size_bytes, memory, layout.surroundings.carried_bytes)
         self._spill = spill
         self._check = check
@@ -277,7 +298,7 @@ class _Sweep:
         layout = self._layout
         spill = open_spill(self._spill, checksum=self._check, item_bytes=layout.item_bytes)
         self._files = files = self._resources.enter_context(spill)
-        blocks = Blocks(layout.size_bytes, self._slots, for_disk=bool(files.names))
+        blocks = blocks_within(self._memory_bytes, self._slots, layout, self._n - 1, spills=bool(files.names))
         if self._course is None:
             trial = Trial(lambda: self._start, self.chain.trial, layout.pack, layout.item_bytes, blocks)
             self._course = quickest(self._n, files, trial, reverse_factor=REVERSE_FACTOR)

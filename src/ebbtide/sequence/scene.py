@@ -40,13 +40,14 @@ class Scene:
     @contextlib.contextmanager
     def _cached(self) -> Iterator[None]:
         """Parametrized weights as `torch.nn.utils.parametrize.cached` had them, which may have ended since or begun."""
-        before = parametrize._cache_enabled, parametrize._cache
-        enabled, cache = self._parametrized
-        parametrize._cache_enabled, parametrize._cache = enabled, dict(cache)  # a step may fill it
+        before, cache = parametrize._cache_enabled, parametrize._cache
+        enabled, parametrize._cache = self._parametrized[0], dict(self._parametrized[1])  # a step may fill it
+        parametrize._cache_enabled += enabled - before
         try:
             yield
-        finally:
-            parametrize._cache_enabled, parametrize._cache = before
+        finally:  # another thread may have begun or ended meanwhile
+            parametrize._cache_enabled += before - enabled
+            parametrize._cache = cache if parametrize._cache_enabled else {}
 
     @contextlib.contextmanager
     def set(self) -> Iterator[None]:

@@ -60,6 +60,11 @@ class Written:
     restored: tuple[torch.UntypedStorage, ...] = ()
     generators: tuple[torch.Generator, ...] = ()
 
+    def drawing_from(self, generators: Iterable[torch.Generator]) -> Written:
+        """The same, with these generators as well."""
+        others = [one for one in generators if all(one is not known for known in self.generators)]
+        return dataclasses.replace(self, generators=(*self.generators, *others))
+
 
 class Surroundings:
     """What a step finds besides its arguments, and leaves altered.
@@ -186,6 +191,11 @@ class Watch(DispatchMode):
     def generators(self) -> list[torch.Generator]:
         """Those that it was seen to draw from."""
         return [generator for generator, _ in self._generators.values()]
+
+    def rewind(self) -> None:
+        """Undo what was drawn from generators, and nothing else."""
+        for generator, state in self._generators.values():
+            generator.set_state(state)
 
     def put_back(self, among: Written | None = None) -> Written:
         """Undo what was written; returns to what it was. ``among``: only to these."""

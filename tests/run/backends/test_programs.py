@@ -123,8 +123,9 @@ def test_the_arena_becomes_as_large_as_the_plan_needs(tmp_path: Path) -> None:
             for index, record in enumerate(plain(Chain)):
                 compare(record, program.run(index, memory.step), f"step {index}")
                 behind.append(disk.written_bytes)
-            assert memory._loop.current is not None
-            planned = memory._loop.current.places_in("disk")
+            kind = memory._loop.kinds.current
+            assert kind is not None
+            planned = kind.places_in("disk")
             assert planned is not None
             assert sum(planned.sizes_bytes) > 0
             assert planned.footprint_bytes <= arena.size_bytes <= planned.footprint_bytes + 2 * GROWTH_BYTES
@@ -271,7 +272,8 @@ def test_memory_for_true_values_does_not_stay(tmp_path: Path) -> None:
         for index in range(STEPS):
             states.append(memory.state)
             program.run(index, memory.step)
-            if memory._loop.current is not None and (planned := memory._loop.current.places_in("disk")) is not None:
+            kind = memory._loop.kinds.current
+            if kind is not None and (planned := kind.places_in("disk")) is not None:
                 most_bytes = max(most_bytes, planned.footprint_bytes)
         assert "verify" in states
         assert arena.size_bytes <= max(most_bytes, MIB) + GROWTH_BYTES

@@ -23,7 +23,7 @@ from ebbtide.plan.published.layers import spanning
 from ebbtide.plan.published.switches import check_choice, check_count
 from ebbtide.plan.published.transfers import Ground, Queues
 from ebbtide.plan.published.weights import best_weights
-from ebbtide.step import Step
+from ebbtide.step import MOST_BYTES, Step
 
 Score = Literal["doa", "aoa", "wdoa", "swdoa", "voting", "weighted"]
 Mode = Literal["stick to limit", "zero overhead"]
@@ -146,6 +146,7 @@ class Scores:
         A moment whose load is below the limit counts nothing. With the load as it is after each selection this is the
         submodular score, SWDOA.
         """
+        limit_bytes = min(max(limit_bytes, -MOST_BYTES), MOST_BYTES)  # no load is more, and no number of 64 bits
         excess = np.concatenate(([0.0], np.cumsum(np.maximum(load - limit_bytes, 0), dtype=np.float64)))
         return np.asarray(excess[self.closes] - excess[self.first + 1])
 

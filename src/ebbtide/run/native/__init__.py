@@ -38,6 +38,8 @@ def arena_library() -> ctypes.CDLL | None:
         return None
     library.ebbtide_arena_take.restype = ctypes.c_void_p
     library.ebbtide_arena_take.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t]
+    library.ebbtide_arena_let_resize.restype = None
+    library.ebbtide_arena_let_resize.argtypes = [ctypes.c_void_p]
     library.ebbtide_arena_recorded.restype = ctypes.c_size_t
     library.ebbtide_arena_recorded.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_size_t]
     library.ebbtide_arena_new_region.restype = ctypes.c_size_t

@@ -7,6 +7,7 @@
 #include <ATen/dlpack.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/StorageImpl.h>
 
 #include <atomic>
 #include <cstring>
@@ -104,6 +105,13 @@ DLManagedTensor* ebbtide_arena_take(std::size_t size, std::size_t alignment, std
   adopted->tensor.dl_tensor = {memory, {kDLCPU, 0}, 1, {kDLUInt, 8, 1}, &adopted->size, &adopted->stride, 0};
   adopted->tensor.deleter = &give_back_adopted;
   return &adopted->tensor;
+}
+
+// Let a storage that was adopted be enlarged and emptied, as any other one may be.
+void ebbtide_arena_let_resize(void* storage) {
+  auto* adopted = static_cast<c10::StorageImpl*>(storage);
+  adopted->set_allocator(c10::GetCPUAllocator());
+  adopted->set_resizable(true);
 }
 
 void ebbtide_arena_trim(int regions_too) { arena().trim(regions_too != 0); }

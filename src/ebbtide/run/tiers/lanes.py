@@ -78,6 +78,11 @@ class Lane:
         return all(ended.is_open for _, ended in self._others)
 
     @property
+    def is_here(self) -> bool:
+        """Whether this is one of its threads."""
+        return threading.current_thread() in self._threads
+
+    @property
     def _others(self) -> list[tuple[threading.Thread, Gate]]:
         """The threads but this one: the last reference to a tier may die in one of its own workers."""
         return [(thread, ended) for thread, ended in self._threads.items() if thread is not threading.current_thread()]

@@ -70,7 +70,9 @@ def take_memory(
         tensor = arena.ebbtide_arena_take(size_bytes, alignment_bytes, offset_bytes)
         if tensor:
             adopted: torch.Tensor = torch._C._from_dlpack(_capsule(tensor, b"dltensor", None))
-            return adopted.untyped_storage()
+            storage = adopted.untyped_storage()
+            arena.ebbtide_arena_let_resize(storage._cdata)
+            return storage
     pointer = ctypes.c_void_p()
     fault = _library.posix_memalign(ctypes.byref(pointer), alignment_bytes, size_bytes + offset_bytes)
     if fault or pointer.value is None:

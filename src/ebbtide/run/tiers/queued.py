@@ -183,7 +183,7 @@ class QueuedTier(abc.ABC):
 
     def drain(self) -> None:
         """See `SlowTier.drain`."""
-        while True:
+        while not self._is_at_work:
             with self._lock:
                 if not self._under_way or self._refusal is not None:
                     self._collect()
@@ -195,10 +195,19 @@ class QueuedTier(abc.ABC):
 
     def close(self) -> None:
         """See `SlowTier.close`. Closing twice does nothing."""
+        refusal = self._refusal or f"the {self.name} tier is closed; make a new Budget"
+        if self._is_at_work:
+            self._refusal = refusal  # the rest follows when it dies
+            return
         with self._lock:
-            self._refusal = self._refusal or f"the {self.name} tier is closed; make a new Budget"
+            self._refusal = refusal
             self._idle.open()
         self._shut()
+
+    @property
+    def _is_at_work(self) -> bool:
+        """Whether the garbage collector runs this amid a transfer, which nobody can wait for then."""
+        return self._writer.is_here or self._reader.is_here
 
     @property
     def written_bytes(self) -> int:

@@ -71,7 +71,7 @@ class Multistage(Schedule):
     @property
     def inner_slots(self) -> int:
         """Slots for Revolve inside a part."""
-        return min(self.states - 1, max(self.interval - 1, 1))
+        return inner_slots(self.states, self.interval)
 
     @property
     def depth(self) -> int:
@@ -138,6 +138,11 @@ class Multistage(Schedule):
         kept = [(start, start + self.interval) for start in starts[: self.kept_parts]]
         moved = ((start, start + self.interval) for start in starts[self.kept_parts :])
         yield from reverse_parts(kept, moved, tier=self.tier, slots=self.inner_slots, depth=self.depth)
+
+
+def inner_slots(states: int, interval: int) -> int:
+    """Of ``states`` slots in memory, those for Revolve inside a part of ``interval`` steps. See NOTE [Slots]."""
+    return min(states - 1, max(interval - 1, 1))
 
 
 def check_multistage(states: int, interval: int) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 from ebbtide.arguments import as_whole
 from ebbtide.sequence.schedules.binomial import forward_steps
-from ebbtide.sequence.schedules.multistage import check_multistage, reverse_parts, turn_steps
+from ebbtide.sequence.schedules.multistage import check_multistage, inner_slots, reverse_parts, turn_steps
 from ebbtide.sequence.schedules.records import (
     DISK,
     MEMORY,
@@ -116,37 +116,58 @@ class Online:
         Raises:
             SequenceError: if ``n < 1``.
         """
-        starts = _Starts()
-        step = 0
-        if n is None:
-            following = 0
-            while more(step + 1):
-                if step == following:
-                    following += self._interval(step)
-                    yield Store(step, self.tier)
-                    starts.push(step)
-                yield Advance(step, step + 1)
-                step += 1
-            yield Reverse(step)
-        else:
+        starts, kept = _Starts(), list[tuple[int, int]]()
+        if n is not None:
             check_length(n)
-            n = as_whole("n", n)
-            while n - step > self._turn_steps(interval := self._interval(step)):
+            stop = yield from self._to_known_end(starts, kept, as_whole("n", n))
+        else:
+            stop = yield from self._to_end(starts, more)
+        longest = max([starts.longest_part(stop), *(end - start for start, end in kept)])
+        inner = min(self.states - max(len(kept), 1), max(longest - 1, 1))
+        moved = starts.pop_parts(stop)
+        yield from reverse_parts(reversed(kept), moved, tier=self.tier, slots=inner, depth=self.states - inner)
+
+    def _to_end(self, starts: _Starts, more: More) -> Generator[Record, None, int]:
+        """Run all steps and reverse the last. Returns that one's number."""
+        step = following = 0
+        while more(step + 1):
+            if step == following:
+                following += self._interval(step)
                 yield Store(step, self.tier)
                 starts.push(step)
-                yield Advance(step, step + interval)
-                step += interval
-            yield from revolve(step, n, self.states - 1)
+            yield Advance(step, step + 1)
+            step += 1
+        yield Reverse(step)
+        return step
+
+    def _to_known_end(self, starts: _Starts, kept: list[tuple[int, int]], n: int) -> Generator[Record, None, int]:
+        """Run ``n`` steps and reverse the last of them, as `Multistage` does where intervals are equal.
+
+        Parts whose first state stays in memory go to ``kept``. Returns the step at which the first of them begins.
+        """
+        step = 0
+        while True:
+            interval = self._interval(step)
+            inner = inner_slots(self.states, interval)
+            depth, turn = self.states - inner, turn_steps(interval, forward_steps(interval, inner), inner)
+            if n - step <= turn + depth * interval:
+                break
+            yield Store(step, self.tier)
+            starts.push(step)
+            yield Advance(step, step + interval)
+            step += interval
         stop = step
-        inner = min(self.states - 1, max(starts.longest_part(stop) - 1, 1))
-        moved = starts.pop_parts(stop)
-        yield from reverse_parts((), moved, tier=self.tier, slots=inner, depth=self.states - inner)
+        while n - step > max(turn, interval) and len(kept) < depth:
+            yield Store(step, MEMORY)
+            yield Advance(step, step + interval)
+            kept.append((step, step + interval))
+            step += interval
+            interval = self._interval(step)
+        yield from revolve(step, n, inner)
+        return stop
 
     def _interval(self, step: int) -> int:
         return max(as_whole("interval", self.interval(step)), 1)
-
-    def _turn_steps(self, interval: int) -> int:
-        return turn_steps(interval, forward_steps(interval, self.states - 1), self.states - 1)
 
 
 class _Starts:

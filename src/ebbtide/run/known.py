@@ -1,0 +1,90 @@
+"""The kinds of step that a loop is known to have, and which of them comes next."""
+
+from __future__ import annotations
+
+import collections
+
+from ebbtide.run.beginning import kind_to_begin_with
+from ebbtide.run.forks import Known, Library
+from ebbtide.run.kinds import Kind
+from ebbtide.run.script import Script
+
+MOST_KINDS = 256
+"""Kinds of steps to know at once: each takes some megabytes. The one that came longest ago is forgotten."""
+GUESSES, SURPRISES = 16, 4
+"""Where so many of so many steps were of other kinds than was likely, kinds come in no order."""
+
+
+class KnownKinds(dict[int, Kind]):
+    """Kinds of step by their keys.
+
+    Attributes:
+        current: the kind of the latest step; None before the first was observed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current: Kind | None = None
+        self._library = Library([])
+        self._due: dict[int, Kind] = {}
+        self._guesses: collections.deque[tuple[Kind, bool]] = collections.deque(maxlen=GUESSES)
+        self._beginning: tuple[tuple[int, Kind, Library], Kind] | None = None
+
+    @property
+    def library(self) -> Library:
+        """The scripts of all of them."""
+        known = [
+            Known(script, kind.state != "verify", kind.keeps_graphs)
+            for kind in self.values()
+            if (script := kind.script) is not None
+        ]
+        self._library = self._library.renewed(known)
+        return self._library
+
+    def running(self, script: Script) -> Kind | None:
+        """The kind whose steps run by ``script``; None if it was planned for anew, or is not known any more."""
+        return next((kind for kind in self.values() if kind.script is script), None)
+
+    def expected_at(self, number: int) -> Kind | None:
+        """The kind by whose plan to run step ``number``: the one that it is likely to be of or, where steps often are
+        of others, one whose steps hold all that those hold. See NOTE [Leaving out] in `ebbtide.run.forks`."""
+        likely, surprises = self._likely_at(number), sum(not was_likely for _, was_likely in self._guesses)
+        if likely is None or likely.script is None or not surprises:
+            return likely
+        known = number, likely, self.library
+        if self._beginning is None or self._beginning[0] != known:
+            latest, in_order = (kind for kind, _ in self._guesses), surprises < SURPRISES
+            begun = kind_to_begin_with(likely, self.values(), latest, known[-1], in_order=in_order)
+            self._beginning = known, begun
+        return self._beginning[1]
+
+    def _likely_at(self, number: int) -> Kind | None:
+        """One that comes each so many steps, or what came after the last one before."""
+        follower = self.current.comings.follower if self.current is not None else None
+        return self._due.get(number, follower or self.current)
+
+    def met(self, kind: Kind, number: int) -> None:
+        """Step ``number``, the latest, was of this kind."""
+        if self.current is not None:
+            self._guesses.append((kind, kind is self._likely_at(number)))
+            self.current.comings.followed_by(kind if kind is not self.current else None)
+        self.current = kind
+        self._due.pop(number, None)
+        if (gap := kind.comings.came_at(number)) is not None:
+            self._due[number + gap] = kind
+        if len(self) > MOST_KINDS:
+            self.forget(min(self.values(), key=lambda known: known.comings.latest))
+
+    def forget(self, kind: Kind) -> None:
+        """Know nothing of it any more."""
+        del self[kind.key]
+        self._due = {number: due for number, due in self._due.items() if due is not kind}
+        for known in self.values():
+            known.comings.no_longer_followed_by(kind)
+
+    def forget_all(self) -> None:
+        """Know nothing any more."""
+        self.clear()
+        self._due.clear()
+        self._guesses.clear()
+        self._beginning = self.current = None
