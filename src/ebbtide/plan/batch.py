@@ -88,8 +88,8 @@ def largest_batch(
     limit_bytes = as_whole("limit_bytes", limit_bytes)
     if not isinstance(between, Sequence) or isinstance(between, str) or len(between) != 2:
         raise ArgumentError(f"between={between!r}: two batch sizes are needed, the smaller one first")
-    between = as_whole("between", between[0], 1), as_whole("between", between[1], 1)
-    if between[0] >= between[1]:
+    between = as_whole("between", between[0]), as_whole("between", between[1])
+    if not 0 < between[0] < between[1]:
         raise ArgumentError(f"two batch sizes are needed, the smaller one first, not {between}")
     share = as_seconds(overhead)
     if share is None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from ebbtide.arguments import as_whole, check_instance
 from ebbtide.decisions import Plan
-from ebbtide.errors import BudgetError, PolicyError, RecordError
+from ebbtide.errors import ArgumentError, BudgetError, PolicyError, RecordError
 from ebbtide.machine import Machine
 from ebbtide.plan.caution import NO_CAUTION
 from ebbtide.plan.problem import plain_peak_bytes
@@ -105,7 +105,9 @@ def frontier(
         RecordError: as `check_trains`.
         ArgumentError: if there are fewer than two points; it is a `ValueError`.
     """
-    points = as_whole("points", points, 2)
+    points = as_whole("points", points)
+    if points < 2:
+        raise ArgumentError(f"a frontier has two points at least, not {points}")
     check_instance("policies", policies or {}, Mapping)
     check_trains(step)
     chosen = dict(policies or {})
