@@ -61,8 +61,8 @@ class Projected(Program):
 
 
 class Gated(Program):
-    """Its kernel is made of ops that autograd differentiates, as nobody has given it a formula. What it saves within the
-    op is not counted."""
+    """Its kernel is made of ops that autograd differentiates, as nobody has given it a formula. What is saved within it
+    is not counted."""
 
     steady = False
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 import ebbtide
 from ebbtide.machine import Machine
 from ebbtide.run.meter import PeakMeter
+from ebbtide.run.tiers import DiskTier
 from tests.run.harness import FAST_DISK, SLOW_DISK
 from tests.run.test_kinds import BATCH, EVERY, WIDTH, Blocks, Seen, gradients, plain_peak
 
@@ -157,3 +159,28 @@ def test_steps_without_a_backward_pass_are_no_evidence(tmp_path: Path) -> None:
                 if number < 2:
                     loss.backward()
         assert (memory.state, [each.left for each in memory.measured if each.left]) == ("audit", [])
+
+
+@pytest.mark.usefixtures("plans_stay")
+def test_what_a_graph_lets_go_of_is_not_moved_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a plan for a graph that is kept, it would leave behind the pass, and a copy under way keep it for a while."""
+    with PeakMeter() as meter:
+        step(Blocks(), torch.randn(BATCH, WIDTH), "kept")
+    with ebbtide.Budget(int(0.55 * meter.peak_bytes), spill=tmp_path, machine=FAST_DISK) as memory:
+        run(memory, ["kept"] * 9)
+        assert memory.state == "planned"
+        kind = memory._loop.kinds.current
+        assert kind is not None
+        assert kind.script is not None
+        assert any(actions is not None and actions.spent for actions in kind.script.actions)
+        disk = cast(DiskTier, memory.tiers["disk"])
+        real = disk._pwrite
+
+        def slow(fd: int, view: memoryview, offset_bytes: int) -> int:
+            time.sleep(0.02)
+            return real(fd, view, offset_bytes)
+
+        monkeypatch.setattr(disk, "_pwrite", slow)
+        found = run(memory, ["one"] * 6)
+        assert [seen.left for seen in found if seen.left] == []
+        assert [seen.peak_bytes for seen in found if seen.peak_bytes > (memory.limit_bytes or 0)] == []

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
+from ebbtide.observe.passes import in_pass, keeps_graph
 from ebbtide.observe.transforms import in_trace
 from ebbtide.observe.wrapped import PLAIN_TYPES
+from ebbtide.run.actions import Actions
 from ebbtide.run.capture import CaptureMode
 from ebbtide.run.holdings import Holding, Kept, View, is_plain, keep, view_of
 from ebbtide.run.recipes import Recipe
-from ebbtide.run.script import Actions, ExpectedSave, Treatment
+from ebbtide.run.script import ExpectedSave, Treatment
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.verify import Truth
 from ebbtide.run.versions import version_of
@@ -54,8 +56,11 @@ class Keeper:
             if holding is not None:
                 holding.release()
                 self._note_put_off(holding, goes=True)
+        dies = bool(actions.spent) and in_pass() and not keeps_graph()
         for value, tier in actions.outs:
             holding = self._holding(value)
+            if dies and value in actions.spent:
+                continue  # by itself: a copy under way would only keep it
             if holding is not None:
                 holding.send(self._tier(tier))
                 self._note_put_off(holding, goes=False)

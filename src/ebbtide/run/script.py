@@ -5,8 +5,6 @@ All that can be looked up is looked up here, once, so that the hooks only index 
 
 from __future__ import annotations
 
-import bisect
-import collections
 import dataclasses
 import enum
 import itertools
@@ -17,6 +15,7 @@ import torch
 from ebbtide.decisions import Decision, Offload, Plan, Recompute
 from ebbtide.errors import PlanError
 from ebbtide.plan.problem import replayable_from
+from ebbtide.run.actions import Actions, actions_of, dropped_later
 from ebbtide.run.calls import KnownOp
 from ebbtide.run.footprint import Footprint, footprint_of
 from ebbtide.run.keys import signature
@@ -79,16 +78,6 @@ class Form:
 
     dtype: torch.dtype
     shape: torch.Size
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Actions:
-    """What to do at one event, in this order: values to drop, to release, to send out and to which tier, to fetch."""
-
-    drops: tuple[int, ...]
-    releases: tuple[int, ...]
-    outs: tuple[tuple[int, str], ...]
-    loads: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -179,7 +168,7 @@ def write_script(step: Step, plan: Plan, memory: Sequence[int], *, captures_all:
         raise PlanError(f"the plan decides about {len(plan.decisions)} absences; the step has {len(step.absences)}")
     known = _known_ops(step, plan.decisions)
     saves = _saves(step, plan.decisions)
-    actions = _actions(step, plan.decisions)
+    actions = actions_of(step, plan.decisions)
     stays_on = captures_all or shows_nodes_that_ask(step, known)
     runs = one_stretch(step) if stays_on else stretches(step, known)
     return Script(
@@ -269,7 +258,7 @@ def _saves(step: Step, decisions: Sequence[Decision]) -> tuple[ExpectedSave, ...
         if isinstance(decision, Recompute):
             remakes[absence] = Remake(decision.ops, _leaves(step, decision.ops))
     shared = {leaf for remake in remakes.values() for leaf in remake.leaves}
-    dropped_at_once = set(remakes) - set(_dropped_later(step, decisions))
+    dropped_at_once = set(remakes) - set(dropped_later(step, decisions))
     saves, seen = [], set()
     for saved, moment in zip(step.saved, _pack_moments(step), strict=True):
         first = saved.value not in seen
@@ -301,63 +290,6 @@ def _pack_moments(step: Step) -> list[int]:
     """The moment at which each saved tensor is saved."""
     moments = zip(step.events, step.event_moments(), strict=True)
     return [moment for event, moment in moments if event.kind == "pack"]
-
-
-def _dropped_later(step: Step, decisions: Sequence[Decision]) -> dict[Absence, int]:
-    """Absences whose values are recomputed, and were asked for before: those stay until the absence opens.
-
-    Returns:
-        For each of them the last event before it opens. Others are dropped when they are saved, as somebody else has
-        them still.
-    """
-    asked: dict[int, int] = {}
-    for saved in step.saved:
-        asked[saved.value] = min(asked.get(saved.value, step.moments), *saved.unpacked, step.moments)
-    moments = step.event_moments()
-    return {
-        absence: bisect.bisect_left(moments, absence.opens) - 1
-        for absence, decision in zip(step.absences, decisions, strict=True)
-        if isinstance(decision, Recompute) and asked.get(absence.value, step.moments) < absence.opens
-    }
-
-
-@dataclasses.dataclass(slots=True)
-class _Agenda:
-    """What `Actions` are made from."""
-
-    drops: list[int] = dataclasses.field(default_factory=list)
-    releases: list[int] = dataclasses.field(default_factory=list)
-    outs: list[tuple[int, str]] = dataclasses.field(default_factory=list)
-    loads: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-
-    def actions(self) -> Actions:
-        """The actions; loads by moment of need."""
-        loads = tuple(value for _, value in sorted(self.loads))
-        return Actions(tuple(self.drops), tuple(self.releases), tuple(self.outs), loads)
-
-
-def _actions(step: Step, decisions: Sequence[Decision]) -> tuple[Actions | None, ...]:
-    last_at = {event.tick: index for index, event in enumerate(step.events)}
-    moments = step.event_moments()
-    agendas: dict[int, _Agenda] = collections.defaultdict(_Agenda)
-
-    def at(tick: int) -> _Agenda:
-        if tick not in last_at:
-            raise PlanError(f"the plan acts at tick {tick}, at which nothing is saved or asked for")
-        return agendas[last_at[tick]]
-
-    for absence, decision in zip(step.absences, decisions, strict=True):
-        if isinstance(decision, Offload):
-            at(decision.release).releases.append(absence.value)
-            at(decision.out).outs.append((absence.value, decision.tier))
-            if not step.is_final(absence) and moments[last_at[decision.load]] < absence.closes:
-                at(decision.load).loads.append((absence.closes, absence.value))
-    for absence, event in _dropped_later(step, decisions).items():
-        agendas[event].drops.append(absence.value)
-    actions: list[Actions | None] = [None] * len(step.events)
-    for event, agenda in agendas.items():
-        actions[event] = agenda.actions()
-    return tuple(actions)
 
 
 def _kept(
