@@ -421,10 +421,9 @@ def test_a_directory_with_a_colon_in_its_name(script: Path, tmp_path: Path) -> N
 
 
 def test_a_demo_model_with_too_large_a_batch(tmp_path: Path, failure: Failure) -> None:
-    for model, batch in (("gpt2", 10**15), ("gpt2", 10**19), ("resnet50", 10**15)):
+    for model, batch, error in (("gpt2", 10**15, "Memory"), ("gpt2", 10**19, "Value"), ("resnet50", 10**15, "Value")):
         said = failure("observe", model, "--batch", batch, "-o", tmp_path / "step.json")
-        assert said.startswith(f"ebbtide: {model}: ")
-        assert "Error: " in said
+        assert said.startswith(f"ebbtide: {model}: {error}Error: ")
         assert "\n" not in said
 
 
