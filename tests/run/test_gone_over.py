@@ -183,7 +183,7 @@ def test_a_step_does_not_audit_the_plan_that_is_made_at_its_end(
     passed = Kind.has_passed
     watched = set[str]()
 
-    def met(parts: Parts, kind: Kind, key: int, number: int, peak_bytes: int | None) -> str:
+    def met(parts: Parts, kind: Kind, key: int, number: int, peak_bytes: int | None, held: Any) -> str:
         return "plan" if watched and not found and peak_bytes is not None else "none"
 
     def has_passed(kind: Kind, peak_bytes: int, machine: Machine) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import ebbtide
+from ebbtide.run.held import Held
 from ebbtide.run.kinds import Kind
 from ebbtide.run.meter import PeakMeter
 from ebbtide.run.observing import observe_step
@@ -46,6 +47,19 @@ def test_the_step_is_counted_that_comes_as_long_after_it_as_it_came_after_the_la
     assert parts.met(kind, 1, 24, limit_of(kind)) == "none"
     parts.met(kind, 1, 31, None)
     assert not counted(parts, 32, 100), "it is known to be within the limit"
+
+
+def test_one_that_holds_more_later_is_counted_again(kind: Kind) -> None:
+    """As the arena tells, by the first one that ran without being counted."""
+    parts = Parts()
+    assert kind.plan is not None
+    parts.met(kind, 1, 10, limit_of(kind))
+    above_rest = kind.plan.limit_bytes - kind.plan.resting_bytes
+    for number, share in ((17, 0.9), (24, 0.9), (31, 0.905)):
+        parts.met(kind, 1, number, None, Held(int(share * above_rest), int(share * above_rest)))
+    assert counted(parts, 32, 60) == []
+    parts.met(kind, 1, 60, None, Held(2 * above_rest, 2 * above_rest))
+    assert counted(parts, 61, 100) == [89]
 
 
 def test_what_was_counted_tells_nothing_of_another_plan(kind: Kind) -> None:

@@ -299,9 +299,13 @@ class Kind:
         limit."""
         if self._held_late is None:
             self._held_late = held
+        return self.holds_more(held, self._held_late)
+
+    def holds_more(self, held: Held, other: Held) -> bool:
+        """Whether a step that ran by the plan has held more than another one, and may have passed the limit."""
         if self.plan is None or self._more_times >= GIVEN_UP:
             return False
-        more = held.above(self._held_late)
+        more = held.above(other)
         is_trifle = more <= MORE_SHARE * (self.plan.peak_bytes - self.plan.resting_bytes)
         return not is_trifle and self.plan.resting_bytes + held.taken_bytes > self.plan.limit_bytes
 

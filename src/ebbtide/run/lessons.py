@@ -153,7 +153,7 @@ def _advance(loop: Loop, step: Ended, key: int, kind: Kind, ran: Kind, conductor
     if not (conductor.followed or conductor.is_part or conductor.went_over):
         return
     if key not in loop.kinds and conductor.truth is None:
-        loop.met_part(ran, key, peak)
+        loop.met_part(ran, key, peak, step.held)
         if ran.script is not conductor.script:
             return  # room was left for such steps
     if conductor.truth is not None and conductor.truth.differing:

@@ -20,6 +20,7 @@ from ebbtide.run.device import TrainingDevice
 from ebbtide.run.drift import Drift
 from ebbtide.run.footprint import growth_bytes_of
 from ebbtide.run.gauges import likely_device
+from ebbtide.run.held import Held
 from ebbtide.run.kinds import Kind
 from ebbtide.run.known import KnownKinds
 from ebbtide.run.looks import Looks
@@ -290,11 +291,11 @@ class Loop:
         if len(self.measured) >= self._no_counts_before:
             self._counts_left, self._no_counts_before = COUNTS_LATE, 2 * len(self.measured)
 
-    def met_part(self, kind: Kind, key: int, peak_bytes: int | None) -> None:
+    def met_part(self, kind: Kind, key: int, peak_bytes: int | None, held: Held | None) -> None:
         """The step that was measured last was run by the plan of ``kind``; what it left of that is of an unknown kind.
         If it was counted, and has passed the limit, such steps are observed, or room is left for them."""
         number = self._latest
-        remedy = self._parts.met(kind, key, number, peak_bytes)
+        remedy = self._parts.met(kind, key, number, peak_bytes, held)
         if remedy == "observe":
             self.looks.again(number, ops_only=False)
             self.looks.at(self._parts.due)

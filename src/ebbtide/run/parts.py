@@ -7,6 +7,7 @@ import weakref
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from ebbtide.run.held import Held
     from ebbtide.run.kinds import Kind
     from ebbtide.run.script import Script
 
@@ -31,7 +32,7 @@ class Parts:
     """
 
     def __init__(self) -> None:
-        self._fit: weakref.WeakKeyDictionary[Kind, tuple[Script, set[int]]] = weakref.WeakKeyDictionary()
+        self._fit: weakref.WeakKeyDictionary[Kind, tuple[Script, dict[int, Held | None]]] = weakref.WeakKeyDictionary()
         self._seen: collections.OrderedDict[int, int] = collections.OrderedDict()
         self._passes: collections.Counter[int] = collections.Counter()
         self._last = self.due = -1
@@ -43,24 +44,30 @@ class Parts:
         self._counts += due
         return due
 
-    def met(self, kind: Kind, key: int, number: int, peak_bytes: int | None) -> Remedy:
+    def met(self, kind: Kind, key: int, number: int, peak_bytes: int | None, held: Held | None = None) -> Remedy:
         """Step ``number`` followed the script of ``kind``, and what it left is of an unknown kind with this key.
 
         Args:
             peak_bytes: what it held at most, if it was counted.
+            held: what it held as far as the arena tells. Once one like it was within the limit, later ones that have
+                held more than the next one are counted again.
 
         Returns:
             What is to be done about it, if it passed the limit.
         """
         assert kind.script is not None
         assert kind.plan is not None
-        script, fit = self._fit.get(kind, (None, set()))
+        script, fit = self._fit.get(kind, (None, {}))
         if script is not kind.script:  # it was planned for anew
-            fit = set()
+            fit = {}
             self._fit[kind] = kind.script, fit
         last = self._seen.get(key, self._last)
         if peak_bytes is not None and peak_bytes <= kind.plan.limit_bytes:
-            fit.add(key)
+            fit[key] = None
+        elif peak_bytes is None and held is not None and key in fit:
+            other = fit[key] = fit[key] or held
+            if kind.holds_more(held, other):
+                del fit[key]
         if key not in fit:
             self.due = 2 * number - last
         self._last = self._seen[key] = number
