@@ -22,7 +22,7 @@ from tests.run.test_kinds import gradients
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans", "plans_stay")
 needs_arena = pytest.mark.skipif(arena_library() is None, reason="without the arena nobody notices")
-WIDTH, BATCH = 160, 1024
+WIDTH, BATCH = 160, 512
 
 
 def _layers(count: int, width: int = WIDTH) -> nn.Sequential:
@@ -82,7 +82,7 @@ class Branching(nn.Module):
         with PeakMeter() as meter, guard():
             h = self.trunk(data)
             kept = [h.detach().clone() for _ in range(copies)]
-            h = h.view(32, 32, WIDTH) if other else h
+            h = h.view(16, 32, WIDTH) if other else h
             torch.tanh(self.heads[other](h)).square().mean().backward()
             del kept
         return gradients(self), meter.peak_bytes
