@@ -13,6 +13,7 @@ from ebbtide.machine import Machine
 from ebbtide.run.native import arena_library
 from tests.run.harness import FAST_DISK, SLOW_DISK, Guard, Program, Record, run_plain, run_within
 from tests.run.programs import SAID_BY_PYTORCH
+from tests.run.test_leaves import Weighing
 
 pytestmark = [pytest.mark.usefixtures("nothing_left", "quick_plans"), *SAID_BY_PYTORCH]
 MACHINES = pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["fast", "slow"])
@@ -93,23 +94,6 @@ def test_what_is_given_out_is_not_taken(kind: type[Program], machine: Machine, t
     run_within(kind, run_plain(kind), "80%", machine, tmp_path)
 
 
-class Weighing(torch.autograd.Function):
-    """Multiplies by a mask, whose attribute says by how much more."""
-
-    @staticmethod
-    def forward(ctx: Any, data: Tensor, mask: Any) -> Tensor:
-        ctx.save_for_backward(mask)
-        return data * mask * float(mask.tag)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (mask,) = ctx.saved_tensors
-        return grad * mask * mask.tag, None
-
-
-_weigh: Any = Weighing.apply
-
-
 class Tagged(Program):
     """Masks with attributes that the step makes."""
 
@@ -117,11 +101,12 @@ class Tagged(Program):
         return nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
 
     def loss(self, index: int) -> Tensor:
+        weigh: Any = Weighing.apply
         h = self.data(index, 512, 512)
         for number, layer in enumerate(self.model):
             mask: Any = (h.detach() > -0.5).float()
             mask.tag = 1.5 + number
-            h = _weigh(torch.tanh(layer(h)), mask)
+            h = weigh(torch.tanh(layer(h)), mask)
         return h.square().mean()
 
 

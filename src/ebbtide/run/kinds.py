@@ -295,8 +295,7 @@ class Kind:
             self._idle_steps = 0
 
     def has_held_more_late(self, held: Held) -> bool:
-        """Whether a step that was not begun by the plan has held more than the first such one, and may have passed the
-        limit."""
+        """`holds_more` of a step that was not begun by the plan, and the first such one."""
         if self._held_late is None:
             self._held_late = held
         return self.holds_more(held, self._held_late)
