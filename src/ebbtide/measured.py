@@ -22,7 +22,7 @@ class Measured:
         seconds: time of the step's context, by the clock of its device; None until the device is known to be done.
         peak_bytes: the most bytes of live tensors, where they were counted.
         left: why the step left its plan, or how it differs from the recorded one; or an empty string.
-        kind: the key of the kind by whose plan it ran; None if it was observed.
+        kind: the key of the kind of step that it was of, known or not; None if it was observed.
     """
 
     state: State | None = None

@@ -17,6 +17,7 @@ from ebbtide.errors import StepError
 from ebbtide.machines import load_machine
 from ebbtide.observe.fake import observe_fake, record_fake
 from ebbtide.run.observing import observe_step
+from tests.run.test_leaves import Gathering
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Full backward hook:UserWarning")
 
@@ -58,32 +59,20 @@ def test_an_op_that_fails() -> None:
     assert observe_fake(build, load_machine("h200")).ops
 
 
-class Own(torch.autograd.Function):
-    """Puts its weight's gradient in its place itself, and adds to another one."""
+@pytest.mark.parametrize("has_main", [True, False])
+def test_functions_get_their_weights_back(has_main: bool) -> None:
+    """With what was set on them, and with their gradients."""
 
-    @staticmethod
-    def forward(ctx: Any, data: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(data, weight)
-        return data @ weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        data, weight = ctx.saved_tensors
-        weight.main_grad.add_(data.t() @ grad)
-        weight.grad = data.t() @ grad
-        return grad @ weight.t(), None
-
-
-def test_functions_get_their_weights_back() -> None:
     def build() -> Callable[[], None]:
         weight: Any = nn.Parameter(torch.randn(64, 64))
-        weight.main_grad = torch.zeros(64, 64)
+        if has_main:
+            weight.main_grad = torch.zeros(64, 64)
         data = torch.randn(128, 64)
 
         def run() -> None:
             weight.grad = None
             hidden = data.clone().requires_grad_()
-            Own.apply(hidden * 2, weight).square().mean().backward()  # type: ignore[no-untyped-call]
+            Gathering.apply(hidden * 2, weight).square().mean().backward()  # type: ignore[no-untyped-call]
 
         return run
 

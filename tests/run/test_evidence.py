@@ -42,7 +42,9 @@ def test_of_two_looks_each_op_has_the_shorter_time_and_the_larger_workspace() ->
     assert any(op.workspace_bytes for op in second.ops)
 
 
-def test_what_never_came_while_steps_were_compared_moves_out_from_then_on() -> None:
+@pytest.mark.parametrize(("whole", "steps"), [(False, VERIFIES_OF_PARTS), (True, VERIFIES)], ids=["parts", "whole"])
+def test_what_never_came_while_steps_were_compared_moves_out_from_then_on(whole: bool, steps: int) -> None:
+    """Of steps that left out nothing, too, which made it by other calls."""
     step = network_step(24)
     kind = Kind(step)
     kind.make_plan(disk_machine(1e6, 1e6), limit_at(step, 0.5))
@@ -50,9 +52,9 @@ def test_what_never_came_while_steps_were_compared_moves_out_from_then_on() -> N
     remade = {save.value for save in kind.script.saves if save.remakes}
     came = set(sorted(remade)[::2])
     assert len(came) < len(remade)
-    for _ in range(VERIFIES_OF_PARTS):
+    for _ in range(steps):
         assert kind.state == "verify"
-        kind.verified(came, whole=False)
+        kind.verified(came, whole=whole)
     assert kind.state == "audit"
     assert {save.value for save in kind.script.saves if save.remakes} == came
     assert not any(save.remakes for save in kind.script.holds if save is not None and save.value not in came)
@@ -132,17 +134,3 @@ def test_what_was_made_by_other_calls_as_it_was_compared(other_at: int, tmp_path
                 assert torch.equal(one, other), index
         assert memory.plan is not None
         assert any(isinstance(decision, Recompute) for decision in memory.plan.decisions)
-
-
-def test_steps_that_leave_out_nothing_compare_what_they_can() -> None:
-    step = network_step(24)
-    kind = Kind(step)
-    kind.make_plan(disk_machine(1e6, 1e6), limit_at(step, 0.5))
-    assert kind.script is not None
-    remade = {save.value for save in kind.script.saves if save.remakes}
-    came = set(sorted(remade)[::2])
-    for _ in range(VERIFIES):
-        assert kind.state == "verify"
-        kind.verified(came, whole=True)
-    assert kind.state == "audit"
-    assert {save.value for save in kind.script.saves if save.remakes} == came

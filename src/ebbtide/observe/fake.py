@@ -63,6 +63,7 @@ def observe_fake(
 
     Raises:
         RecordError: if ``machine`` does not say how fast it computes.
+        ArgumentError: if it is none; it is a `ValueError`.
         StepError: if the step needs the value of a tensor, or an op that fake tensors do not have.
     """
     check_instance("machine", machine, Machine)

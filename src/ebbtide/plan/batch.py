@@ -82,8 +82,8 @@ def largest_batch(
     Raises:
         BudgetError: if not even one sample can be trained so.
         RecordError: if the steps differ in more than sizes, do not train, or do not need more memory for more samples.
-        ArgumentError: if ``between`` are not two positive sizes, ``overhead`` is negative, or nothing has so much
-            memory; it is a `ValueError`.
+        ArgumentError: if ``between`` are not two positive sizes, ``overhead`` is no share, ``limit_bytes`` no whole
+            number, or nothing has so much memory; it is a `ValueError`.
     """
     limit_bytes = as_whole("limit_bytes", limit_bytes)
     if not isinstance(between, Sequence) or isinstance(between, str) or len(between) != 2:

@@ -76,6 +76,9 @@ def lower_bound(
         limit_bytes: the budget: most bytes held at once, resting bytes included.
         banned: absences whose values no recipe may make.
         most_groups: groups of moments to tell apart at most; fewer are quicker and give a weaker bound.
+
+    Raises:
+        ArgumentError: if ``limit_bytes`` is no whole number; it is a `ValueError`.
     """
     limit_bytes = as_whole("limit_bytes", limit_bytes)
     return bound_of(Problem.of(step, machine), limit_bytes, banned=banned, most_groups=most_groups)

@@ -103,7 +103,7 @@ def frontier(
 
     Raises:
         RecordError: as `check_trains`.
-        ArgumentError: if there are fewer than two points; it is a `ValueError`.
+        ArgumentError: if ``points`` is no whole number of at least two, or ``policies`` no mapping: a `ValueError`.
     """
     points = as_whole("points", points)
     if points < 2:

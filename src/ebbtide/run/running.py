@@ -210,7 +210,7 @@ class Running:
             if fault is None and late is None and not self._is_child():
                 if self._recorder is not None and self._recorder.is_blind:
                     warnings.warn(_BLIND, stacklevel=2)
-                learn_from(loop, self._over(ended))
+                learn_from(loop, self._what_ended(ended))
         finally:
             self._end()
         error = late if late is not None and fault is None else short
@@ -274,7 +274,8 @@ class Running:
         """Whether this is a child that was forked within the step: what it does is no part of the step."""
         return self._process != os.getpid()
 
-    def _over(self, ended: Any) -> Ended:
+    def _what_ended(self, ended: Any) -> Ended:
+        """The step, and what took part in it; ``ended`` is a mark of the device's clock."""
         return Ended(
             state=self._state,
             kind=self._kind,
