@@ -20,7 +20,8 @@ from ebbtide.observe.ledger import has_storage
 from ebbtide.observe.passes import in_pass, keeps_graph
 from ebbtide.observe.wrapped import AsOrdinary
 
-_LEAF_NODE = type(torch.autograd.graph.get_gradient_edge(torch.empty(0, requires_grad=True, device="cpu")).node)
+LEAF_NODE = type(torch.autograd.graph.get_gradient_edge(torch.empty(0, requires_grad=True, device="cpu")).node)
+"""What accumulates the gradient of a leaf."""
 _PASSING_ON = {"AddBackward0", "SubBackward0", "CloneBackward0", "ToCopyBackward0", "AliasBackward0"}
 """Nodes that may give on the very tensor that they are given."""
 _Context: Any = vars(torch.autograd.function)["BackwardCFunction"]
@@ -70,7 +71,7 @@ def _comes_to_leaf(taker: Any) -> bool:
     left = [taker]
     while left:
         taker = left.pop()
-        if type(taker) is _LEAF_NODE:
+        if type(taker) is LEAF_NODE:
             return True
         if taker is not None and taker.name() in _PASSING_ON:
             left += (node for node, _ in taker.next_functions)

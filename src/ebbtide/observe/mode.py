@@ -37,7 +37,8 @@ _pop: Callable[[None], object] = torch._C._pop_torch_dispatch_stack
 _how_many: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _at: Callable[[int], object] = torch._C._get_dispatch_stack_at
 _AsCalled: Any = vars(torch._C)["_RestorePythonTLSSnapshot"]
-_SetExcluded: Any = vars(torch._C)["_SetExcludeDispatchKeyGuard"]
+SetExcluded: Any = vars(torch._C)["_SetExcludeDispatchKeyGuard"]
+"""A context in which a dispatch key is left out, or not."""
 _is_excluded: Callable[[str], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
 _AUTOCAST = torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView
@@ -90,7 +91,7 @@ def _as_without_modes(func: Any) -> Iterator[None]:
             keys += _AUTOGRAD
     with contextlib.ExitStack() as stack:
         for key in keys:
-            stack.enter_context(_SetExcluded(key, False))
+            stack.enter_context(SetExcluded(key, False))
         yield
 
 

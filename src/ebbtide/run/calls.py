@@ -17,11 +17,11 @@ import torch
 
 from ebbtide.errors import RecipeError
 from ebbtide.observe.ledger import is_traceable, tensors_in
+from ebbtide.observe.mode import SetExcluded
 from ebbtide.observe.schema import operator_info, running_statistics
 from ebbtide.run.holdings import Window
 from ebbtide.run.versions import Version, version_of
 
-_SetExcluded: Any = vars(torch._C)["_SetExcludeDispatchKeyGuard"]
 _NO_STATISTICS = {torch.ops.aten._native_batch_norm_legit.default: torch.ops.aten._native_batch_norm_legit.no_stats}
 MOST_STATISTICS = 4096
 """Elements of running statistics, at most as a rule. Batch norm in training writes to them without counting a version,
@@ -126,7 +126,7 @@ def _may_be_statistics(tensor: torch.Tensor) -> bool:
 
 def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` detached, which counts its versions with it: within a dispatch mode that is left out otherwise."""
-    with _SetExcluded(torch._C.DispatchKey.ADInplaceOrView, False):
+    with SetExcluded(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
 

@@ -30,11 +30,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 
 from ebbtide.errors import SequenceError
+from ebbtide.observe.leaves import LEAF_NODE
 from ebbtide.observe.mode import nodes_made
 from ebbtide.observe.wrapped import AsOrdinary
 
 _hooks = torch._C._autograd
-_LEAF_NODE = type(get_gradient_edge(torch.empty(0, requires_grad=True, device="cpu")).node)
 _alias = torch.ops.aten.alias.default
 _NOBODY = torch.empty(0, device="cpu")
 
@@ -328,7 +328,7 @@ def _ends(
             node = edge[0]
             if node is None or node in seen:
                 continue
-            if type(node) is _LEAF_NODE:
+            if type(node) is LEAF_NODE:
                 leaf: Tensor = node.variable  # type: ignore[attr-defined]
                 key = id(leaf)
                 if key not in own:
