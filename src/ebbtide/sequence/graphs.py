@@ -181,26 +181,28 @@ class Outside:
         """
         nodes = {tensor.grad_fn for tensor in self.tensors if tensor.grad_fn is not None}
         self._others = self._elsewhere | nodes
-        fences = [node.register_prehook(lambda grads: (None,) * len(grads)) for node in nodes]
-        functions = _functions_behind(nodes)
-        for function in functions:  # it would be given zeros for none, and may make something of them
-            nothing = (None,) * len(function.needs_input_grad)
-            function.apply = function.apply_boxed = lambda *_, nothing=nothing: nothing
         hooks = [(held, dict(held)) for tensor in self.tensors if (held := tensor._backward_hooks)]
         retained = [(tensor, tensor.grad) for tensor in self.tensors if tensor.retains_grad]
-        for held, _ in hooks:
-            held.clear()
-        try:
-            yield
-        finally:
-            for fence in fences:
-                fence.remove()
-            for function in functions:
-                del function.apply, function.apply_boxed
+        with contextlib.ExitStack() as stack:  # what an interrupt leaves of it would give wrong gradients from then on
+            for node in nodes:
+                stack.callback(node.register_prehook(lambda grads: (None,) * len(grads)).remove)
+            for function in _functions_behind(nodes):
+                stack.callback(_call_again, function)
+                # It would be given zeros for none, and may make something of them.
+                nothing = (None,) * len(function.needs_input_grad)
+                function.apply = function.apply_boxed = lambda *_, nothing=nothing: nothing
             for held, kept in hooks:
-                held.update(kept)
+                stack.callback(held.update, kept)
+                held.clear()
             for tensor, grad in retained:
-                tensor.grad = grad
+                stack.callback(setattr, tensor, "grad", grad)
+            yield
+
+
+def _call_again(function: Any) -> None:
+    """Let a custom function be called by the engine once more."""
+    for name in ("apply", "apply_boxed"):
+        vars(function).pop(name, None)
 
 
 def _functions_behind(nodes: Set[Node]) -> list[Any]:
