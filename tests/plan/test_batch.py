@@ -180,3 +180,28 @@ def test_of_millions_the_answer_is_one_within_a_thousandth() -> None:
     )
     assert 2_997_000 <= found.batch <= 3_000_000
     assert len(planned) < 40
+
+
+def with_workspaces(batch: int, workspace_bytes: int) -> Step:
+    """A step whose ops take so much, and whose saved tensors lie one sample behind the other in rows of a batch."""
+    step = network(batch)
+    ops = tuple(dataclasses.replace(op, workspace_bytes=workspace_bytes) for op in step.ops)
+    saved = tuple(
+        dataclasses.replace(one, shape=(40 * KIB, batch), stride=(batch, 1), offset=3 * batch) for one in step.saved
+    )
+    return dataclasses.replace(step, ops=ops, saved=saved)
+
+
+@pytest.mark.parametrize("batch", [1, 7, 23])
+def test_workspaces_strides_and_offsets_of_a_step_in_between(batch: int) -> None:
+    steps = {size: with_workspaces(size, 7 * KIB * size) for size in (4, 10)}
+    told, real = step_at(steps, batch), with_workspaces(batch, 7 * KIB * batch)
+    assert told.saved == real.saved
+    assert [op.workspace_bytes for op in told.ops] == [op.workspace_bytes for op in real.ops]
+    assert [op.duration_seconds for op in told.ops] == pytest.approx([op.duration_seconds for op in real.ops])
+
+
+def test_workspaces_are_rounded_up() -> None:
+    """A third of the way from 10 to 12 bytes."""
+    told = step_at({4: with_workspaces(4, 10), 7: with_workspaces(7, 12)}, 5)
+    assert {op.workspace_bytes for op in told.ops} == {11}

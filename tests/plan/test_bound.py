@@ -368,3 +368,10 @@ def test_both_methods_prove_the_same(seed: int, monkeypatch: pytest.MonkeyPatch)
     assert 0 < found.columns <= linear.SMALL
     monkeypatch.setattr(linear, "SMALL", 0)
     assert lower_bound(step, machine, limit_bytes).seconds == pytest.approx(found.seconds, rel=1e-9)
+
+
+def test_branch_and_bound_recomputes_nothing_that_is_banned() -> None:
+    step, machine = network_step(8, size_bytes=MIB, seed=2), lone_machine()
+    limit_bytes, every = limit_at(step, 0.7), frozenset(range(len(step.absences)))
+    assert lower_bound(step, machine, limit_bytes).seconds < math.inf
+    assert whole_bound(step, machine, limit_bytes, 1.0, banned=every) == math.inf

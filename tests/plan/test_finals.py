@@ -244,3 +244,25 @@ def test_they_are_written_and_read() -> None:
     beyond = dataclasses.replace(step.absences[-1], closes=step.moments - 1)
     with pytest.raises(RecordError, match=r"absence \d+ is impossible"):
         check_step(dataclasses.replace(step, absences=(*step.absences[:-1], beyond)))
+
+
+def test_what_is_banned_is_so_where_final_absences_are_left_out() -> None:
+    """Absence 1 is the first of those that remain."""
+    tape = Tape()
+    (early,) = tape.op([tape.external(64 * KIB)], [MIB], seconds=1e-2)
+    tape.retain(tape.pack(early))
+    (value,) = tape.op([early], [MIB], seconds=1e-2)
+    saved = tape.pack(value)
+    (small,) = tape.op([value], [KIB], seconds=1e-2, replay="opaque")
+    tape.pack(small)
+    (big,) = tape.op([small], [2 * MIB], seconds=1e-2, replay="opaque")
+    (gradient,) = tape.op([big], [KIB], seconds=1e-2, replay="opaque")
+    tape.unpack(saved)
+    tape.op([gradient, value], [KIB], seconds=1e-2, phase="backward")
+    step = tape.step()
+    assert final_absences(step) == [0]
+    limit_bytes = plain_peak_bytes(step) - MIB
+    plan = solve(step, lone_machine(), limit_bytes, seconds=0.01, caution=NO_CAUTION)
+    assert plan.decisions == (Keep(), Recompute((1,)))
+    with pytest.raises(BudgetError):
+        solve(step, lone_machine(), limit_bytes, seconds=0.01, banned={1}, caution=NO_CAUTION)

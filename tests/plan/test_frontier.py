@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
+from ebbtide.decisions import Plan
 from ebbtide.errors import RecordError
+from ebbtide.machine import Machine
 from ebbtide.plan import least_peak_bytes, plain_peak_bytes, solve
 from ebbtide.plan.frontier import frontier
 from ebbtide.plan.published.registry import policies_named
@@ -103,3 +106,17 @@ def test_what_has_no_frontier() -> None:
         frontier(timeless, MACHINE)
     with pytest.raises(ValueError, match="two points at least, not 1"):
         frontier(chain_step(4), MACHINE, points=1)
+
+
+def test_where_a_plan_for_more_memory_is_slower_that_for_less_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, machine = chain_step(6), disk_machine()
+    least, plain = least_peak_bytes(step, machine), plain_peak_bytes(step)
+
+    def slower_with_more(step: Step, machine: Machine, limit_bytes: int, **more: Any) -> Plan:
+        return dataclasses.replace(solve(step, machine, limit_bytes, **more), seconds=float(limit_bytes))
+
+    monkeypatch.setattr("ebbtide.plan.frontier.solve", slower_with_more)
+    points = frontier(step, machine, points=3, seconds=0.01).solver.points
+    assert [point.limit_bytes for point in points] == [least, least + (plain - least) // 2, plain]
+    assert [point.seconds for point in points] == [float(least)] * 3
+    assert max(point.peak_bytes for point in points) <= least

@@ -10,7 +10,7 @@ import pytest
 from ebbtide.decisions import Keep, Recompute
 from ebbtide.errors import PlanError
 from ebbtide.machine import Link, Machine, Tier
-from ebbtide.plan import find_recipes, plain_peak_bytes, simulate, solve
+from ebbtide.plan import find_recipes, least_peak_bytes, plain_peak_bytes, simulate, solve
 from ebbtide.plan.follow import Move, Trip, follow
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, needs_of, profile
@@ -133,3 +133,21 @@ def test_physical_ceiling_gives_way_only_where_it_must() -> None:
     assert plan.peak_bytes <= limit_bytes
     # The op with the workspace needs both its tensors: no plan helps there.
     assert plan.physical_peak_bytes == step.resting_bytes + 2 * MIB + 4 * MIB
+
+
+def test_a_value_whose_save_is_its_last_use_leaves_at_the_event_after() -> None:
+    """Its absence opens with the event at which its copy is queued, which is too early for its release."""
+    tape = Tape()
+    x = tape.external(KIB)
+    (value,) = tape.op([x], [4 * MIB], replay="opaque")
+    saved = tape.pack(value)
+    (small,) = tape.op([x], [KIB], replay="opaque")
+    tape.pack(x)
+    (big,) = tape.op([small], [8 * MIB], replay="opaque")
+    (gradient,) = tape.op([big], [KIB], replay="opaque")
+    tape.unpack(saved)
+    tape.op([gradient, value], [KIB], replay="opaque", phase="backward")
+    step = tape.step()
+    assert [(absence.opens, absence.closes) for absence in step.absences] == [(1, 6)]
+    assert plain_peak_bytes(step) == 12 * MIB + 2 * KIB
+    assert least_peak_bytes(step, disk_machine()) == 8 * MIB + 2 * KIB

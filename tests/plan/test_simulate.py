@@ -11,7 +11,7 @@ from ebbtide.decisions import Decision, Keep, Offload, Recompute
 from ebbtide.errors import PlanError
 from ebbtide.machine import Machine
 from ebbtide.plan import Outcome, find_recipes, simulate
-from ebbtide.step import Step, check_step
+from ebbtide.step import Absence, Step, check_step
 from tests.plan.random_steps import KIB, Tape, disk_machine, lone_machine, random_step
 from tests.plan.reference import Walk
 
@@ -225,3 +225,74 @@ def test_recipe_may_not_read_what_was_overwritten() -> None:
     assert find_recipes(step) == [None]
     with pytest.raises(PlanError, match="absence 0"):
         run(step, Recompute((0,)))
+
+
+def test_nothing_is_released_before_its_last_use() -> None:
+    """It may be copied, and there is an event, between its save and its second use."""
+    tape = Tape()
+    x = tape.external(KIB)
+    (a,) = tape.op([x], [100 * KIB])  # moment 0
+    saved = tape.pack(a)  # moment 1, tick 1
+    tape.op([a], [KIB])  # moment 2
+    tape.pack(x)  # moment 3, tick 2
+    (b,) = tape.op([a], [KIB])  # moment 4
+    tape.pack(x)  # moment 5, tick 3
+    (c,) = tape.op([b], [KIB])  # moment 6
+    tape.pack(x)  # moment 7, tick 4
+    (g,) = tape.op([c], [KIB])  # moment 8
+    tape.unpack(saved)  # moment 9, tick 5
+    tape.op([g, a], [KIB], phase="backward")
+    step = tape.step()
+    assert step.absences == (Absence(a, 5, 9),)
+    with pytest.raises(PlanError, match=r"absence 0: copied out at moment 1, released at 3, .* from 5 on"):
+        run(step, Offload("disk", 1, 2, 4))
+    assert run(step, Offload("disk", 1, 3, 4)).memory[6] < run(step, Keep()).memory[6]
+
+
+def asked_twice() -> Step:
+    """A value of 100 KiB that is asked for at moments 5 and 13, and not needed from 3 and from 7 until then."""
+    tape = Tape()
+    x = tape.external(KIB)
+    (a,) = tape.op([x], [100 * KIB])  # moment 0
+    saved = tape.pack(a)  # moment 1, tick 1
+    (g,) = tape.op([a], [KIB])  # moment 2
+    tape.pack(x)  # moment 3, tick 2
+    (g,) = tape.op([g], [KIB])  # moment 4
+    tape.unpack(saved)  # moment 5, tick 3
+    (g,) = tape.op([g, a], [KIB], phase="backward")  # moment 6
+    tape.pack(x)  # moment 7, tick 4
+    (g,) = tape.op([g], [KIB])  # moment 8
+    tape.pack(x)  # moment 9, tick 5
+    (g,) = tape.op([g], [KIB])  # moment 10
+    tape.pack(x)  # moment 11, tick 6
+    (g,) = tape.op([g], [KIB])  # moment 12
+    tape.unpack(saved)  # moment 13, tick 7
+    tape.op([g, a], [KIB], phase="backward")
+    step = tape.step()
+    assert step.absences == (Absence(a, 3, 5), Absence(a, 7, 13))
+    return step
+
+
+def test_a_second_absence_is_copied_out_after_the_first_one_has_ended() -> None:
+    """Before that its storage may be away itself."""
+    with pytest.raises(PlanError, match=r"absence 1: copied out at moment 3, .* it can be copied from 5,"):
+        run(asked_twice(), Keep(), Offload("disk", 2, 4, 6))
+    outcome = run(asked_twice(), Keep(), Offload("disk", 3, 4, 6))
+    assert [transfer.direction for transfer in outcome.transfers] == ["out", "in"]
+
+
+def test_a_storage_is_absent_once_at_a_time() -> None:
+    """No observed step has absences that overlap, but one that somebody wrote may."""
+    step = dataclasses.replace(chain(), absences=(Absence(1, 3, 9), Absence(1, 5, 9), Absence(2, 5, 7)))
+    with pytest.raises(PlanError, match="absence 1: its storage is absent already at moment 5"):
+        run(step, Recompute((0,)), Recompute((0,)), Keep())
+    for decisions in ((Recompute((0,)), Keep(), Keep()), (Keep(), Recompute((0,)), Keep())):
+        assert len(run(step, *decisions).recomputations) == 1
+
+
+@pytest.mark.parametrize("ops", [(1, 1), (0, 0, 1), (1, 0, 1), (-6, 1)])
+def test_a_recipe_is_ticks_in_order_each_once(ops: tuple[int, ...]) -> None:
+    """Op -6 of six would be taken for op 0."""
+    with pytest.raises(PlanError, match=r"absence 1: the recipe .* of value 2 must be ticks in order"):
+        run(chain(), Keep(), Recompute(ops))
+    assert run(chain(), Keep(), Recompute((0, 1))).seconds == pytest.approx(8.0)

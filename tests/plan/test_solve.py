@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 
 from ebbtide.decisions import Decision, Keep, Offload, Recompute
 from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
 from ebbtide.plan import NO_CAUTION, find_recipes, plain_peak_bytes, simulate, solve
+from ebbtide.plan.search import Search
 from ebbtide.step import Step
 from tests.plan.limits import limit_at, solve_or_least
-from tests.plan.random_steps import KIB, MIB, disk_machine, lone_machine, network_step, random_step, tiny_step
+from tests.plan.random_steps import KIB, MIB, Tape, disk_machine, lone_machine, network_step, random_step, tiny_step
 
 MACHINES = {
     "fast": disk_machine(3e9, 1.5e9, slowdown=0.1, compute_seconds=1e-4),
@@ -126,3 +130,32 @@ def test_budget_error_names_the_least_peak_and_its_place() -> None:
     assert solve(step, MACHINES["fast"], error.reachable_bytes, seconds=0.1).peak_bytes == error.reachable_bytes
     with pytest.raises(BudgetError):
         solve(step, MACHINES["fast"], error.reachable_bytes - 1, seconds=0.1)
+
+
+def test_budget_error_names_the_op_that_holds_most() -> None:
+    tape = Tape()
+    (a,) = tape.op([tape.external(64 * KIB)], [64 * KIB], name="aten.first.default")
+    tape.pack(a)  # a moment that is no op: that of the next one is 2, its tick 1
+    (b,) = tape.op([a], [MIB], name="aten.big.default", module="net.big")
+    (c,) = tape.op([b], [KIB], name="aten.third.default")
+    tape.op([c], [KIB], name="aten.back.default", phase="backward")
+    with pytest.raises(BudgetError, match=r"at op 1 aten.big.default of net.big;") as caught:
+        solve(tape.step(), disk_machine(), 64 * KIB)
+    error = caught.value
+    assert (error.tick, error.op, error.module) == (1, "aten.big.default", "net.big")
+    assert error.reachable_bytes == (64 + 64 + 1024) * KIB
+
+
+def test_the_search_is_given_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    states: list[Any] = []
+
+    class Watched(Search):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            states.append(self.random.bit_generator.state)
+
+    monkeypatch.setattr(sys.modules["ebbtide.plan.solve"], "Search", Watched)
+    step, machine = network_step(6, size_bytes=MIB), disk_machine(2e8, 2e8)
+    solve(step, machine, limit_at(step, 0.6), seconds=0.0, seed=7, caution=NO_CAUTION)
+    assert states
+    assert all(state == np.random.default_rng(7).bit_generator.state for state in states)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from ebbtide.decisions import Offload, Plan
+from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.machine import Link, Machine, Tier
-from ebbtide.plan import least_peak_bytes, lower_bound, simulate, solve
+from ebbtide.plan import least_peak_bytes, lower_bound, plain_peak_bytes, simulate, solve
+from ebbtide.plan.problem import Problem
+from ebbtide.plan.published.mapping import slow_links
+from ebbtide.plan.published.registry import POLICIES
 from ebbtide.step import Step
 from tests.plan.limits import limit_at
 from tests.plan.random_steps import KIB, MIB, Tape, network_step
@@ -86,3 +92,37 @@ def test_of_two_tiers_with_limits_each_takes_what_the_other_does_not() -> None:
     least = least_peak_bytes(step, both)
     assert least == least_peak_bytes(step, machine_with("host", host_bytes=8 * MIB))
     assert moved_bytes(step, solve(step, both, least, seconds=0.1)) == {"host": 4 * MIB, "disk": 4 * MIB}
+
+
+def quick_return() -> Machine:
+    """Two slow tiers; the one that is named last takes longer out, and is the first to be back."""
+    rates = {("ram", "disk"): 4e9, ("disk", "ram"): 1e9, ("ram", "host"): 2e9, ("host", "ram"): 3e9}
+    links = tuple(Link(source, target, 0.0, rate, rate) for (source, target), rate in rates.items())
+    return Machine("two", "ram", (Tier("ram", "device"), Tier("disk", "disk"), Tier("host", "host")), links)
+
+
+def test_the_tier_with_the_fastest_return_comes_first() -> None:
+    machine, step = quick_return(), saved_values(*[MIB] * 6)
+    assert [tier.name for tier in machine.slow_tiers()] == ["host", "disk"]
+    assert list(Problem.of(step, machine).routes) == ["host", "disk"]
+    assert slow_links(machine) == (machine.link("ram", "host"), machine.link("host", "ram"))
+    assert set(moved_bytes(step, POLICIES["offload-all"](step, machine, 1 << 50))) == {"host"}
+
+
+def test_of_equal_tiers_the_one_that_is_named_first_comes_first() -> None:
+    tiers = (Tier("ram", "device"), Tier("b", "disk"), Tier("a", "disk"))
+    links = tuple(Link(*pair, 0.0, 1e9, 1e9) for name in "ab" for pair in (("ram", name), (name, "ram")))
+    assert [tier.name for tier in Machine("even", "ram", tiers, links).slow_tiers()] == ["b", "a"]
+
+
+def test_no_policy_puts_more_into_a_tier_than_it_takes() -> None:
+    """The first of eleven values alone is larger than the tier, which takes five of the others."""
+    step, machine = saved_values(6 * MIB, *[MIB] * 10), machine_with("host", host_bytes=5 * MIB)
+    assert moved_bytes(step, POLICIES["offload-all"](step, machine, 1 << 50)) == {"host": 5 * MIB}
+    planned = 0
+    for policy in POLICIES.values():
+        for limit_bytes in (1 << 50, plain_peak_bytes(step) - 4 * MIB):
+            with contextlib.suppress(BudgetError, PolicyError):
+                assert moved_bytes(step, policy(step, machine, limit_bytes)).get("host", 0) <= 5 * MIB
+                planned += 1
+    assert planned > 10

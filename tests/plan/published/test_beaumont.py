@@ -177,3 +177,14 @@ def test_copies_are_timed() -> None:
     # 4 + 4 + 4 + 1 are wanted at second 4, when the first copy is just done; the last one outlasts the phase by 2.
     assert found.idle_seconds == pytest.approx(2.0)
     assert timed(phase, frozenset(), 12.0).idle_seconds == math.inf
+
+
+def test_each_phase_goes_by_its_own_link() -> None:
+    """4 bytes, at 2 a second out and at half a byte a second back; memory suffices, so only the ends are waited for.
+
+    Out: made after 1 s, copied from then to 3 s, and the forward phase ends at 2. Back, read backwards: after the two
+    stages of 2 s, as the second one of these reads it, for 8 s.
+    """
+    both = phases(Chain((Stage(1.0, 2.0, 4, 4),) * 2, 1), 2.0, 0.5)
+    assert [timed(phase, frozenset({1}), 100.0).copies for phase in both] == [((1, 1.0, 3.0),), ((1, 4.0, 12.0),)]
+    assert idle_seconds(both, frozenset({1}), 100.0) == pytest.approx(1.0 + 8.0)

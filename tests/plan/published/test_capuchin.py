@@ -6,10 +6,12 @@ import pytest
 
 from ebbtide.decisions import Keep, Offload, Recompute
 from ebbtide.errors import BudgetError, PolicyError
+from ebbtide.machine import Machine
 from ebbtide.plan import plain_peak_bytes, simulate
 from ebbtide.plan.published.capuchin import capuchin
+from ebbtide.step import Step
 from tests.plan.limits import limit_at
-from tests.plan.random_steps import MIB, disk_machine, lone_machine, network_step
+from tests.plan.random_steps import KIB, MIB, Tape, disk_machine, lone_machine, network_step
 
 STEP = network_step(12, seed=3)
 
@@ -70,3 +72,62 @@ def test_feedback_never_makes_it_slower() -> None:
 def test_fewer_rounds_than_none_are_refused() -> None:
     with pytest.raises(PolicyError, match="feedback is -1; it must be 0 or more"):
         capuchin(STEP, disk_machine(), limit_at(STEP, 0.7), feedback=-1)
+
+
+def two_values(sizes: tuple[int, int], seconds: tuple[float, float], peak_seconds: float = 1e-3) -> Step:
+    """Two values, each made from what the step is given, that are away while two ops hold 8 MiB: the second is wanted
+    first, the first 0.1 ms later."""
+    tape = Tape()
+    x = tape.external(KIB)
+    made = [tape.op([x], [size], seconds=duration)[0] for size, duration in zip(sizes, seconds, strict=True)]
+    saved = [tape.pack(value) for value in made]
+    (small,) = tape.op(made, [KIB], seconds=1e-4, replay="opaque")
+    tape.pack(x)
+    (peak,) = tape.op([small], [8 * MIB], seconds=peak_seconds, replay="opaque")
+    (gradient,) = tape.op([peak], [KIB], seconds=peak_seconds, replay="opaque")
+    for number, value in zip(reversed(saved), reversed(made), strict=True):
+        tape.unpack(number)
+        inputs = [gradient, value]
+        (gradient,) = tape.op(inputs, [KIB], seconds=1e-4, replay="opaque", phase="backward")
+    return tape.step()
+
+
+def test_most_memory_for_a_second_of_computation_first() -> None:
+    """1 MiB takes 1 ms to compute again, 4 MiB take 2: twice as much for each second."""
+    step = two_values((MIB, 4 * MIB), (1e-3, 2e-3))
+    plan = capuchin(step, lone_machine(), plain_peak_bytes(step) - MIB)
+    assert plan.decisions == (Keep(), Recompute((1,)))
+
+
+def moving(out_seconds: float, in_seconds: float) -> Machine:
+    """A disk to which 4 MiB take so long, and so long back."""
+    return disk_machine(4 * MIB / out_seconds, 4 * MIB / in_seconds, latency=0.0)
+
+
+@pytest.mark.parametrize(("out_share", "in_share"), [(0.0, 1.0), (1.0, 0.0)], ids=["back", "out"])
+def test_copies_queue_behind_each_other(out_share: float, in_share: float) -> None:
+    """12 ms pass while both are away. One takes 10 ms one way, which is hidden; another one beside it is not: it would
+    have to be on its way back 7.6 ms before the step begins, or be out 8 ms after it is wanted. So it is computed
+    again, in 0.1 ms. Where one takes 4 ms, both are hidden.
+    """
+    step = two_values((4 * MIB, 4 * MIB), (1e-4, 1e-4), peak_seconds=6e-3)
+    limit_bytes = plain_peak_bytes(step) - 8 * MIB + 64 * KIB
+    slow, quick = (moving(1e-6 + ms * 1e-3 * out_share, 1e-6 + ms * 1e-3 * in_share) for ms in (10, 4))
+    first, second = capuchin(step, slow, limit_bytes).decisions
+    assert isinstance(first, Offload)
+    assert second == Recompute((1,))
+    assert [type(decision) for decision in capuchin(step, quick, limit_bytes).decisions] == [Offload, Offload]
+
+
+def test_a_value_whose_last_use_is_just_before_the_peak_is_a_candidate() -> None:
+    """Nothing happens in between at which it could be released, but what is computed again is gone at once."""
+    tape = Tape()
+    (value,) = tape.op([tape.external(KIB)], [4 * MIB])
+    saved = tape.pack(value)
+    (small,) = tape.op([value], [KIB], replay="opaque")
+    (peak,) = tape.op([small], [8 * MIB], replay="opaque")
+    (gradient,) = tape.op([peak], [KIB], replay="opaque")
+    tape.unpack(saved)
+    tape.op([gradient, value], [KIB], replay="opaque", phase="backward")
+    step = tape.step()
+    assert capuchin(step, lone_machine(), plain_peak_bytes(step) - 4 * MIB).decisions == (Recompute((0,)),)

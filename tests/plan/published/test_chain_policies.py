@@ -19,7 +19,8 @@ from ebbtide.plan.published.rotor import rotor
 from ebbtide.step import Step
 from tests.plan.limits import limit_at
 from tests.plan.published.chain_steps import chain_step
-from tests.plan.random_steps import KIB, Tape, disk_machine, lone_machine, network_step, random_step
+from tests.plan.random_steps import KIB, MIB, Tape, disk_machine, lone_machine, network_step, random_step
+from tests.plan.test_tiers import saved_values
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 POLICIES: dict[str, Planner] = {
@@ -156,3 +157,22 @@ def test_schedules_of_fixed_checkpointing() -> None:
     assert [kinds.count(k) for k in ("forward_keep", "forward_drop", "forward_all", "backward")] == [2, 4, 9, 9]
     with pytest.raises(PolicyError, match="10 segments"):
         segment_plan(chain, 10)
+
+
+def test_as_many_segments_as_are_nearest_to_the_square_root() -> None:
+    """Of seven stages 2.6, so three: two, two and three of them, of which the last three run once."""
+    plan = segment_plan(Chain((Stage(1.0, 2.0, 1, 2),) * 7, 1))
+    assert plan.seconds == 7 * 3.0 + 4
+    assert [action.stage for action in plan.actions if action.kind == "forward_keep"] == [0, 2]
+    assert [action.stage for action in plan.actions if action.kind == "forward_drop"] == [1, 3]
+
+
+@pytest.mark.parametrize("policy", [greedy, dynamic_program])
+def test_what_no_recipe_makes_goes_out(policy: Planner) -> None:
+    """Ten values of 1 MiB, all of which are there at the turn; nothing can be computed again."""
+    step = saved_values(*[MIB] * 10)
+    plan = policy(step, disk_machine(), plain_peak_bytes(step) - 3 * MIB)
+    moved = [number for number, decision in enumerate(plan.decisions) if isinstance(decision, Offload)]
+    assert len(moved) >= 3
+    if policy is greedy:
+        assert moved == list(range(len(moved)))  # the earliest first

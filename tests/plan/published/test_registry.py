@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.decisions import Plan
+from ebbtide.decisions import Offload, Plan, Recompute
 from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.plan import lower_bound, plain_peak_bytes, simulate
 from ebbtide.plan.published.autoswap import autoswap
@@ -25,7 +25,8 @@ from ebbtide.plan.published.superneurons import superneurons
 from ebbtide.plan.published.vdnn import vdnn
 from tests.plan.limits import limit_at
 from tests.plan.published.chain_steps import chain_step
-from tests.plan.random_steps import disk_machine
+from tests.plan.published.test_superneurons import QUICK, UNLIMITED, alexnet_step
+from tests.plan.random_steps import disk_machine, network_step
 
 FOLDER = Path(__file__).parents[3] / "src" / "ebbtide" / "plan" / "published"
 
@@ -125,3 +126,52 @@ def test_a_policy_gives_the_same_plan_again() -> None:
             except BudgetError as error:
                 found.append(error.reachable_bytes)
         assert found == found[::-1]
+
+
+METHODS = {
+    "offload-all": "offload all",
+    "vdnn-all": "vdnn all",
+    "vdnn-conv": "vdnn conv",
+    "vdnn-dyn": "vdnn dyn",
+    "hascoet-conv": "hascoet conv",
+    "hascoet-all": "hascoet all",
+    "beaumont-greedy": "beaumont greedy",
+    "beaumont-dp": "beaumont dynamic program",
+    "autoswap-doa": "autoswap doa",
+    "autoswap-aoa": "autoswap aoa",
+    "autoswap-wdoa": "autoswap wdoa",
+    "autoswap-swdoa": "autoswap swdoa",
+    "autoswap-voting": "autoswap voting",
+    "autoswap-weighted": "autoswap weighted",
+    "superneurons-offload": "superneurons, checkpoints offload, none recompute",
+    "superneurons-recompute": "superneurons, none offload, cost recompute",
+    "superneurons-both": "superneurons, checkpoints offload, cost recompute",
+    "superneurons-cache": "superneurons, cache offload, cost recompute",
+    "capuchin": "capuchin",
+    "rotor": "rotor",
+    "pofo": "pofo",
+    "every-block": "recompute every block",
+    "square-root": "checkpoint segments",
+}
+
+
+def test_every_name_means_its_switches() -> None:
+    step, machine = network_step(4), disk_machine()
+    assert {name: policy(step, machine, 1 << 50).method for name, policy in POLICIES.items()} == METHODS
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "moves"),
+    [
+        ("superneurons-offload", 0, True),
+        ("superneurons-recompute", 17, False),
+        ("superneurons-both", 17, True),
+        ("superneurons-cache", 17, False),
+    ],
+)
+def test_alexnet_recomputes_cost_aware_as_in_the_paper(name: str, layers: int, moves: bool) -> None:
+    """17 layers: 14 would be speed-centric, 23 memory-centric. The cache moves nothing where memory is not short."""
+    plan = POLICIES[name](alexnet_step(as_autograd=False), QUICK, UNLIMITED)
+    again = [decision.ops for decision in plan.decisions if isinstance(decision, Recompute)]
+    assert sum(map(len, again)) == layers
+    assert any(isinstance(decision, Offload) for decision in plan.decisions) == moves

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -83,28 +85,32 @@ def seconds_of(chain: Chain, actions: tuple[Action, ...]) -> float:
 
 
 def peak_of(chain: Chain, actions: tuple[Action, ...]) -> int:
-    """Most bytes that a schedule holds, one action after the other."""
+    """Most bytes that a schedule holds, one action after the other; what stays is there from a stage's first forward
+    op to its backward."""
     stages = [*chain.stages, Stage(0, 0, 0, 0)]
     read = [*chain.boundary_bytes, 0]
-    inputs, saved, gradient, peak = {0}, set[int](), len(stages), 0
+    inputs, saved, staying, gradient, peak = {0}, set[int](), set[int](), len(stages), 0
     for action in actions:
         k, stage = action.stage, stages[action.stage]
-        made = stage.saved_bytes if action.kind == "forward_all" else stage.output_bytes
+        if action.kind != "backward":
+            staying.add(k)
         # What a stage saved holds its output, so that is not counted as the next one's input too.
         held = sum(read[i] for i in inputs if i - 1 not in saved) + sum(stages[i].saved_bytes for i in saved)
-        held += read[gradient]
+        held += read[gradient] + sum(stages[i].fixed_bytes for i in staying)
         if action.kind == "backward":
             peak = max(peak, held + read[k] + stage.backward_overhead_bytes)
             saved.remove(k)
+            staying.remove(k)
             inputs -= {k, k + 1}
             gradient = k
-        else:
-            peak = max(peak, held + made + stage.forward_overhead_bytes)
-            inputs.add(k + 1)
-            if action.kind == "forward_all":
-                saved.add(k)
-            if action.kind == "forward_drop":
-                inputs.discard(k)
+            continue
+        made = stage.saved_bytes if action.kind == "forward_all" else stage.output_bytes
+        peak = max(peak, held + made + stage.forward_overhead_bytes)
+        inputs.add(k + 1)
+        if action.kind == "forward_all":
+            saved.add(k)
+        if action.kind == "forward_drop":
+            inputs.discard(k)
     return peak
 
 
@@ -181,3 +187,20 @@ def test_what_must_stay_may_take_more_than_all_slots(slots: int) -> None:
     step = chain_step(8, noise_every=2)
     with pytest.raises(BudgetError, match="cannot be met by rotor"):
         rotor(step, lone_machine(), limit_at(step, 0.7), slots=slots)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_actions_take_what_the_table_says_where_bytes_stay(seed: int) -> None:
+    """What the stages behind a checkpoint let go of is room for those before it, in the times and in the actions."""
+    dice, bare = random.Random(seed), random_chain(seed, 9, overheads=True)
+    stages = tuple(dataclasses.replace(stage, fixed_bytes=dice.randrange(5)) for stage in bare.stages)
+    chain = Chain(stages, bare.input_bytes)
+    solved = table(chain, chain.plain_bytes, chain.plain_bytes)
+    swept = 0
+    for memory in range(1, chain.plain_bytes + 1):
+        plan = solved.plan(memory)
+        if plan is not None:
+            swept += any(action.kind == "forward_keep" for action in plan.actions)
+            assert seconds_of(chain, plan.actions) == pytest.approx(plan.seconds)
+            assert peak_of(chain, plan.actions) <= memory
+    assert swept > 3

@@ -9,6 +9,7 @@ from ebbtide.decisions import Keep, Offload, Recompute
 from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.machines import load_machine
 from ebbtide.plan import plain_peak_bytes, simulate
+from ebbtide.plan.published.layers import is_checkpoint
 from ebbtide.plan.published.superneurons import superneurons
 from ebbtide.step import Op, Step
 from tests.plan.random_steps import KIB, MIB, Tape, disk_machine
@@ -162,3 +163,66 @@ def test_cheap_values_without_end_are_refused() -> None:
     with pytest.raises(PolicyError, match="follow one another without a checkpoint"):
         superneurons(step, QUICK, UNLIMITED, recompute="speed")
     assert superneurons(step, QUICK, UNLIMITED, recompute="memory").peak_bytes < plain_peak_bytes(step)
+
+
+def test_a_join_adds_two_values_of_the_step() -> None:
+    tape = Tape()
+    x = tape.external(KIB)
+    (a,), (b,) = tape.op([x], [KIB]), tape.op([x], [KIB])
+    for inputs in ([a, b], [a, x], [a]):
+        tape.op(inputs, [KIB], name="aten.add.Tensor")
+    tape.op([a, b], [], writes=a, name="aten.add_.Tensor", replay="in_place")
+    tape.op([b, x], [KIB], name="aten.addcmul.default")
+    step = tape.step()
+    assert [is_checkpoint(step, op) for op in step.ops[2:]] == [True, False, False, True, False]
+
+
+def test_what_two_layers_read_is_a_fork_and_not_computed_again() -> None:
+    """A convolution and a relu that goes two ways; then one cheap layer on each of these."""
+    tape = Tape()
+    (conv,) = tape.op([tape.external(64 * KIB)], [MIB], name="aten.convolution.default")
+    saved = [tape.pack(conv)]
+    (fork,) = tape.op([conv], [MIB], name="aten.relu.default")
+    saved.append(tape.pack(fork))
+    (left,) = tape.op([fork], [MIB], name="aten.relu.default")
+    saved.append(tape.pack(left))
+    (right,) = tape.op([fork], [MIB], name="aten.tanh.default")
+    saved.append(tape.pack(right))
+    (gradient,) = tape.op([left, right], [KIB], name="aten.cat.default", replay="opaque")
+    (gradient,) = tape.op([gradient], [KIB], replay="opaque", phase="backward")
+    for number in reversed(saved):
+        tape.unpack(number)
+        inputs = [gradient, tape.saved[number][0]]
+        (gradient,) = tape.op(inputs, [KIB], replay="opaque", phase="backward")
+    plan = superneurons(tape.step(), QUICK, UNLIMITED, offload="checkpoints", recompute="speed")
+    assert [type(decision) for decision in plan.decisions] == [Offload, Offload, Recompute, Recompute]
+    assert plan.decisions[2:] == (Recompute((2,)), Recompute((3,)))
+
+
+def segment_step(widest_bytes: int) -> Step:
+    """A convolution, two relus of 1 MiB, another convolution of 1 MiB, and one of ``widest_bytes``.
+
+    The relus and the gradients of a layer of them, one that comes and one that goes, take 4 MiB together. The largest
+    working set is that of the last convolution: 1 MiB and ``widest_bytes``.
+    """
+    tape = Tape()
+    value, saved = tape.external(64 * KIB), []
+    for op in ("convolution", "relu", "relu", "convolution"):
+        (value,) = tape.op([value], [MIB], name=f"aten.{op}.default")
+        saved.append(tape.pack(value))
+    (value,) = tape.op([value], [widest_bytes], name="aten.convolution.default")
+    (value,) = tape.op([value], [KIB], replay="opaque")
+    (gradient,) = tape.op([value], [KIB], replay="opaque", phase="backward")
+    for number in reversed(saved):
+        tape.unpack(number)
+        inputs = [gradient, tape.saved[number][0]]
+        (gradient,) = tape.op(inputs, [MIB], replay="opaque", phase="backward")
+    return tape.step()
+
+
+@pytest.mark.parametrize(("spare_bytes", "recipes"), [(0, [(1,), (2,)]), (-KIB, [(1,), (1, 2)])])
+def test_a_segment_that_just_fits_is_computed_again_once(spare_bytes: int, recipes: list[tuple[int, ...]]) -> None:
+    """The paper's rule: speed-centric where the segment's bytes are l_peak or less."""
+    step = segment_step(3 * MIB + spare_bytes)
+    plan = superneurons(step, QUICK, UNLIMITED, offload="none", recompute="cost")
+    assert [decision.ops for decision in plan.decisions if isinstance(decision, Recompute)] == recipes

@@ -16,7 +16,7 @@ from ebbtide.plan.published.layers import BackwardLayer, is_checkpoint, is_convo
 from ebbtide.plan.published.offload_all import offload_all
 from ebbtide.plan.published.vdnn import prefetches, vdnn
 from ebbtide.step import Step
-from tests.plan.random_steps import KIB, MIB, Tape, disk_machine
+from tests.plan.random_steps import KIB, MIB, Tape, disk_machine, network_step
 
 UNLIMITED = 1 << 60
 SIZES = [4 * MIB, 2 * MIB, 8 * MIB, MIB, 4 * MIB]
@@ -153,3 +153,39 @@ def test_offload_all_moves_everything_and_waits_only_for_memory() -> None:
     tight = offload_all(step, MACHINE, step.resting_bytes + 13 * MIB)
     assert tight.peak_bytes < free.peak_bytes
     assert tight.seconds > free.seconds
+
+
+def test_vdnn_dyn_takes_convolutions_alone_where_that_suffices() -> None:
+    """Batch norms save their inputs, too; those are left where they are."""
+    step = network_step(8, size_bytes=MIB)
+    conv, everything = (vdnn(step, MACHINE, UNLIMITED, offload=offload) for offload in ("conv", "all"))
+    assert conv.decisions != everything.decisions
+    assert conv.peak_bytes < plain_peak_bytes(step)
+    assert vdnn(step, MACHINE, conv.peak_bytes, offload="dyn").decisions == conv.decisions
+
+
+def test_vdnn_fetches_nothing_where_it_is_released() -> None:
+    """A trip's load comes behind its release: the next layer's is the first that may fetch it."""
+    layers = [layer(10), layer(20, convolution=True), layer(30), layer(40, 0, convolution=True)]
+    assert prefetches(layers, {0: 19}) == {0: 20}
+    assert prefetches(layers, {0: 20}) == {0: 30}
+
+
+def test_a_value_comes_back_in_time_where_there_is_just_room() -> None:
+    """Beside the 4 MiB of moments 7 and 8 it fills the limit to the last byte, as 8 MiB did without it."""
+    tape = Tape()
+    x = tape.external(KIB)
+    (value,) = tape.op([x], [4 * MIB], replay="opaque")
+    saved = tape.pack(value)  # tick 1
+    (small,) = tape.op([value], [KIB], replay="opaque")
+    tape.pack(x)  # tick 2
+    (big,) = tape.op([small], [8 * MIB], replay="opaque")
+    (small,) = tape.op([big], [KIB], replay="opaque")
+    tape.pack(x)  # tick 4
+    (half,) = tape.op([small], [4 * MIB], replay="opaque")
+    (gradient,) = tape.op([half], [KIB], replay="opaque")
+    tape.unpack(saved)  # tick 6, after 6 ms
+    tape.op([gradient, value], [KIB], replay="opaque", phase="backward")
+    step, limit_bytes = tape.step(), 8 * MIB + 2 * KIB
+    machine = disk_machine(4 * MIB / 0.5e-3, 4 * MIB / 1.5e-3, latency=0.0)
+    assert offload_all(step, machine, limit_bytes).decisions == (Offload("disk", 1, 2, 4),)

@@ -70,7 +70,9 @@ def pofo_plan(rotor: Table, links: Links, memory_bytes: float, slots: int = SLOT
         search.keep_all(node)
         for last in range(node // 2, count):
             search.keep_input(node, last)
-    return search.best(memory_bytes / slots)
+    found = search.best(memory_bytes / slots)
+    # Of states that share a slot only the cheapest stays: the one by which Rotor alone goes may be gone.
+    return alone if found is None or (alone is not None and alone.seconds < found.seconds) else found
 
 
 class _Search:

@@ -1,0 +1,62 @@
+"""On recorded steps no policy is faster than `solve`, and none beats the bound."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ebbtide.errors import BudgetError, PolicyError
+from ebbtide.machine import Machine
+from ebbtide.plan import NO_CAUTION, least_peak_bytes, plain_peak_bytes, solve
+from ebbtide.plan.published.registry import POLICIES
+from ebbtide.step import Step
+from tests.plan.limits import limit_at
+from tests.plan.random_steps import MIB, disk_machine, network_step, random_step
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+MACHINES = {"quick": disk_machine(3e9, 1.5e9, slowdown=0.1), "slow": disk_machine(3e8, 2e8)}
+SAME = 1e-9
+
+
+def beside_all(step: Step, machine: Machine, limit_bytes: int, seconds: float) -> None:
+    plan = solve(step, machine, limit_bytes, seconds=seconds, caution=NO_CAUTION)
+    assert plan.bound_seconds is not None
+    assert plan.bound_seconds <= plan.seconds * (1 + SAME)
+    faster, below = {}, {}
+    for name, policy in POLICIES.items():
+        try:
+            found = policy(step, machine, limit_bytes)
+        except (BudgetError, PolicyError):
+            continue
+        if found.seconds < plan.seconds * (1 - SAME):
+            faster[name] = found.seconds / plan.seconds
+        if found.seconds < plan.bound_seconds * (1 - SAME):
+            below[name] = found.seconds / plan.bound_seconds
+    assert not faster, f"faster than ours: {faster}"
+    assert not below, f"faster than is possible: {below}"
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+@pytest.mark.parametrize("share", [0.0, 0.4])
+@pytest.mark.parametrize("name", ["resnet50", "gpt2", "lstm"])
+def test_recorded_steps(name: str, share: float, machine: Machine) -> None:
+    step = Step.load(FIXTURES / f"{name}.json.gz")
+    least, plain = least_peak_bytes(step, machine), plain_peak_bytes(step)
+    beside_all(step, machine, least + int(share * (plain - least)), 0.3)
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+@pytest.mark.parametrize("seed", range(4))
+def test_random_steps(seed: int, machine: Machine) -> None:
+    step = random_step(seed, length=16) if seed % 2 else network_step(6 + seed, size_bytes=MIB, seed=seed)
+    least, plain = least_peak_bytes(step, machine), plain_peak_bytes(step)
+    for share in (0.0, 0.4, 0.8):
+        beside_all(step, machine, least + int(share * (plain - least)), 0.3)
+
+
+def test_the_same_plan_for_the_same_step_and_seed() -> None:
+    step, machine = Step.load(FIXTURES / "lstm.json.gz"), MACHINES["slow"]
+    limit_bytes = max(limit_at(step, 0.4), least_peak_bytes(step, machine))
+    one, other = (solve(step, machine, limit_bytes, seed=3) for _ in range(2))
+    assert one == other
