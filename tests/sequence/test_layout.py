@@ -71,6 +71,35 @@ def test_adjoints_are_those_of_a_plain_loop(forward: str, start: str, spilled: b
     assert done.adjoint.tobytes() == plain(STEPS[forward], n, STARTS[start]).tobytes()
 
 
+@pytest.mark.parametrize("axes", [(0,), (1,), (0, 1), None])
+@pytest.mark.parametrize("spilled", [False, True])
+def test_elements_that_lie_backwards(spilled: bool, axes: tuple[int, ...] | None, tmp_path: Path) -> None:
+    """Also those of a single axis (None), as of ``u[::-1]``: what adds them up goes the other way."""
+    start = START.ravel() if axes is None else START
+    seen: dict[int, tuple[int, ...]] = {}
+
+    def flipped(u: Array, step: int) -> Array:
+        assert seen.setdefault(step, u.strides) == u.strides
+        return np.flip(np.tanh(u) * (1.1 + 0.01 * np.sin(np.dot(u, u[0]).sum() + step)), axes)
+
+    def back(u: Array, adjoint: Array, step: int) -> Array:
+        assert seen[step] == u.strides
+        return np.asarray(adjoint * np.cos(u) + np.dot(u, u[0]).sum() * 1e-3)
+
+    n = 30
+    states = [start]
+    for step in range(n):
+        states.append(flipped(states[-1], step))
+    adjoint = 2 * states[-1]
+    for step in reversed(range(n)):
+        adjoint = back(states[step], adjoint, step)
+    options: dict[str, Any] = {"spill": tmp_path, "schedule": Multistage(n, 3, 4)} if spilled else {}
+    done = run(flipped, back, n, start, turn=lambda u: 2 * u, memory=4 * start.nbytes, check=True, **options)
+    assert min(states[-1].strides) < 0
+    assert done.final.tobytes() == states[-1].tobytes()
+    assert done.adjoint.tobytes() == np.asarray(adjoint).tobytes()
+
+
 def test_what_is_wanted_of_fortran_is_there() -> None:
     """In several arrays, each its own order, and of several axes."""
     orders = (np.asfortranarray(START), START, np.zeros((2, 3, 4)).transpose(1, 2, 0))

@@ -183,6 +183,21 @@ def test_killed_in_the_forward_sweep(step: int, tmp_path: Path) -> None:
     assert done.forward_steps == SCHEDULE.forward_steps - done.resumed_step
 
 
+@pytest.mark.parametrize("count", [16, 200])
+def test_more_memory_than_before(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With so much, a run that begins leaves its last states in memory. Those that are there count nevertheless."""
+    rate = START.nbytes / 9e-4
+    disk = SlowMemory(DISK, Link("m", DISK, 0, rate, rate), Link(DISK, "m", 0, rate, rate))
+    monkeypatch.setattr(planning, "time_transfers", lambda *_, **__: disk)
+    monkeypatch.setattr(planning, "time_steps", lambda *_: StepCosts(1e-4, 0.0))
+    monkeypatch.setattr(pace, "STEADY", 1e9)
+    monkeypatch.setattr(pace, "LATE_SHARE", 1e9)
+    killed_at(tmp_path, 110, schedule=None)
+    newest = max(line["step"] for line in lines(tmp_path)[1:])
+    assert newest > 80
+    assert check_whole(tmp_path, schedule=None, memory=count * START.nbytes).resumed_step == newest
+
+
 def test_killed_again_and_again(tmp_path: Path) -> None:
     for step in (40, 60, 61, 90):
         killed_at(tmp_path, step)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import ebbtide
-from tests.sequence.loops import WIDTH, Loop, compare
+from tests.sequence.loops import WIDTH, Loop, compare, in_thread
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -47,6 +50,50 @@ class TestAutocastOfTheBackwardPass:
             return [final, *ys], [weight, other]
 
         compare(program, memory="60KiB")
+
+
+HALF = torch.autocast("cpu", torch.bfloat16)
+"""Made outside of cells, as scripts do once: it keeps what is converted within it."""
+
+
+class TestAutocastOfTheCellsOwn:
+    """Steps convert what they use anew each, as in a plain loop, whoever made the context."""
+
+    @pytest.mark.parametrize("around", [False, True], ids=["alone", "within the caller's"])
+    @pytest.mark.parametrize("uses", ["once", "twice", "as input", "decorated"])
+    def test_a_context_that_is_entered_in_each_step(self, uses: str, around: bool) -> None:
+        is_plain = itertools.chain([True], itertools.repeat(False))
+
+        def program(loop: Loop) -> tuple[Any, list[Tensor]]:
+            clears = around and next(is_plain)  # within another one, a plain loop's steps share what is converted
+            weight, other = (torch.randn(WIDTH, WIDTH).div_(WIDTH**0.5).requires_grad_() for _ in range(2))
+            start, xs = torch.randn(SHAPE, requires_grad=True), torch.randn(12, *SHAPE, requires_grad=True)
+
+            def inner(h: Tensor, x: Tensor) -> Tensor:
+                found = h @ weight
+                if uses == "twice":
+                    found = found + torch.sin(h @ other)
+                if uses == "as input":
+                    found = found + torch.sin(x @ other) + x @ weight
+                return found
+
+            product = HALF(inner) if uses == "decorated" else inner
+
+            def cell(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+                with HALF if uses != "decorated" else contextlib.nullcontext():
+                    found = product(h, x)
+                if clears:
+                    torch.clear_autocast_cache()
+                return torch.tanh(found.float() + x), None
+
+            outer = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+            with outer if around else contextlib.nullcontext():
+                final, _ = loop(cell, start, xs)
+            final.float().square().sum().backward()
+            return [final], [weight, start, xs, *([other] if uses in ("twice", "as input") else [])]
+
+        compare(program, memory="60KiB")
+        assert torch.is_autocast_cache_enabled()
 
 
 class Halving(TorchFunctionMode):
@@ -164,3 +211,42 @@ class TestResultsInOneMemory:
         del ys
         assert gone() is None
         final.sum().backward()
+
+
+class CurrentDevice(threading.local):
+    """CUDA's, of which each thread has one, as `torch.cuda.device` makes it."""
+
+    index = 0
+
+    def context(self, index: int) -> contextlib.AbstractContextManager[None]:
+        @contextlib.contextmanager
+        def made() -> Iterator[None]:
+            before, self.index = self.index, index
+            yield
+            self.index = before
+
+        return made()
+
+
+def test_the_current_cuda_device_is_that_of_the_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is what "cuda" means to a cell. Autograd runs the backward pass in a thread of the outputs' device."""
+    current, seen = CurrentDevice(), list[int]()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current.index)
+    monkeypatch.setattr(torch.cuda, "device", current.context)
+    weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
+
+    def cell(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+        seen.append(torch.cuda.current_device())
+        return torch.tanh(h @ weight + x), None
+
+    def backward() -> int:
+        current.index = 1
+        loss.backward()
+        return current.index
+
+    final, _ = ebbtide.scan(cell, torch.zeros(SHAPE), torch.randn(12, *SHAPE), memory="30KiB")
+    loss, forward = final.square().sum(), len(seen)
+    assert in_thread(backward) == 1
+    assert len(seen) > forward
+    assert set(seen) == {0}

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils import _pytree
 
 import ebbtide
+from ebbtide.errors import SequenceError
 from ebbtide.sequence.blocks import SPARE_BYTES, blocks_within
 from ebbtide.sequence.tensors import TensorLayout
-from tests.sequence.loops import WIDTH, Loop, compare, in_thread
+from tests.sequence.loops import WIDTH, Loop, compare, in_thread, plain
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -53,6 +55,56 @@ def test_a_function_outside_is_gone_back_through_once() -> None:
         return (final, Penalty.passes), [weight, source]
 
     compare(program, memory="40KiB")
+
+
+def test_a_state_of_inference_mode() -> None:
+    """No op of the cell saves it, and so PyTorch does not mind."""
+
+    def program(loop: Loop) -> tuple[Any, list[Tensor]]:
+        weight = weights()
+        with torch.inference_mode():
+            start = torch.randn(SHAPE)
+
+        def cell(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = 0.9 * h + torch.tanh(x @ weight)
+            return h, torch.sigmoid(h).mean()
+
+        final, ys = loop(cell, start, torch.randn(12, *SHAPE))
+        (final.square().sum() + torch.stack(ys).sum()).backward()
+        return [final, *ys], [weight]
+
+    compare(program, memory="60KiB")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # PyTorch's own
+@pytest.mark.parametrize("dual", ["state", "inputs", "weight"])
+def test_tangents_are_refused(dual: str) -> None:
+    """They would be lost. Without gradients a scan is the plain loop, and has them."""
+    weight, start, xs = weights().detach(), torch.randn(SHAPE), torch.randn(12, *SHAPE)
+    with forward_ad.dual_level():
+        tangent = torch.ones_like
+        weight = forward_ad.make_dual(weight, tangent(weight)) if dual == "weight" else weight
+        start = forward_ad.make_dual(start, tangent(start)) if dual == "state" else start
+        xs = forward_ad.make_dual(xs, tangent(xs)) if dual == "inputs" else xs
+
+        def cell(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+            return torch.tanh(h @ weight + x), None
+
+        with pytest.raises(SequenceError, match="forward-mode"):
+            ebbtide.scan(cell, start, xs, memory="60KiB")
+        with torch.no_grad():
+            found, expected = (loop(cell, start, xs)[0] for loop in (ebbtide.scan, plain))
+        assert forward_ad.unpack_dual(found).tangent is not None
+        assert torch.equal(forward_ad.unpack_dual(found).tangent, forward_ad.unpack_dual(expected).tangent)
+
+
+def test_transforms_are_refused() -> None:
+    def loss(weight: Tensor) -> Tensor:
+        final, _ = ebbtide.scan(lambda h, x: (torch.tanh(h @ weight + x), None), torch.zeros(SHAPE), torch.ones(12, 1))
+        return torch.as_tensor(final).square().sum()
+
+    with pytest.raises(SequenceError, match=r"torch\.func"):
+        torch.func.grad(loss)(weights().detach())
 
 
 class Noise:

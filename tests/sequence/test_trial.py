@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+import types
 
 import pytest
+import torch
 
 from ebbtide.sequence.blocks import Blocks
+from ebbtide.sequence.cells import CellChain
 from ebbtide.sequence.pace import RECENT, Pace
 from ebbtide.sequence.schedules import Multistage, binomial
 from ebbtide.sequence.schedules.binomial import forward_steps
 from ebbtide.sequence.schedules.multistage import turn_steps
 from ebbtide.sequence.schedules.online import Online
-from ebbtide.sequence.trial import MANY_CALLS, MOST_SAMPLES, Samples
+from ebbtide.sequence.tensors import TensorLayout
+from ebbtide.sequence.trial import MANY_CALLS, MOST_SAMPLES, Samples, Trial, time_steps
 
 
 class TestSamples:
@@ -93,3 +97,20 @@ def test_one_slow_write_changes_nothing() -> None:
         pace.was_late(10_000.0 if number % (2 * RECENT) == RECENT // 2 else 0.0)
         pace.steps_took(10, 10 * random.uniform(0.7, 1.6))
         assert pace.interval(0) == 10
+
+
+def test_a_step_on_a_device_takes_until_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Played by a clock that goes on only as somebody waits: a step was said to take what it takes to launch it."""
+    now, took = [0.0], list[float]()
+    clock = types.SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr("ebbtide.sequence.trial.time", clock)
+    monkeypatch.setattr("ebbtide.sequence.cells.time", clock)
+    monkeypatch.setattr(TensorLayout, "wait", lambda self: now.append(now.pop() + 3.0))
+    state = [torch.zeros(4)]
+    layout = TensorLayout(state)
+    chain = CellChain(lambda h, x: ([h[0] + 1], None), [0, 0], layout)
+    trial = Trial(lambda: state, chain.trial, layout.pack, 4, Blocks(layout.size_bytes, 3, for_disk=False))
+    assert time_steps(trial, 0.0).seconds == 3.0
+    chain.steps_took = lambda count, seconds: took.append(seconds / count)
+    chain.advance(state, 0, 2)
+    assert took == [1.5]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec
@@ -19,6 +20,7 @@ from ebbtide.sequence.blocks import Block
 from ebbtide.sequence.checksums import Checksums
 from ebbtide.sequence.graphs import Outside, close_off, is_dense, local_gradients
 from ebbtide.sequence.inputs import Inputs
+from ebbtide.sequence.leaves import as_in_loop, detached, is_kept, leaf, place_of
 from ebbtide.sequence.results import Hazards
 from ebbtide.sequence.steps import (
     LEAF,
@@ -33,7 +35,7 @@ from ebbtide.sequence.steps import (
     versions_of,
 )
 from ebbtide.sequence.store import unnoted
-from ebbtide.sequence.tensors import State, TensorLayout, apart_from, bytes_of, detached, refuse_class
+from ebbtide.sequence.tensors import State, TensorLayout, apart_from, bytes_of, refuse_class
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]
 _NO_CONTEXT = contextlib.nullcontext()
@@ -63,6 +65,7 @@ class CellChain:
         hazards: what its steps did, or others do with `results`, that cannot be reversed.
         results: tensors with a gradient that the steps put out and, at the end, those of the last state; detached.
         steps_took: told how many steps of the first sweep have been run, and in how many seconds.
+        converts: `is_kept` of each tensor of state 0, if steps run within contexts of autocast that keep anything.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class CellChain:
         self.hazards = Hazards()
         self.results: list[Tensor] = []
         self.steps_took: Callable[[int, float], None] = unnoted
+        self.converts: Sequence[bool] | None = None
         self._cell = cell
         self._inputs = inputs
         self._inputs_stay = isinstance(inputs, (tuple, Tensor))  # what others give may be made anew each time
@@ -110,6 +114,7 @@ class CellChain:
             state = self._advance(state, step)
             self._settle()
         if is_new and start < stop:
+            self._layout.wait()
             self.steps_took(stop - start, time.perf_counter() - began)
         return state
 
@@ -140,9 +145,10 @@ class CellChain:
             inputs = {key: part for key, part in inputs.items() if self.outside.find(part) not in whole}
         for part in inputs.values():
             refuse_class(part, f"input {step}, which wants a gradient, has")
-        given = {key: part.detach().requires_grad_() for key, part in inputs.items()}
+        given = {key: leaf(part, kept=self.converts is None or is_kept(part)) for key, part in inputs.items()}
         state_before = versions_of(state)
         found = self._cell(self._layout.unflatten(state), unflatten([given.get(id(p), p) for p in parts], spec))
+        torch.clear_autocast_cache()  # contexts of the cell's own may keep what they convert: it is this step's
         if not (isinstance(found, tuple) and len(found) == 2):
             raise SequenceError(
                 f"the cell must return (state, y), but returned a {type(found).__name__} in step {step}"
@@ -163,7 +169,7 @@ class CellChain:
         uses = self.outside.used(
             [*ran.following, *outputs], [*state, *ran.given], since, step, lambda: self._run_unseen(state, step)
         )
-        same = tuple(_find(output, ran.following) for output in outputs)
+        same = tuple(place_of(output, ran.following) for output in outputs)
         inputs = tuple(map(self.outside.input_number, ran.inputs))
         self._steps.note(inputs, uses, tuple(by_place), same, needs_grad(ran.following), ran.versions)
         numbers = {id(output): _Number(len(self.results) + k) for k, output in enumerate(outputs)}
@@ -181,11 +187,11 @@ class CellChain:
     def _note_passed_on(self, ran: Ran, state: State, step: int, outputs: list[Tensor]) -> None:
         """Which results are tensors from outside, put out as they were."""
         for result, output in enumerate(outputs, start=len(self.results)):
-            given = _find(output, ran.given)
+            given = place_of(output, ran.given)
             number = self.outside.find(ran.inputs[given] if given >= 0 else output)
             if number is not None:
                 self._just_passed_on[result] = number
-            elif step == 0 and (place := _find(output, state)) >= 0:
+            elif step == 0 and (place := place_of(output, state)) >= 0:
                 self._start_passed_on.append((result, place))
 
     def _settle(self) -> None:
@@ -200,7 +206,9 @@ class CellChain:
     def trial(self, state: State, inside: AbstractContextManager[Any] = _NO_CONTEXT) -> State:
         """Run step 0, ``inside`` a context. No trace is left but in what the layout does not know to be written to."""
         with _disable_current_modes(), inside:
-            return self._run_unseen(state, 0)
+            following = self._run_unseen(state, 0)
+        self._layout.wait()
+        return following
 
     def _run_unseen(self, state: State, step: int) -> State:
         checksums, self._checksums = self._checksums, None
@@ -257,6 +265,8 @@ class CellChain:
         self._position -= len(record.same)
         grads = self._grads[self._position :]
         del self._grads[self._position :]
+        if self.converts is not None:
+            state = as_in_loop(state, self.converts if step == 0 else ())
         whole = self._whole(record, step)
         if whole:
             record = record.with_whole(whole)
@@ -387,7 +397,3 @@ class CellChain:
     def own(self, state: State) -> State:
         """See `Chain.own`."""
         return self._layout.copy(state)
-
-
-def _find(tensor: Tensor, among: Sequence[Tensor]) -> int:
-    return next((place for place, part in enumerate(among) if part is tensor), -1)

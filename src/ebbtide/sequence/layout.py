@@ -22,7 +22,8 @@ ALIGNMENT_BYTES = 64
 """Arrays begin at multiples of this: a cache line, and what the widest vector instructions want."""
 
 Orders = tuple[tuple[int, ...], ...]
-"""How each array of a state lies: its axes, the one with the longest stride first; () where that is C's order.
+"""How each array of a state lies: its axes, the one with the longest stride first; () where that is C's order. To the
+number of an axis along which elements lie backwards the number of axes is added.
 
 For an array in the memory of another: `SHARED`, the number of the other, and, unless the two are the same, the offset
 from the other's begin and the strides, in bytes. See NOTE [Shared memory] in `ebbtide.sequence.overlaps`."""
@@ -46,15 +47,17 @@ class _Leaf:
 
     def place(self, memory: memoryview, order: tuple[int, ...]) -> Array:
         """Its array in a block, with axes in an order as in `Orders`."""
-        return np.ndarray(self.shape, self.dtype, memory, self.offset_bytes, self._strides(order) if order else None)
-
-    def _strides(self, order: tuple[int, ...]) -> tuple[int, ...]:
+        if not order:
+            return np.ndarray(self.shape, self.dtype, memory, self.offset_bytes)
         strides = [0] * len(order)
-        size_bytes = self.dtype.itemsize
-        for axis in reversed(order):
-            strides[axis] = size_bytes
+        size_bytes, first_bytes = self.dtype.itemsize, self.offset_bytes
+        for code in reversed(order):
+            backwards, axis = divmod(code, len(order))
+            strides[axis] = -size_bytes if backwards else size_bytes
+            if backwards:
+                first_bytes += (self.shape[axis] - 1) * size_bytes
             size_bytes *= self.shape[axis]
-        return tuple(strides)
+        return np.ndarray(self.shape, self.dtype, memory, first_bytes, strides)
 
 
 class _Views:
@@ -195,7 +198,7 @@ class Layout:
 
     def new_parts(self, state: Any, orders: Orders) -> list[Array]:
         """Memory for a state like ``state``, in which elements lie in the same order."""
-        if any(SHARED in order for order in orders):
+        if any(SHARED in order or max(order, default=-1) >= len(order) for order in orders):
             return self._places(memoryview(bytearray(self.size_bytes)), orders)  # no array: views hold the parts
         return [np.empty_like(part, order="K", subok=False) for part in self._parts(state)]
 
@@ -208,7 +211,7 @@ class Layout:
         return self._orders(self._parts(state))
 
     def _orders(self, arrays: Sequence[Array]) -> Orders:
-        orders = tuple([() if array.ndim < 2 or array.flags.c_contiguous else _order(array) for array in arrays])
+        orders = tuple([() if array.flags.c_contiguous else _order(array) for array in arrays])
         return orders if len(arrays) == 1 or are_apart(arrays) else self._orders_of_shared(arrays, orders)
 
     def _orders_of_shared(self, arrays: Sequence[Array], orders: Orders) -> Orders:
@@ -284,9 +287,12 @@ class Layout:
 
 def _order(array: Array) -> tuple[int, ...]:
     """See `Orders`."""
-    axes = tuple(range(array.ndim))
-    order = tuple(sorted(axes, key=lambda axis: -abs(array.strides[axis])))
-    return () if order == axes else order
+    axes, strides = tuple(range(array.ndim)), array.strides
+    if array.size == 0:
+        return ()
+    order = sorted(axes, key=lambda axis: -abs(strides[axis]))
+    codes = tuple(axis + array.ndim * (strides[axis] < 0 and array.shape[axis] > 1) for axis in order)
+    return () if codes == axes else codes
 
 
 def bytes_of(array: Array) -> memoryview:

@@ -217,7 +217,7 @@ def _paced(
     followed = Online(schedule.states, interval, schedule.tier)
 
     def records(more: Callable[[int], bool]) -> Iterator[Record]:
-        return resumed(followed.records(more, n), there, schedule.tier)
+        return resumed(followed.records(more, n, max(there, default=-1)), there, schedule.tier)
 
     return Course(records, choice, True, pace.steps_took, pace.was_late)
 

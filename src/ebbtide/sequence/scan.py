@@ -13,6 +13,7 @@ from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
@@ -25,6 +26,7 @@ from ebbtide.sequence.choose import memory_slots
 from ebbtide.sequence.draws import FirstDraws
 from ebbtide.sequence.executor import Executor
 from ebbtide.sequence.inputs import Inputs, in_turn, indexed
+from ebbtide.sequence.leaves import detached, is_kept
 from ebbtide.sequence.planning import Course, quickest
 from ebbtide.sequence.progress import is_wanted, watch
 from ebbtide.sequence.results import refuse_batched
@@ -34,7 +36,7 @@ from ebbtide.sequence.spill import Spill, SpillFiles, open_spill
 from ebbtide.sequence.steps import versions_of
 from ebbtide.sequence.store import StateStore
 from ebbtide.sequence.surroundings import Watch, Written
-from ebbtide.sequence.tensors import State, TensorLayout, detached
+from ebbtide.sequence.tensors import State, TensorLayout
 from ebbtide.sequence.trial import Trial
 
 REVERSE_FACTOR = 3.0
@@ -93,6 +95,11 @@ def scan(
     directories = as_directories("spill", spill)
     if not torch.is_grad_enabled():
         return _plain(cell, state, inputs)
+    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        raise SequenceError(
+            "neither forward-mode derivatives nor transforms of torch.func go through a scan: take a plain loop or, "
+            "for tangents alone, torch.no_grad()"
+        )
     steps = indexed(inputs)
     if len(steps) == 0:
         return state, []
@@ -101,12 +108,14 @@ def scan(
     start = detached(layout.flatten(state, 0))
     with layout.surroundings.preserved():  # an input may be drawn
         layout, scene, draws = _surveyed(cell, state, start, steps, layout)
+    user_start = layout.flatten(state, 0)
     sweep = _Sweep(cell, start, steps, layout, scene, draws, memory, directories, truncate, check, progress)
+    if scene.converts:
+        sweep.chain.converts = list(map(is_kept, user_start))
     sweep.forward()
     if not sweep.chain.results:
         sweep.close()
         return sweep.chain.assemble(())
-    user_start = layout.flatten(state, 0)
     results = _Reversal.apply(sweep, len(user_start), *sweep.chain.outside.tensors, *user_start)  # type: ignore[no-untyped-call]
     return sweep.chain.assemble(results)
 
@@ -166,15 +175,19 @@ def _survey(
                 "the cell makes a tensor in its first step that it writes to in the next ones, such as a running mean; "
                 "make it before the scan, for example by calling the cell once"
             )
+    scene.converts = watch.converts
     return written, scene, draws
 
 
 def _watched_step(chain: CellChain, start: State, scene: Scene, watch: Watch, before: Watch) -> Written:
     """Step 0, run under ``watch``, and what it wrote to; that is undone, also what it wrote there under ``before``."""
+    keeps = torch.is_autocast_cache_enabled()
     try:
         with scene.set():
+            torch.set_autocast_cache_enabled(False)  # a context of the cell's may enable it
             chain.trial(start, watch)
     finally:
+        torch.set_autocast_cache_enabled(keeps)
         written = watch.put_back()
         before.put_back(written)
     return written
@@ -195,7 +208,7 @@ class _Reversal(torch.autograd.Function):
     def forward(ctx: Any, sweep: _Sweep, parts: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.sweep = sweep
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(*(tensor for tensor in tensors if not tensor.is_inference()))
         return sweep.chain.take_results(tensors[-parts:])
 
     @staticmethod

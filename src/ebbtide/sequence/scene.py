@@ -25,11 +25,16 @@ class Scene:
 
     Under autocast PyTorch keeps the converted weights from step to step; here each step converts them, as in a plain
     loop with ``cache_enabled=False``, or they would have to be kept from the first step to the last.
+
+    Attributes:
+        converts: whether steps run within contexts of autocast that keep what they have converted.
     """
 
     def __init__(self, device_types: list[str]) -> None:
+        self.converts = False
         self._device_types = device_types
         self._autocast = _autocast_on(device_types)
+        self._current = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._device, self._dtype = torch.get_default_device(), torch.get_default_dtype()
         self._attention = _cur_sdpa_kernel_backends(with_priority=True)
         self._parametrized = parametrize._cache_enabled, dict(parametrize._cache)
@@ -58,6 +63,8 @@ class Scene:
             stack.enter_context(uncompiled())
             stack.enter_context(without_saved_tensor_hooks())
             stack.enter_context(self._functions())
+            if self._current is not None:  # autograd's threads have one each, and "cuda" means that
+                stack.enter_context(torch.cuda.device(self._current))
             if torch.get_default_device() != self._device:
                 stack.enter_context(self._device)
             if torch.get_default_dtype() != self._dtype:
@@ -65,7 +72,9 @@ class Scene:
                 torch.set_default_dtype(self._dtype)
             if _cur_sdpa_kernel_backends(with_priority=True) != self._attention:
                 stack.enter_context(sdpa_kernel(self._attention, set_priority=True))
-            stack.enter_context(_autocast(self._autocast))
+            if any(enabled for _, enabled, _ in self._autocast) or _autocast_on(self._device_types) != self._autocast:
+                # Elsewhere contexts of the cell's are the outermost ones, which let go of what they have converted.
+                stack.enter_context(_autocast(self._autocast))
             on = set(map(id, _function_modes()))
             for mode in self._function_modes:
                 if id(mode) not in on:  # as in a backward pass that one on the way has intercepted

@@ -174,10 +174,14 @@ class Watch(DispatchMode):
 
     Args:
         own: tensors whose storages do not count: its state and its input.
+
+    Attributes:
+        converts: whether something ran within a context of autocast that keeps what it has converted.
     """
 
     def __init__(self, own: Iterable[Tensor]) -> None:
         super().__init__()
+        self.converts = False
         self._own: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._outside: dict[int, torch.UntypedStorage] = {}
         self._read: set[int] = set()
@@ -245,6 +249,7 @@ class Watch(DispatchMode):
         if func in LIFTS:
             self._note_made(args)
         self._note(func, args, kwargs)
+        self.converts |= torch.is_autocast_cache_enabled()
         result = run_op(func, args, kwargs)
         self._note_made((result,))
         return result

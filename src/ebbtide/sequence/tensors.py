@@ -149,6 +149,7 @@ class TensorLayout:
             raise SequenceError("the state has no tensors; give state 0 as a tensor, or a tuple, list or dict of them")
         self.device_types = sorted({"cpu", *(leaf.device.type for leaf in self._leaves)})
         devices = sorted({leaf.device for leaf in self._leaves if leaf.device.type == "cuda"}, key=str)
+        self._devices = devices
         self.surroundings = Surroundings(devices, written)
         self._forms: list[tuple[tuple[_Form, ...], tuple[int, ...]]] = []  # the latter: see `_firsts`
         self._form_numbers: dict[tuple[Any, ...], int] = {}
@@ -227,6 +228,11 @@ class TensorLayout:
                 parts = [part.to(leaf.device) for part, leaf in zip(parts, self._leaves, strict=True)]
             return _as_first([form.adopt(part, own=True) for form, part in zip(forms, parts, strict=True)], firsts)
 
+    def wait(self) -> None:
+        """Wait until devices have done what they were given: nobody knows before what a step takes."""
+        for device in self._devices:
+            torch.cuda.current_stream(device).synchronize()
+
     def copy(self, state: State) -> State:
         """A state of its own memory, in which it lies alike."""
         with torch.no_grad(), unseen():
@@ -281,12 +287,6 @@ def _other_container(tree: Any, like: Any, path: str) -> str:
     else:
         return ""
     return next(filter(None, told), "")
-
-
-def detached(state: Sequence[Tensor], *, cut: bool = False) -> State:
-    """The tensors of a state as leaves; one that is there several times is one leaf. If ``cut``, none requires grad."""
-    leaves = {id(part): part.detach().requires_grad_(part.requires_grad and not cut) for part in state}
-    return [leaves[id(part)] for part in state]
 
 
 def apart_from(state: State, grads: list[Tensor | None]) -> list[Tensor | None]:

@@ -106,12 +106,13 @@ class Online:
         take_whole(self, "states")
         check_multistage(self.states, 1)
 
-    def records(self, more: More, n: int | None = None) -> Iterator[Record]:
+    def records(self, more: More, n: int | None = None, newest: int = -1) -> Iterator[Record]:
         """The records of a chain that has a step 0, and any further step that ``more`` says.
 
         Args:
             more: asked for each next step, unless ``n`` is given.
             n: the number of steps, if it is known after all: the last of them then stay in memory.
+            newest: with ``n``, up to this step all states go to the tier: a run that is resumed has them there.
 
         Raises:
             SequenceError: if ``n < 1``.
@@ -119,7 +120,7 @@ class Online:
         starts, kept = _Starts(), list[tuple[int, int]]()
         if n is not None:
             check_length(n)
-            stop = yield from self._to_known_end(starts, kept, as_whole("n", n))
+            stop = yield from self._to_known_end(starts, kept, as_whole("n", n), newest)
         else:
             stop = yield from self._to_end(starts, more)
         longest = max([starts.longest_part(stop), *(end - start for start, end in kept)])
@@ -140,7 +141,9 @@ class Online:
         yield Reverse(step)
         return step
 
-    def _to_known_end(self, starts: _Starts, kept: list[tuple[int, int]], n: int) -> Generator[Record, None, int]:
+    def _to_known_end(
+        self, starts: _Starts, kept: list[tuple[int, int]], n: int, newest: int
+    ) -> Generator[Record, None, int]:
         """Run ``n`` steps and reverse the last of them, as `Multistage` does where intervals are equal.
 
         Parts whose first state stays in memory go to ``kept``. Returns the step at which the first of them begins.
@@ -150,7 +153,7 @@ class Online:
             interval = self._interval(step)
             inner = inner_slots(self.states, interval)
             depth, turn = self.states - inner, turn_steps(interval, forward_steps(interval, inner), inner)
-            if n - step <= turn + depth * interval:
+            if n - step <= (turn + depth * interval if step > newest else interval):
                 break
             yield Store(step, self.tier)
             starts.push(step)
