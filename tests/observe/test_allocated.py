@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from ebbtide.observe.allocated import AllocatedProbe, with_everything_allocated
+from ebbtide.observe.recorder import Recorder
 from ebbtide.plan import plain_peak_bytes
 from ebbtide.plan.problem import Facts
 from ebbtide.plan.replay import check_recipe
+from ebbtide.run.backends.cuda import CudaMemory
 from ebbtide.step import EXTERNAL, Event, Op, Saved, Step, Value, check_step
 
 PARAMETERS, FIRST, SECOND = 1000, 300, 200
@@ -79,3 +82,26 @@ def test_the_probe_counts_what_was_lost_before_the_op_too() -> None:
     probe.before(300)
     memory.peak = 850
     assert probe.after() == 550
+
+
+class _Constant(CudaMemory):
+    """An allocator of the CPU's that has handed out as much all along."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+
+    def start_peak(self) -> None: ...
+
+    def _count(self, what: str, which: str) -> int:
+        return 1 << 20
+
+
+def test_what_others_have_allocated_does_not_count() -> None:
+    """As what CuPy has made, or another process, of which PyTorch's allocator knows nothing."""
+    memory, foreign = _Constant(), torch.frombuffer(bytearray(8 << 20), dtype=torch.float32)
+    assert memory.size_of(foreign.untyped_storage()) == 0
+    assert memory.size_of(torch.empty(1000).untyped_storage()) == 4096
+    weight, recorder = torch.ones(16, requires_grad=True), Recorder(memory=memory)
+    with recorder:
+        (foreign[:16] * weight).sum().backward()
+    assert plain_peak_bytes(recorder.finish()) < 2 << 20

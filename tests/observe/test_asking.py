@@ -14,6 +14,7 @@ from ebbtide.observe.recorder import Recorder
 from ebbtide.run.meter import PeakMeter
 from tests.observe.test_mode import User
 from tests.run.harness import identical
+from tests.sequence.loops import in_thread
 
 PROGRAMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "prod": lambda x, _: x.prod(-1),
@@ -155,3 +156,20 @@ def test_a_graph_that_outlives_the_step_needs_it_no_more() -> None:
     found.append(torch.autograd.grad(made, x))
     expected = gradients("prod")
     assert all(same(list(gradient), expected) for gradient in found)
+
+
+def test_a_pass_that_begins_with_such_a_node_after_another_thread_has_made_one() -> None:
+    """As autograd's thread of a device does in a pass that makes a graph: there no pass begins."""
+
+    def found(elsewhere: Callable[[], None]) -> list[Tensor]:
+        x, level = leaves()
+        elsewhere()
+        return list(torch.autograd.grad(PROGRAMS["masked_fill"](x, level), [x, level], gradient))
+
+    gradient = torch.rand(64, 96, generator=torch.Generator().manual_seed(1)) - 0.5
+    value, recorder = torch.rand(8, requires_grad=True), Recorder()
+    plain = found(lambda: None)
+    with recorder:
+        recorded = found(lambda: in_thread(lambda: recorder._asking.made(torch.ops.aten.max.default, value.max())))
+    assert same(recorded, plain)
+    assert recorder.finish().ops[-1].name.startswith("MaskedFillBackward")

@@ -189,6 +189,14 @@ def run_plain(build: Callable[[], Program], steps: int = STEPS) -> list[Record]:
     return [program.run(index, contextlib.nullcontext) for index in range(steps)]
 
 
+@once
+def plain_peak_bytes(kind: type[Program]) -> int:
+    """What the first plain step holds."""
+    with PeakMeter() as meter:
+        kind().compute(0, contextlib.nullcontext)
+    return meter.peak_bytes
+
+
 def run_within(
     build: Callable[[], Program],
     expected: list[Record],

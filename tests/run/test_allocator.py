@@ -62,6 +62,24 @@ def test_what_onednn_holds_may_be_older_or_younger_than_the_arena() -> None:
     del younger
 
 
+def test_what_no_memory_has_room_for_is_refused_as_elsewhere() -> None:
+    """There would be addresses for it, and to write there ends the process."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    size = 2 * sum(1024 * int(words[1]) for words in lines if words[0] in ("MemTotal:", "SwapTotal:"))
+
+    def is_given() -> bool:
+        try:
+            torch.empty(size, dtype=torch.uint8)
+        except RuntimeError:
+            return False
+        return True
+
+    plain = is_given()
+    with allocator.tuned():
+        assert is_given() == plain
+        assert comes_from_the_arena()
+
+
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_settings_for_some_time_are_those_from_before_afterwards() -> None:
     with allocator.tuned():

@@ -17,10 +17,11 @@ from ebbtide.decisions import Recompute
 from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
 from ebbtide.run import held
-from ebbtide.run.kinds import CLOSE_LOOKS
+from ebbtide.run.attention import CLOSE_LOOKS
+from ebbtide.run.kinds import GIVEN_UP
 from ebbtide.run.meter import PeakMeter
 from ebbtide.run.native import find_compiler
-from tests.run.harness import FAST_DISK, SLOW_DISK
+from tests.run.harness import FAST_DISK, HELD_MORE, SLOW_DISK
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
 
@@ -216,6 +217,34 @@ def test_steps_that_hold_too_much_now_and_then_are_warned_of(tmp_path: Path) -> 
         assert loop.memory.plan.peak_bytes == plan.peak_bytes
 
 
+@pytest.mark.skipif(find_compiler() is None, reason="without the arena nobody counts what planned steps hold")
+def test_steps_that_hold_more_and_more_are_warned_of_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is left free a few times, and not for ever."""
+    monkeypatch.setattr("ebbtide.run.kinds.Kind.plan_again", lambda *_: None)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(16) for layer in (nn.Linear(64, 64), nn.Tanh())))
+    data, each, rises = torch.randn(SIZE // 64, 64), 6, GIVEN_UP + 1
+    held_bytes = set()
+    with ebbtide.Budget("90%", spill=tmp_path, machine=FAST_DISK) as memory:
+
+        def steps(count: int) -> None:
+            for index in range(count):
+                with memory.step():
+                    kept = [torch.zeros(5 * SIZE // 4) for _ in range(max(0, index // each - 1))]
+                    model(data).sum().backward()
+                    del kept
+                model.zero_grad()
+                kind = memory._loop.kinds.current
+                held_bytes.add(kind.step.resting_bytes if kind is not None else 0)
+
+        with pytest.warns(UserWarning, match=HELD_MORE) as said:
+            steps((2 + rises) * each)
+    assert ["not the first time" in str(each.message) for each in said] == [True]
+    assert len(held_bytes) >= GIVEN_UP, "it was left free until then"
+
+
 class Workspaces(NowAndThen):
     """A loop in which every ``EACH``-th step has an op that takes ``more`` numbers inside itself."""
 
@@ -238,7 +267,7 @@ def test_what_ops_take_inside_themselves_is_not_warned_of(tmp_path: Path) -> Non
         assert max(loop.peaks) <= limit_bytes
         kind = loop.memory._loop.kinds.current
         assert kind is not None
-        assert kind.recounts._due >= 0, "that it may have been more was noticed"
+        assert kind.attention.recounts._due >= 0, "that it may have been more was noticed"
 
 
 class Accumulating:

@@ -389,6 +389,27 @@ class TestHooks:
                 assert hooks_left() == 0
         assert len(seen) == 8
 
+    def test_those_that_were_on_before_are_not_asked(self, tmp_path: Path) -> None:
+        """As in a step in which something binds; otherwise gradients would be others from some step on."""
+        asked, program, gradients = list[int](), Chain(), list[list[Tensor]]()
+
+        def pack(tensor: Tensor) -> Tensor:
+            asked.append(len(gradients))
+            return tensor.bfloat16()
+
+        with (
+            ebbtide.Budget("150%", spill=tmp_path, machine=FAST_DISK) as memory,
+            saved_tensors_hooks(pack, lambda packed: packed.float()),
+        ):
+            for _ in range(24):
+                with memory.step():
+                    program.model(program.data(0, 256, 64)).square().mean().backward()
+                gradients.append([p.grad.clone() for p in program.model.parameters() if p.grad is not None])
+                program.model.zero_grad()
+            assert memory.state == "idle"
+        assert asked == []
+        assert all(all(map(torch.equal, found, gradients[0])) for found in gradients)
+
 
 def test_a_backward_pass_in_another_thread_is_told_of(tmp_path: Path) -> None:
     weight = nn.Parameter(torch.randn(1000))

@@ -27,7 +27,7 @@ from ebbtide.run.shortage import out_of_memory
 from ebbtide.run.tiers import DiskTier
 from ebbtide.units import format_bytes
 from tests.run.gauges import UNIT, ArenaMemory, LaggingClock, install
-from tests.run.harness import FAST_DISK, SLOW_DISK, Program, Record, compare
+from tests.run.harness import FAST_DISK, HELD_MORE, SLOW_DISK, Program, Record, compare
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
 
@@ -158,6 +158,34 @@ def test_what_others_hold_counts_in_observed_steps(device: ArenaMemory, tmp_path
             assert isinstance(disk, DiskTier)
             moved.append(disk.written_bytes)
     assert moved[0] > 0 == moved[1]
+
+
+class Skipping(Blocks):
+    """Leaves a block out in one step."""
+
+    def loss(self, index: int) -> Tensor:
+        h = self.data(index, 512, WIDTH)
+        for place, block in enumerate(self.model):
+            h = h if (index, place) == (STEPS, 3) else block(h)
+        return h.square().mean()
+
+
+def test_a_step_that_is_counted_in_the_middle_of_training_and_holds_too_much_is_warned_of(
+    device: ArenaMemory, tmp_path: Path
+) -> None:
+    """Something else may lie there by then; nothing says of a step on a device what it holds but that it is counted."""
+    program, due = Skipping(), list[int]()
+    with within("80%", tmp_path) as memory:
+        for index in range(2 * STEPS + 2):
+            is_due = memory._loop._parts.due == index
+            told = pytest.warns(UserWarning, match=HELD_MORE) if is_due else contextlib.nullcontext()
+            due += [index] if is_due else []
+            more = torch.zeros(1 << 24) if is_due else None
+            with told:
+                program.run(index, memory.step)
+            del more
+        assert memory.state == "planned"
+    assert due == [2 * STEPS + 1]
 
 
 # --- time ----------------------------------------------------------------------------------------------------------
@@ -349,6 +377,16 @@ def test_a_hard_limit_in_bytes_holds_from_the_first_step_on(device: ArenaMemory,
     assert device.caps == [1 << 40, None]
 
 
+def test_a_hard_limit_goes_with_its_budget(device: ArenaMemory, tmp_path: Path) -> None:
+    """One that is dropped and never closed, as in a notebook, would cap those that are made later."""
+    program, memory = Blocks(), within(1 << 40, tmp_path, hard=True)
+    program.run(0, memory.step)
+    assert device.caps == [1 << 40]
+    del memory
+    gc.collect()
+    assert device.caps == [1 << 40, None]
+
+
 def test_no_hard_limit_on_a_cpu(tmp_path: Path) -> None:
     with within("80%", tmp_path, hard=True) as memory, pytest.raises(StepError, match="on a CPU"):
         Blocks().compute(0, memory.step)
@@ -385,11 +423,20 @@ def test_a_cuda_device_without_an_index_is_the_current_one(monkeypatch: pytest.M
     used: list[str] = []
     monkeypatch.setattr(torch.cuda, "init", lambda: used.append("init"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     for named, index in (("cuda", 1), ("cuda:0", 0)):
         gauges = gauges_of(torch.device(named))
         assert gauges.memory is not None
         assert gauges.device == gauges.memory.device == torch.device("cuda", index)
     assert used == ["init", "init"]
+
+
+def test_an_allocator_in_place_of_pytorch_s_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says nothing of what it hands out, and the first op would end in an error that names no budget."""
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "pluggable")
+    with pytest.raises(StepError, match="allocator of CUDA memory was replaced"):
+        gauges_of(torch.device("cuda", 0))
 
 
 class Elsewhere:

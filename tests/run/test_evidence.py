@@ -54,7 +54,7 @@ def test_what_never_came_while_steps_were_compared_moves_out_from_then_on(whole:
     assert len(came) < len(remade)
     for _ in range(steps):
         assert kind.state == "verify"
-        kind.verified(came, whole=whole)
+        kind.verified({(value, 0) for value in came}, whole=whole)
     assert kind.state == "audit"
     assert {save.value for save in kind.script.saves if save.remakes} == came
     assert not any(save.remakes for save in kind.script.holds if save is not None and save.value not in came)
@@ -76,9 +76,9 @@ def test_what_a_plan_makes_that_a_step_goes_over_to_is_compared_there(
     """Nothing has verified that plan yet, though another one was expected, which is verified."""
     watched, watch = list[int](), Truth.watch
 
-    def noting(truth: Truth, holding: Holding, recipe: Recipe, tier: SlowTier) -> None:
+    def noting(truth: Truth, holding: Holding, recipe: Recipe, tier: SlowTier, *, later: int) -> None:
         watched.append(recipe.target)
-        watch(truth, holding, recipe, tier)
+        watch(truth, holding, recipe, tier, later=later)
 
     monkeypatch.setattr(Truth, "watch", noting)
     model, data = Odd(), torch.randn(BATCH, WIDTH)
@@ -134,3 +134,45 @@ def test_what_was_made_by_other_calls_as_it_was_compared(other_at: int, tmp_path
                 assert torch.equal(one, other), index
         assert memory.plan is not None
         assert any(isinstance(decision, Recompute) for decision in memory.plan.decisions)
+
+
+class WrittenBetween:
+    """Two passes through one graph, or the first of them. Behind that NumPy writes to what values are made from, which
+    nobody is told of: those that the second pass asks for cannot be made again."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.data, self.scale = torch.randn(512, 256), torch.rand(512, 256)
+        self.numbers = self.scale.numpy()
+        self.weights = [torch.randn(256, 8, requires_grad=True) for _ in range(8)]
+
+    def step(self, both: bool, guard: Guard) -> list[torch.Tensor]:
+        """Its gradients."""
+        with guard():
+            made = torch.zeros(())
+            for number, weight in enumerate(self.weights):
+                made = made + torch.cos(self.data * self.scale * (number + 1)) @ weight
+            loss = made.square().mean()
+            loss.backward(retain_graph=True)
+            self.numbers[:] = 0.999 * self.numbers + 0.001
+            if both:
+                loss.backward()
+        found = [weight.grad for weight in self.weights if weight.grad is not None]
+        for weight in self.weights:
+            weight.grad = None
+        return found
+
+
+def test_each_time_that_a_value_is_computed_again_is_compared(tmp_path: Path) -> None:
+    """Steps that end after their first pass tell nothing of the calls that make it in the second one."""
+    plain, loop, made = WrittenBetween(), WrittenBetween(), list[int]()
+    with ebbtide.Budget("50%", spill=tmp_path, machine=SLOW_DISK) as memory:
+        for number, both in enumerate([True] * 2 + [False] * (VERIFIES_OF_PARTS + 1) + [True] * 3):
+            expected, found = plain.step(both, contextlib.nullcontext), loop.step(both, memory.step)
+            assert all(map(torch.equal, expected, found)), number
+            if number == 2:
+                assert memory.plan is not None
+                assert memory.observed is not None
+                pairs = zip(memory.observed.absences, memory.plan.decisions, strict=True)
+                made = [absence.value for absence, decision in pairs if isinstance(decision, Recompute)]
+        assert len(made) > len(set(made)), "values are made again in both passes"

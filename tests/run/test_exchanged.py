@@ -35,10 +35,26 @@ class Product(torch.autograd.Function):
         return gradient @ weight, gradient.t() @ x
 
 
+class Weight(nn.Parameter):
+    """A parameter with a class of its own, as libraries have them."""
+
+
+class Image(Tensor):
+    """A tensor with a class of its own, of which parameters are made."""
+
+
+Make = Callable[[Tensor], nn.Parameter]
+MAKES: dict[str, Make] = {
+    "parameter": nn.Parameter,
+    "subclass": Weight,
+    "of a subclass": lambda data: nn.Parameter(data.as_subclass(Image)),
+}
+
+
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, make: Make) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+        self.weight = make(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = Product.apply(x, self.weight)  # type: ignore[no-untyped-call]
@@ -50,11 +66,12 @@ class Sharded(nn.Sequential):
 
     Args:
         backward_scale: of the weights that come back for the backward pass.
+        make: makes weights.
     """
 
-    def __init__(self, backward_scale: float = 1.0) -> None:
+    def __init__(self, backward_scale: float = 1.0, make: Make = nn.Parameter) -> None:
         torch.manual_seed(0)
-        super().__init__(*(Layer() for _ in range(8)))
+        super().__init__(*(Layer(make) for _ in range(8)))
         for layer in self.children():
             assert isinstance(layer, Layer)
             shard = layer.weight.detach().clone()
@@ -110,10 +127,11 @@ def test_parameters_take_memory_only_while_they_are_there(machine: Machine, limi
         assert any(not isinstance(decision, Keep) for decision in memory.plan.decisions) == (limit == "60%")
 
 
+@pytest.mark.parametrize("make", MAKES)
 @pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["moves", "recomputes"])
-def test_the_backward_pass_reads_what_is_there_by_then(machine: Machine, tmp_path: Path) -> None:
+def test_the_backward_pass_reads_what_is_there_by_then(machine: Machine, make: str, tmp_path: Path) -> None:
     """Data that has been given to a parameter meanwhile, which its version does not count."""
-    model, same = Sharded(backward_scale=0.5), Sharded()
+    model, same = Sharded(backward_scale=0.5, make=MAKES[make]), Sharded(make=MAKES[make])
     step(model)
     expected = model.gradients()
     step(same)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ebbtide
@@ -133,7 +134,38 @@ class AskedByAnotherStep(Program):
         return {"loss": loss}
 
 
-PROGRAMS: list[Callable[[], Program]] = [Retained, Dropped, Looked, Functions, AskedLater, AskedNow, AskedByAnotherStep]
+class Taught(Program):
+    """A pupil whose targets are features of a teacher, of which a graph is made, too, for no reason: it lives on as the
+    pass through the pupil's lets go of that, and each of the targets is asked for in it."""
+
+    def build(self) -> nn.Module:
+        return nn.ModuleList([nn.ModuleList([nn.Linear(64, 64) for _ in range(6)]) for _ in range(2)])
+
+    def train(self, index: int) -> tuple[Tensor, Tensor]:
+        taught = seen = self.data(index, 2 * BATCH, 64)
+        loss = torch.zeros(())
+        for teacher, pupil in zip(*self.model, strict=True):
+            taught, seen = torch.tanh(teacher(taught)), torch.tanh(pupil(seen))
+            loss = loss + F.mse_loss(seen, taught.detach())
+        loss.backward()
+        return loss.detach(), taught.mean().detach()
+
+    def compute(self, index: int, guard: Guard) -> Record:
+        with guard():
+            loss, mean = self.train(index)
+        return {"loss": loss, "mean": mean}
+
+
+PROGRAMS: list[Callable[[], Program]] = [
+    Retained,
+    Dropped,
+    Looked,
+    Functions,
+    AskedLater,
+    AskedNow,
+    AskedByAnotherStep,
+    Taught,
+]
 
 
 @once
@@ -147,7 +179,7 @@ def plain(build: Callable[[], Program]) -> list[Record]:
 @pytest.mark.parametrize("build", PROGRAMS)
 def test_identical(build: Callable[[], Program], limit: str, machine: str, tmp_path: Path) -> None:
     trial = run_within(build, plain(build), limit, MACHINES[machine], tmp_path)
-    if build in (Retained, Dropped, Looked, Functions):
+    if build in (Retained, Dropped, Looked, Functions, Taught):
         assert trial.states[-1] == "planned"
         assert any(isinstance(decision, Offload) for decision in trial.decisions)
 

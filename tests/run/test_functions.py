@@ -118,6 +118,47 @@ def test_masks_keep_their_attributes(machine: Machine, tmp_path: Path) -> None:
     assert trial.plan.binds
 
 
+class Gaining(torch.autograd.Function):
+    """Multiplies by a mask, and by the gain that it has, if any."""
+
+    @staticmethod
+    def forward(ctx: Any, data: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(mask)
+        return data * mask * float(getattr(mask, "gain", 1.0))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (mask,) = ctx.saved_tensors
+        return grad * mask * float(getattr(mask, "gain", 1.0)), None
+
+
+_gain: Any = Gaining.apply
+
+
+class Gained(Tagged):
+    """Two tensors with the memory of one are saved, of which one has an attribute."""
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(4)))
+
+    def loss(self, index: int) -> Tensor:
+        h = self.data(index, 512, 128)
+        for layer in self.model:
+            mask: Any = (h.detach() > -0.5).float()
+            plain = mask.detach()
+            mask.gain = 1.5
+            h = _gain(_gain(torch.tanh(layer(h)), plain), mask)
+        return h.square().mean()
+
+
+@MACHINES
+def test_attributes_are_those_of_the_tensor_that_was_saved(machine: Machine, tmp_path: Path) -> None:
+    """Both are shown by what holds the memory."""
+    trial = run_within(Gained, run_plain(Gained), "60%", machine, tmp_path)
+    assert trial.plan is not None
+    assert trial.plan.binds
+
+
 class Emptying(torch.autograd.Function):
     """Frees what it has saved once it has used it."""
 

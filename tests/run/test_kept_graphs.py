@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -136,6 +136,45 @@ def test_graphs_that_are_kept_in_each_step_are_no_reason_to_leave(tmp_path: Path
                 h.abs().mean().backward(retain_graph=True)
                 h.square().mean().backward()
         assert (memory.state, [each.left for each in memory.measured if each.left]) == ("planned", [])
+
+
+class Inner(torch.autograd.Function):
+    """Goes through a graph of its own in its backward pass, and keeps that."""
+
+    @staticmethod
+    def forward(ctx: Any, data: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(data, weight)
+        return torch.tanh(data @ weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        data, weight = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+        with torch.enable_grad():
+            result = torch.tanh(data @ weight)
+        return torch.autograd.grad(result, (data, weight), grad, retain_graph=True)
+
+
+_inner: Any = Inner.apply
+
+
+def test_graphs_that_are_kept_within_a_backward_pass_are_none_of_its_own(tmp_path: Path) -> None:
+    """Observed as one that keeps its graph, each planned step was taken for one of an unknown kind."""
+    first, data = torch.nn.Linear(WIDTH, WIDTH), torch.randn(4 * BATCH, WIDTH)
+    weights = [torch.randn(WIDTH, WIDTH, requires_grad=True) for _ in range(8)]
+    with ebbtide.Budget("70%", spill=tmp_path, machine=FAST_DISK) as memory:
+        for _ in range(10):
+            with memory.step():
+                h = torch.tanh(first(data))
+                for weight in weights:
+                    h = _inner(h, weight)
+                h.square().mean().backward()
+                del h
+            for parameter in (*weights, *first.parameters()):
+                parameter.grad = None
+        assert [kind.keeps_graphs for kind in memory._loop.kinds.values()] == [False]
+        assert {(each.state, each.left) for each in memory.measured[-4:]} == {("planned", "")}
+        assert {each.kind for each in memory.measured[-4:]} == set(memory._loop.kinds)
+        assert memory.report().measured.seconds is not None
 
 
 @pytest.mark.usefixtures("plans_stay")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import ebbtide
 from ebbtide.decisions import Plan
 from ebbtide.machine import Machine
+from ebbtide.run.attention import CLOSE_LOOKS
 from ebbtide.run.forks import Library
 from ebbtide.run.keys import step_key
 from ebbtide.run.kinds import Kind
@@ -250,6 +251,57 @@ def test_where_kinds_come_in_no_order_the_largest_is_begun_with(
                 model(data, blocks, looks).backward()
             model.zero_grad()
         assert [measured.left for measured in memory.measured[-12:] if measured.left] == []
+
+
+def layers(count: int) -> nn.Sequential:
+    return nn.Sequential(*(part for _ in range(count) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+
+
+@pytest.mark.parametrize("tunes", [True, False])
+@pytest.mark.parametrize("sort", ["type", "dimensions"])
+def test_a_kind_that_begins_otherwise_than_one_in_which_nothing_binds(sort: str, tunes: bool, tmp_path: Path) -> None:
+    """Of steps of the latter hardly anything is looked at later: each that came passed the limit without the arena."""
+    torch.manual_seed(0)
+    large, data = layers(12), torch.randn(4 * BATCH, WIDTH)
+    loops: list[tuple[nn.Module, Tensor]] = [(nn.Conv1d(8, 8, 3), torch.randn(64, 8, 32)), (large, data)]
+    if sort == "type":
+        loops = [(large, data), (layers(12).double(), data.double())]
+
+    def step(which: int) -> None:
+        model, given = loops[which]
+        model(given).square().mean().backward()
+
+    def alone(which: int) -> int:
+        with PeakMeter() as meter:
+            step(which)
+        loops[which][0].zero_grad()
+        return meter.peak_bytes
+
+    limit_bytes = int(1.15 * alone(0)) if sort == "type" else int(0.6 * alone(1))
+    assert alone(0) <= limit_bytes < alone(1)
+
+    gaps = (20, 4, 7, 5, 6, 9)
+    order = [0] * 6 + [1] * 6 + [0] * 4 + [1] * 4 + [which for gap in gaps for which in (*[0] * gap, 1)]
+    with ebbtide.Budget(limit_bytes, spill=tmp_path, machine=FAST_DISK, tune_allocator=tunes) as memory:
+        seen = [counted(memory, step, which, loops[which][0]) for which in order]
+        assert {kind.state for kind in memory._loop.kinds.values()} == {"idle", "planned"}
+    late = [each for each, which in zip(seen, order, strict=True) if which][-len(gaps) :]
+    assert not any(each.left for each in late), late
+    assert all(each.peak_bytes <= limit_bytes for each in late), [each.peak_bytes / limit_bytes for each in late]
+
+
+def test_a_first_tensor_of_another_type_tells_of_an_unknown_kind(tmp_path: Path) -> None:
+    """Of a step in which nothing binds no more is looked at; without the arena nothing else tells."""
+    model, data = layers(4), torch.randn(BATCH, WIDTH)
+    with ebbtide.Budget("1GiB", spill=tmp_path, machine=FAST_DISK, tune_allocator=False) as memory:
+        for number in range(CLOSE_LOOKS + 6):
+            if number == CLOSE_LOOKS + 5:
+                model, data = model.double(), data.double()
+            with memory.step():
+                model(data).square().mean().backward()
+            model.zero_grad()
+        assert memory.measured[-1].left == "the first saved tensor is of float64, expected float32"
+        assert memory.state == "observe"
 
 
 def test_what_the_user_keeps_stays_where_a_step_goes_over_late(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 import ebbtide
 from ebbtide.machine import Machine
 from ebbtide.run.meter import PeakMeter
+from ebbtide.run.safe import SafePolicy
+from ebbtide.run.tiers import DiskTier
 from tests.run.harness import FAST_DISK, SLOW_DISK
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans", "plans_stay")
@@ -60,3 +63,34 @@ def test_a_step_that_leaves_its_plan_stays_within_the_limit(machine: Machine, od
     for one, other in zip(gradients(plain), gradients(model), strict=True):
         assert (one is None) == (other is None)
         assert one is None or other is None or torch.equal(one, other)
+
+
+class _Counting:
+    """Memory that is short, and counts how often somebody asks how short."""
+
+    device = torch.device("cpu")
+    asked = 0
+
+    def size_of(self, storage: torch.UntypedStorage) -> int:
+        return storage.nbytes()
+
+    def allocated_bytes(self) -> int:
+        self.asked += 1
+        return 1 << 30
+
+    def start_peak(self) -> None: ...
+
+    def peak_bytes(self) -> int:
+        return 1 << 30
+
+
+def test_what_is_live_is_asked_once_where_nothing_can_leave(tmp_path: Path) -> None:
+    """A CUDA device takes long to say; all that was saved stays, as somebody else has it, too."""
+    memory, kept = _Counting(), [torch.zeros(1 << 14) for _ in range(50)]
+    with contextlib.closing(DiskTier(tmp_path)) as disk:
+        policy = SafePolicy(1 << 20, lambda: disk, memory=memory)
+        handles = [policy.pack(tensor) for tensor in kept[1:]]
+        before = memory.asked
+        handles.append(policy.pack(kept[0]))
+        assert memory.asked - before < 4
+        assert disk.written_bytes == 0

@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 import ebbtide
-from ebbtide.decisions import Recompute
+from ebbtide.decisions import Offload, Recompute
+from ebbtide.machine import Machine
 from ebbtide.run.capture import CaptureMode
 from ebbtide.run.meter import PeakMeter
 from ebbtide.run.stretches import BRIDGED
 from tests.conftest import modes_left
-from tests.run.harness import SLOW_DISK
+from tests.run.harness import FAST_DISK, SLOW_DISK
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
 
@@ -50,12 +53,12 @@ def plain_peak(compute: Compute, model: nn.Module, x: Tensor) -> int:
     return meter.peak_bytes
 
 
-def run(compute: Compute, activation: type[nn.Module], directory: Path) -> None:
-    """Steps that compute values again, with the gradients of plain ones; no mode is left after any."""
+def run(compute: Compute, activation: type[nn.Module], directory: Path, machine: Machine = SLOW_DISK) -> None:
+    """Steps that compute values again, or move some, with the gradients of plain ones; no mode is left after any."""
     x = torch.randn(256, 64, generator=torch.Generator().manual_seed(1))
     plain, model = network(activation), network(activation)
     limit_bytes = int(0.75 * plain_peak(compute, network(activation), x))
-    with ebbtide.Budget(limit_bytes, spill=directory, machine=SLOW_DISK) as memory:
+    with ebbtide.Budget(limit_bytes, spill=directory, machine=machine) as memory:
         for step in range(STEPS):
             compute(plain, x)
             with memory.step():
@@ -68,7 +71,8 @@ def run(compute: Compute, activation: type[nn.Module], directory: Path) -> None:
             plain.zero_grad()
             model.zero_grad()
         assert memory.plan is not None
-        assert any(isinstance(decision, Recompute) for decision in memory.plan.decisions)
+        kind = Recompute if machine is SLOW_DISK else Offload
+        assert any(isinstance(decision, kind) for decision in memory.plan.decisions)
         assert [measured.left for measured in memory.measured if measured.left] == []
         assert memory.measured[-1].state == "planned"
 
@@ -204,3 +208,61 @@ def test_modes_of_the_user(activation: type[nn.Module], over: str, tmp_path: Pat
             assert len(planned.seen) >= len(plain.seen)
         else:
             assert [op for op in planned.seen if "detach" not in op] == [op for op in plain.seen if "detach" not in op]
+
+
+def rounded(found: Any) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.bfloat16().float(), found)
+
+
+class RoundedOps(TorchDispatchMode):
+    """A low precision that is emulated, op by op."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return rounded(func(*args, **(kwargs or {})))
+
+
+class RoundedFunctions(TorchFunctionMode):
+    """The same, function by function."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return rounded(func(*args, **(kwargs or {})))
+
+
+class Product(torch.autograd.Function):
+    """Modes that look at functions do not see it applied, and are on where it saves."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(h, scale)
+        return h * scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (gradient,), (h, scale) = gradients, ctx.saved_tensors
+        return gradient * scale, (gradient * h).sum(0)
+
+
+MODES: dict[str, tuple[Any, Callable[[Tensor, Tensor], Tensor]]] = {
+    "ops": (RoundedOps, torch.mul),
+    "functions": (RoundedFunctions, Product.apply),
+}
+
+
+@pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["moves", "recomputes"])
+@pytest.mark.parametrize("name", MODES)
+def test_modes_of_the_user_see_nothing_of_how_tensors_are_saved(name: str, machine: Machine, tmp_path: Path) -> None:
+    """Autograd saves by no op at all: what such a mode made of one would be another tensor."""
+    mode, product = MODES[name]
+
+    def compute(model: Any, x: Tensor) -> None:
+        for linear, activation, norm, last in model:
+            x = linear(x)  # which nobody has saved so far
+            with mode():
+                x = product(x, norm.weight)
+            x = last(norm(activation(x)))
+        x.square().mean().backward()
+
+    run(compute, nn.Tanh, tmp_path, machine)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide.plan import plain_peak_bytes
+from ebbtide.run import allocator
 from ebbtide.run.meter import PeakMeter
 from ebbtide.run.native import arena_library
 from tests.run.harness import FAST_DISK, Guard
@@ -28,6 +31,27 @@ WIDTH, BATCH = 160, 512
 def _layers(count: int, width: int = WIDTH) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(layer for _ in range(count) for layer in (nn.Linear(width, width), nn.Tanh())))
+
+
+@contextlib.contextmanager
+def steps_beside(directory: Path) -> Iterator[Callable[..., None]]:
+    """What takes a step of another budget in another thread, and waits for it."""
+    model, data = nn.Linear(64, 64), torch.randn(512, 64)
+    with ebbtide.Budget("1GiB", spill=directory, machine=FAST_DISK) as memory:
+
+        def step() -> None:
+            with memory.step():
+                model(data).square().mean().backward()
+            model.zero_grad()
+
+        def beside(*_: object) -> None:
+            thread = threading.Thread(target=step)
+            thread.start()
+            thread.join()
+
+        for _ in range(6):
+            step()
+        yield beside
 
 
 @needs_arena
@@ -53,6 +77,29 @@ def test_gradients_that_are_added_to_though_something_lay_beside_before(tmp_path
                 model(data).square().mean().backward()
             told = any("than is planned for" in str(one.message) for one in said)
             assert told or meter.peak_bytes <= memory.limit_bytes
+
+
+@needs_arena
+def test_what_lay_beside_the_audited_step_and_has_gone_hides_nothing(tmp_path: Path) -> None:
+    """Steps that hold more have still less in all than their thread had then."""
+    model, data = _layers(10, 64), torch.randn(1024, 64)
+    alone = plain_peak_bytes(ebbtide.observe_step(lambda: model(data).square().mean().backward()))
+    model.zero_grad()
+    limit_bytes, above = int(0.8 * alone), list[bool]()
+    with allocator.tuned():
+        beside = torch.ones(4 << 20)  # the user's, which no step touches
+    with ebbtide.Budget(limit_bytes, spill=tmp_path, machine=FAST_DISK) as memory:
+        for number in range(36):
+            if number == 8:
+                del beside
+            with PeakMeter() as meter, memory.step():
+                kept = [torch.zeros(1 << 16) for _ in range(4 if number >= 16 else 0)]
+                model(data).square().mean().backward()
+                del kept
+            model.zero_grad()
+            above.append(meter.peak_bytes > limit_bytes)
+    assert above[16], "it does not hold more than was planned for"
+    assert not any(above[-10:]), above
 
 
 def test_kinds_in_turns_in_which_nothing_binds(tmp_path: Path) -> None:
@@ -109,10 +156,10 @@ def test_a_kind_that_no_step_begins_as(tmp_path: Path) -> None:
     assert not any(above[-4:])
 
 
-@pytest.mark.parametrize("tunes", [True, False])
-def test_layers_that_are_unfrozen(tunes: bool, tmp_path: Path) -> None:
-    """Nothing binds before that, and the first saved tensor stays the same. Without the arena, each sixteenth step is
-    looked at."""
+@pytest.mark.parametrize(("tunes", "is_alone"), [(True, True), (False, True), (True, False)])
+def test_layers_that_are_unfrozen(tunes: bool, is_alone: bool, tmp_path: Path) -> None:
+    """Nothing binds before that, and the first saved tensor stays the same. Without the arena, and where another
+    budget's steps begin meanwhile, each sixteenth step is looked at."""
     torch.manual_seed(0)
     model: Any = nn.ModuleDict({"first": nn.Linear(WIDTH, WIDTH), "trunk": _layers(8)})
     data, above = torch.randn(BATCH, WIDTH), list[bool]()
@@ -125,7 +172,11 @@ def test_layers_that_are_unfrozen(tunes: bool, tmp_path: Path) -> None:
         return meter.peak_bytes
 
     limit_bytes = sum(peak(live, contextlib.nullcontext) for live in (False, True)) // 2
-    with ebbtide.Budget(limit_bytes, spill=tmp_path, machine=FAST_DISK, tune_allocator=tunes) as memory:
+    with contextlib.ExitStack() as stack:
+        if not is_alone:
+            model["first"].register_forward_hook(stack.enter_context(steps_beside(tmp_path)))
+        memory = ebbtide.Budget(limit_bytes, spill=tmp_path, machine=FAST_DISK, tune_allocator=tunes)
+        stack.enter_context(memory)
         above += [peak(index >= 40, memory.step) > limit_bytes for index in range(80)]
     assert sum(above) <= 18
     assert not any(above[-16:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from ebbtide.run.kinds import Kind
 from ebbtide.run.meter import PeakMeter
 from ebbtide.run.observing import observe_step
 from ebbtide.run.parts import Parts
-from tests.run.harness import FAST_DISK
+from tests.run.harness import FAST_DISK, HELD_MORE
+from tests.run.test_kinds import BATCH, EVERY, WIDTH, Dropped, plain_peak
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
 
@@ -60,6 +62,15 @@ def test_one_that_holds_more_later_is_counted_again(kind: Kind) -> None:
     assert counted(parts, 32, 60) == []
     parts.met(kind, 1, 60, None, Held(2 * above_rest, 2 * above_rest))
     assert counted(parts, 61, 100) == [89]
+
+
+def test_one_that_is_counted_and_passes_the_limit_no_longer_fits(kind: Kind) -> None:
+    """Where nobody weighs such steps, that one is counted is all that tells."""
+    parts = Parts()
+    parts.met(kind, 1, 10, limit_of(kind))
+    parts.met(kind, 1, 17, None)
+    assert parts.met(kind, 1, 24, limit_of(kind) + 1) == "observe"
+    assert parts.due == 31
 
 
 def test_what_was_counted_tells_nothing_of_another_plan(kind: Kind) -> None:
@@ -119,3 +130,20 @@ def test_steps_that_leave_out_a_block_and_hold_more_become_a_kind(tmp_path: Path
             seen.append((state, memory.measured[-1].left, meter.peak_bytes <= (memory.limit_bytes or 0)))
         assert all(within for state, _, within in seen[28:] if state == "planned"), seen
         assert not any(left for _, left, _ in seen), seen
+
+
+def test_one_that_holds_too_much_in_the_middle_of_training_is_warned_of(tmp_path: Path) -> None:
+    """It goes on, though nobody was ever audited whom others can be compared with: without an arena none is."""
+    model, data, limit_bytes = Dropped(), torch.randn(BATCH, WIDTH), int(0.7 * plain_peak(EVERY))
+    states = list[str]()
+    with ebbtide.Budget(limit_bytes, spill=tmp_path, machine=FAST_DISK, tune_allocator=False) as memory:
+        for number in range(20):
+            is_due = memory._loop._parts.due == number
+            told = pytest.warns(UserWarning, match=HELD_MORE) if is_due else contextlib.nullcontext()
+            with told, memory.step():
+                more = torch.zeros(limit_bytes) if is_due else None
+                model(data, EVERY[1:] if number == 8 else EVERY, 0).backward()
+                del more
+            model.zero_grad()
+            states += [memory.state] if is_due else []
+    assert states == ["planned"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 import ebbtide
 from ebbtide.run import allocator
 from ebbtide.run.native import arena_library, find_compiler
-from ebbtide.run.rehearsed import FAILURES, STRAYS, Rehearsed
+from ebbtide.run.rehearsed import FAILURES, STEADY, STRAYS, Rehearsed
 from ebbtide.run.resident import rss_bytes
 from ebbtide.run.tiers.memory import bytes_of, take_memory
 from tests.run.harness import FAST_DISK, STEPS, compare, run_plain
@@ -131,6 +132,48 @@ def test_a_step_that_strays_twice_is_rehearsed_again_and_one_that_always_does_gi
         places.end(exact=True)
     round_of_steps = [False, *[True] * STRAYS]
     assert served == [*round_of_steps * FAILURES, False, False, False]
+
+
+@pytest.mark.parametrize(("serves", "is_of_use"), [(1, False), (STEADY, True)])
+def test_places_that_serve_a_step_or_two_are_of_no_use(serves: int, is_of_use: bool) -> None:
+    """Soon each fourth step was rehearsed for good, as where outputs are kept for a while."""
+    places, rounds = Rehearsed(), list[list[bool]]()
+    for number in range(FAILURES + 1):
+        served = []
+        for step in range(1 + serves + STRAYS):
+            served.append(places.serves)
+            places.begin()
+            ladder(sizes_of(10 * number + max(0, step - serves)))
+            places.end(exact=True)
+        rounds.append(served)
+    rehearsed, given_up = [False] + [True] * (serves + STRAYS), [False] * (1 + serves + STRAYS)
+    assert rounds == [rehearsed] * FAILURES + [rehearsed if is_of_use else given_up]
+
+
+def test_a_loop_that_keeps_its_outputs_for_a_while_is_not_rehearsed_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the second step with places on, that of the output is taken."""
+    rehearsed, learn = list[int](), Rehearsed._learn
+
+    def noted(places: Rehearsed) -> None:
+        learn(places)
+        rehearsed.append(len(memory.measured))
+
+    monkeypatch.setattr(Rehearsed, "_learn", noted)
+    model, data = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6))), torch.randn(1024, 256)
+    kept: collections.deque[torch.Tensor] = collections.deque(maxlen=8)
+    with ebbtide.Budget("150%", spill=tmp_path, machine=FAST_DISK) as memory:
+        for _ in range(40):
+            with memory.step():
+                out = model(data)
+                out.square().mean().backward()
+            kept.append(out.detach())
+            del out
+            model.zero_grad()
+        assert memory.state == "idle"
+    assert 1 < len(rehearsed) <= FAILURES
+    assert max(rehearsed) < 24
 
 
 def test_what_ran_between_two_steps_is_given_back() -> None:

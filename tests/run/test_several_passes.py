@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import ebbtide
 import tests.run.programs_rare  # noqa: F401  (registers its programs)
@@ -28,7 +30,7 @@ from ebbtide.run.safe import SafePolicy
 from ebbtide.run.tiers import DiskTier
 from ebbtide.run.tiers.transfers import Load
 from ebbtide.step import Step
-from tests.run.harness import FAST_DISK, SLOW_DISK, Guard, Program, paper_machine, run_plain, run_within
+from tests.run.harness import FAST_DISK, SLOW_DISK, Guard, Program, Record, paper_machine, run_plain, run_within
 from tests.run.programs import PROGRAMS
 
 FAIR_DISK = paper_machine("ram", Tier("disk", "disk"), bandwidth_bytes_per_second=1e8, latency_seconds=1e-6)
@@ -181,3 +183,33 @@ def test_passes_of_two_threads_ask_for_one_value(tmp_path: Path, monkeypatch: py
         assert memory.plan is not None
         assert any(isinstance(decision, Offload) for decision in memory.plan.decisions)
         assert asked.is_set()
+
+
+class Denoised(Program):
+    """Two losses, and a pass for each. What the last node of all saves is the noise that was to be found, which nobody
+    has written to, so that the op which saves it might do that yet: backward passes make no node that tells of its
+    end."""
+
+    def build(self) -> nn.Module:
+        shapes = [(256,)] * 8 + [(64, 256)]
+        return nn.ParameterList([nn.Parameter(0.1 * torch.randn(shape)) for shape in shapes])
+
+    def losses(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        *scales, weight = self.model
+        h, noisy = self.data(index, 256, 256), self.data(index + 100, 256, 64)
+        for scale in scales:
+            h = torch.tanh(h * (1 + scale))
+        noise = 0.5 * self.data(index + 200, 256, 256)
+        return h.square().mean(), F.mse_loss(noisy @ weight, noise)
+
+    def compute(self, index: int, guard: Guard) -> Record:
+        with guard():
+            first, second = self.losses(index)
+            first.backward()
+            second.backward()
+        return {"first": first, "second": second}
+
+
+def test_what_the_last_node_saves_is_away_in_the_pass_before_its_own(tmp_path: Path) -> None:
+    trial = run_within(Denoised, run_plain(Denoised), 1 << 16, FAST_DISK, tmp_path)
+    assert any(isinstance(decision, Offload) for decision in trial.decisions)

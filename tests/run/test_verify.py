@@ -82,7 +82,7 @@ def test_what_is_the_same_is_used(disk: DiskTier, size: str) -> None:
     tensor, truth, made_bytes = shown(disk, Given(lambda: again), value)
     assert tensor.data_ptr() == again.data_ptr()
     assert tensor.shape == again.shape
-    assert (truth.compared, truth.differing) == ({7}, set())
+    assert (truth.compared, truth.differing) == ({(7, 0)}, set())
     assert made_bytes == 0, "the truth has no place of its own"
 
 
@@ -92,7 +92,7 @@ def test_what_differs_is_found_and_the_truth_is_used(disk: DiskTier, size: str, 
     length = SIZES[size] // 8
     tensor, truth, made_bytes = shown(disk, Given(lambda: changed(length, at)), torch.arange(length))
     assert torch.equal(tensor, torch.arange(length))
-    assert (truth.compared, truth.differing) == ({7}, {7})
+    assert (truth.compared, truth.differing) == ({(7, 0)}, {7})
     assert made_bytes == 8 * length, "the two are never there together"
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map_only
 
 from ebbtide.decisions import Offload
 from ebbtide.machine import Machine
@@ -43,6 +46,46 @@ def test_ops_are_those_on_what_they_wrap_and_are_not_run_again() -> None:
     assert ops["aten.sin.default"].replay == "opaque"
     assert ops["aten.cos.default"].replay == "pure"
     assert len([name for name in ops if "sin" in name]) == 1
+
+
+class Noted(torch.Tensor):
+    """A tensor around a tensor that says so to nobody; products with it are ordinary ones."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    wrapped: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Noted:
+        made: Noted = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
+        )
+        made.wrapped = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # its stubs have another protocol
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        inner: Any = tree_map_only(Noted, lambda noted: noted.wrapped, (args, kwargs or {}))
+        made = func(*inner[0], **inner[1])
+        if func is torch.ops.aten.mm.default:
+            return made
+        return return_and_correct_aliasing(func, args, kwargs or {}, tree_map_only(torch.Tensor, Noted, made))
+
+
+def test_ops_on_what_has_code_of_its_own_are_not_run_again() -> None:
+    """Of all that they read, it has a storage without memory, over which a view of it would be made."""
+    given, weight = torch.randn(256, 64), torch.randn(64, 64)
+    with Recorder() as recorder:
+        noted = Noted(given * 2.0)
+        made = (noted * 0.9).view(-1, 64) @ weight
+        made.sin()
+    ops = [(op.name, op.replay) for op in recorder.finish().ops]
+    assert type(made) is torch.Tensor
+    assert ops[0] == ("aten.mul.Tensor", "pure")
+    assert ("aten.mm.default", "opaque") in ops
+    assert ops[-1] == ("aten.sin.default", "pure")
+    assert {replay for _, replay in ops[1:-1]} == {"opaque"}
 
 
 def test_modes_of_the_user_see_what_they_see_anyway() -> None:

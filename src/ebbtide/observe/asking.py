@@ -106,20 +106,12 @@ class AskingNodes:
         _show_checkpoints()
         self._owner = weakref.ref(owner)
         self._results: list[torch.Tensor] = []
-        self._waits = False
 
     def made(self, func: Any, result: Any) -> None:
         """``func`` was run and returned ``result``, which gets its node only after it was shown to all modes."""
         if func in _WITH_NODES_THAT_ASK and torch.is_grad_enabled():
             self._results.append(result)
-            if not self._waits:
-                self._waits = True
-                tell_of_next_pass(self._pass_begins)
-
-    def _pass_begins(self) -> None:
-        """A pass may begin with the node of what was made last, before anything else comes."""
-        self._waits = False
-        self.follow()
+            tell_of_next_pass(self.follow)  # it may begin with the node of what was made last
 
     def follow(self) -> None:
         """Something else comes: hide modes from the nodes of what was made before, and let go of that."""

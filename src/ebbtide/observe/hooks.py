@@ -54,6 +54,11 @@ def disabled() -> str | None:
     return reason
 
 
+def any_on() -> bool:
+    """Whether any hooks are on, ours or the user's."""
+    return _autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def push_hooks(pack: Pack, unpack: Show) -> None:
     """From now on autograd saves through these hooks. Raises `RuntimeError` where hooks are `disabled`."""
     show_leaves()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ebbtide.observe.schema import OperatorInfo
 from ebbtide.observe.wrapped import PLAIN_TYPES, is_wrapper
@@ -52,6 +54,13 @@ def has_storage(tensor: torch.Tensor) -> bool:
     )
 
 
+@functools.cache
+def _takes_ops(kind: type) -> bool:
+    """Whether ops on tensors of this type are Python code of that class."""
+    takes = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+    return takes and not issubclass(kind, FakeTensor)
+
+
 def _has_memory(tensor: torch.Tensor) -> bool:
     if type(tensor) in PLAIN_TYPES:
         return not tensor.is_meta
@@ -90,8 +99,11 @@ def _which(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def is_traceable(tensor: torch.Tensor) -> bool:
-    """Whether it is known which version of which storage it shows. Versions of inference tensors are not counted."""
-    return has_storage(tensor) and not tensor.is_inference()
+    """Whether it is known which version of which storage it shows, and that this is all that ops read of it.
+
+    Versions of inference tensors are not counted. What a class does with ops on it, nobody can tell.
+    """
+    return has_storage(tensor) and not tensor.is_inference() and not _takes_ops(type(tensor))
 
 
 class StorageRecord:

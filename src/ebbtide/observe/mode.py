@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import torch
@@ -14,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbtide.observe.lengths import mode_is_off, mode_is_on
 from ebbtide.observe.schema import CALLING_OTHERS
+from ebbtide.observe.transforms import in_trace
 from ebbtide.observe.uncompiled import never_compiled
-from ebbtide.observe.wrapped import is_subclass, wraps
+from ebbtide.observe.wrapped import OF_PYTORCH, is_subclass, wraps
 
 _COMPILE_FLAG = "_is_in_any_mode_without_ignore_compile_internals"
 _FLAGS: dict[str, Callable[[Any], bool]] = {
@@ -36,6 +38,10 @@ _push: Callable[[TorchDispatchMode], None] = torch._C._push_on_torch_dispatch_st
 _pop: Callable[[None], object] = torch._C._pop_torch_dispatch_stack
 _how_many: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _at: Callable[[int], object] = torch._C._get_dispatch_stack_at
+_how_many_functions: Callable[[], int] = torch._C._len_torch_function_stack
+DisableTorchDispatch: Any = torch._C._DisableTorchDispatch
+"""A context in which no mode sees anything."""
+_NOTHING_TO_DO: AbstractContextManager[object] = contextlib.nullcontext()
 _AsCalled: Any = vars(torch._C)["_RestorePythonTLSSnapshot"]
 SetExcluded: Any = vars(torch._C)["_SetExcludeDispatchKeyGuard"]
 """A context in which a dispatch key is left out, or not."""
@@ -44,6 +50,20 @@ _AUTOCAST = torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView
 nodes_made: Callable[[], int] = vars(torch.autograd)["_get_sequence_nr"]
 """How many nodes this thread has made: the number that the next one will have."""
+
+
+def unseen() -> AbstractContextManager[object]:
+    """A context in which modes of the user's see nothing of what is done with ordinary tensors: autograd itself saves,
+    and shows what it has saved, by no op. Ours see it, unless one of the user's is on."""
+    if _how_many_functions() == 0 and all(isinstance(_at(index), DispatchMode) for index in range(_how_many())):
+        return _NOTHING_TO_DO
+    return _NOTHING_TO_DO if in_trace() else _unseen()
+
+
+@contextlib.contextmanager
+def _unseen() -> Iterator[None]:
+    with DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        yield
 
 
 def is_between_ops(saved: torch.Tensor) -> bool:
@@ -77,7 +97,7 @@ def _calls_ops(func: Any) -> bool:
     if not isinstance(func, torch._ops.OpOverload):
         return False
     namespace, _, name = func._schema.name.partition("::")
-    return namespace not in ("aten", "prims") or name in CALLING_OTHERS
+    return namespace not in OF_PYTORCH or name in CALLING_OTHERS
 
 
 @contextlib.contextmanager

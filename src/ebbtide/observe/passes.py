@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from ebbtide.step import Phase
+
 Tell = Callable[[], None]
 
 
@@ -41,14 +43,20 @@ def tell_no_more(tell: Tell) -> None:
 
 
 def tell_of_next_pass(tell: Tell) -> None:
-    """Call ``tell`` before the next backward pass that this thread begins, be it within another."""
+    """Call ``tell``, once, before the next backward pass that this thread begins, be it within another."""
     _stand_between()
-    _told.next.append(tell)
+    if tell not in _told.next:
+        _told.next.append(tell)
 
 
 def in_pass() -> bool:
     """Whether a backward pass is under way in this thread."""
     return torch._C._current_graph_task_id() >= 0
+
+
+def phase_now() -> Phase:
+    """In which part of its step this thread is."""
+    return "backward" if in_pass() else "forward"
 
 
 def keeps_graph() -> bool:

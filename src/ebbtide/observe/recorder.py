@@ -36,7 +36,7 @@ from ebbtide.observe.interrupts import Interrupts
 from ebbtide.observe.ledger import enlarged, has_storage, is_traceable, sizes, tensors_in, written_by
 from ebbtide.observe.mode import DispatchMode, is_between_ops, modes_on, run_op
 from ebbtide.observe.modules import ModuleTrail
-from ebbtide.observe.passes import keeps_graph
+from ebbtide.observe.passes import keeps_graph, phase_now, tell_no_more, tell_of_passes
 from ebbtide.observe.schema import COMPILED_GRAPH, OperatorInfo, operator_info, trains
 from ebbtide.observe.storages import Storages
 from ebbtide.observe.transforms import in_trace, in_transform
@@ -44,10 +44,6 @@ from ebbtide.observe.uncompiled import never_compiled
 from ebbtide.observe.workspace import WorkspaceProbe
 from ebbtide.observe.wrapped import AsOrdinary, inside, runs_as_called, wraps
 from ebbtide.step import Event, Phase, Saved, Step
-
-
-def _phase() -> Phase:
-    return "forward" if torch._C._current_graph_task_id() == -1 else "backward"
 
 
 class Recorder(DispatchMode):
@@ -94,8 +90,7 @@ class Recorder(DispatchMode):
         self._time = clock if clock is not None else HostClock()
         self._mark = self._time.mark
         self._note = note
-        self._trail = ModuleTrail()
-        self._asking = AskingNodes(self)
+        self._trail, self._asking = ModuleTrail(), AskingNodes(self)
         self._ops: list[OpDraft] = []
         self._saved: list[Saved] = []
         self._saved_modules: list[str] = []
@@ -103,9 +98,8 @@ class Recorder(DispatchMode):
         self._passes: dict[int, int] = {}
         self._events: list[Event] = []
         self._left: Any = None
-        self._backward_module = ""
-        self._calls = 0
-        self._is_in_node = False
+        self._backward_module, self._calls = "", 0
+        self._is_in_node, self._is_pass_new = False, True
         self.captures_all = self.keeps_graphs = self.is_blind = False
 
     def __enter__(self) -> Recorder:
@@ -114,6 +108,7 @@ class Recorder(DispatchMode):
         watch_compiling(self)
         self._calls = compiled_calls()
         self.interrupts.enter()
+        tell_of_passes(self._pass_begins)
         super().__enter__()
         self.resume()
         return self
@@ -121,6 +116,7 @@ class Recorder(DispatchMode):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         self.hidden = True  # it stays on, if this is another thread than it was put on in
+        tell_no_more(self._pass_begins)
         self._asking.forget()  # its graph, by a handle of ours, would keep this recorder
         self.interrupts.leave()
         unwatch_compiling(self)
@@ -246,7 +242,7 @@ class Recorder(DispatchMode):
         return result, [(started, ended)], grown
 
     def _place(self) -> tuple[Phase, str]:
-        phase = _phase()
+        phase = phase_now()
         return phase, self._trail.path if phase == "forward" else self._backward_module
 
     def _tick_over(self) -> None:
@@ -343,9 +339,12 @@ class Recorder(DispatchMode):
                 unpacked=(),
             )
         )
-        self._events.append(Event("pack", len(self._ops), number, _phase(), between))
+        self._events.append(Event("pack", len(self._ops), number, phase_now(), between))
         self.storages.moment += 1
         return number
+
+    def _pass_begins(self) -> None:
+        self._is_pass_new = True  # whether it keeps its graph is looked at in it, not in a pass within it
 
     def unpack(self, number: int) -> None:
         """Record that autograd asks for saved tensor ``number``."""
@@ -354,10 +353,11 @@ class Recorder(DispatchMode):
         self.interrupts.raise_kept()
         self._tick_over()
         self.is_blind |= threading.get_ident() != self._trail.thread and self not in modes_on()
-        self.keeps_graphs |= keeps_graph()
+        self.keeps_graphs |= self._is_pass_new and keeps_graph()
+        self._is_pass_new = False
         if not self._passes:
             self.storages.look_for_emptied()
-        self._events.append(Event("unpack", len(self._ops), number, _phase()))
+        self._events.append(Event("unpack", len(self._ops), number, phase_now()))
         self._unpacked[number].append(self.storages.moment)
         self._passes[self.storages.moment] = torch._C._current_graph_task_id()
         self.storages.watch(self.storage_of(number))

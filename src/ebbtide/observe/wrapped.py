@@ -30,7 +30,7 @@ PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 """Types of tensors that PyTorch's own kernels work on, and nobody else's code."""
 AsOrdinary: Any = torch._C.DisableTorchFunctionSubclass
 """In a ``with`` block of it tensors with a class of their own are ordinary ones, and so are results."""
-_OF_PYTORCH = frozenset({"aten", "prim", "prims"})
+OF_PYTORCH = frozenset({"aten", "prim", "prims"})
 """Namespaces of operators that are no code of Python's."""
 SMALL = 1 / 8
 """Share of the bytes of what a wrapper wraps that all else it has may take, as that stays."""
@@ -67,7 +67,7 @@ def dressed(tensor: torch.Tensor, kind: type[torch.Tensor], attributes: Mapping[
 
 def runs_as_called(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether an op may be Python code of somebody's that is given no subclass. See NOTE [Subclasses]."""
-    if func.namespace in _OF_PYTORCH:
+    if func.namespace in OF_PYTORCH:
         return False
     return not tree_any_only(torch.Tensor, _is_of_subclass, (args, kwargs))
 
@@ -103,7 +103,7 @@ def inside(tensor: torch.Tensor) -> torch.Tensor:
     """What ``tensor`` wraps, if that is one tensor, which wraps none; the ordinary tensor that one of a subclass is; or
     else itself. Waits for a collective that still fills it, as the next op would."""
     kind: Any = type(tensor)
-    if is_subclass(kind):
+    if is_subclass(kind) and not isinstance(tensor, torch.nn.Parameter):  # which is saved as itself: see `keep`
         return ordinary(tensor)
     if not is_wrapper(kind):
         return tensor

@@ -102,9 +102,11 @@ class Library:
         return (other for other in self.known if other.script is not script)
 
     def has_like(self, script: Script) -> bool:
-        """Whether another one begins like ``script``, or with a tensor of another size."""
+        """Whether another one begins like ``script``, or with a tensor of another size; or has something done, in
+        whatever way it begins: a step that turns out to be of it is run by it from the first saved tensor on."""
         return any(
-            alike(script, other.script) > 0 or _begin_alike(script, other.script) for other in self.others(script)
+            bool(other.script.held) or alike(script, other.script) > 0 or _begin_alike(script, other.script)
+            for other in self.others(script)
         )
 
     def agreeing(self, script: Script, event: int, number: int, tensor: torch.Tensor | None) -> Known | None:

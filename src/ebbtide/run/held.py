@@ -36,6 +36,10 @@ class Held:
         """Bytes more than ``other`` held: what was there before does not count, nor what only took its place."""
         return min(self.most_bytes - other.most_bytes, self.taken_bytes - other.taken_bytes)
 
+    def above_at_most(self, other: Held) -> int:
+        """Bytes more than ``other`` held, if what was there before that has gone since was none of its own."""
+        return max(self.most_bytes - other.most_bytes, self.taken_bytes - other.taken_bytes)
+
 
 class Rest:
     """What an audited step used and did not make, as far as it lives. A later step may make what is gone anew, as it

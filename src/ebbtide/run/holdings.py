@@ -21,8 +21,9 @@ import torch
 
 from ebbtide.errors import StepError
 from ebbtide.observe.ledger import has_storage, use_count
-from ebbtide.observe.mode import nodes_made
+from ebbtide.observe.mode import nodes_made, unseen
 from ebbtide.observe.transforms import in_trace
+from ebbtide.observe.wrapped import PLAIN_TYPES
 from ebbtide.run.meter import note_memory
 from ebbtide.run.tiers.memory import bytes_of
 from ebbtide.run.versions import Count, Version, changed_error, count_together, is_same, shell_of, version_of
@@ -87,11 +88,21 @@ def keep(tensor: torch.Tensor, number: int) -> Kept:
         number: of the saved tensor in its step; -1 if nobody counts.
     """
     kept = Kept()
-    is_leaf = type(tensor) is torch.nn.Parameter or (tensor.grad_fn is None and not tensor.requires_grad)
-    kept.tensor = shown = tensor if is_leaf else tensor.detach()
+    is_itself = not tensor.requires_grad or type(tensor) is torch.nn.Parameter  # what has a node requires grad
+    if not is_itself and tensor.is_leaf:
+        is_itself = isinstance(tensor, torch.nn.Parameter)  # of a class of its own; to ask takes long
+    kept.tensor = shown = tensor if is_itself else detached(tensor)
     kept.version = shown._version
     kept.number = number
     return kept
+
+
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` outside its graph, which modes of the user's see nothing of unless it has code of its own for ops."""
+    if type(tensor) not in PLAIN_TYPES:
+        return tensor.detach()
+    with unseen():
+        return tensor.detach()
 
 
 class Holding:
@@ -104,7 +115,7 @@ class Holding:
         recipe: what makes it again while it is dropped.
         recipes: for each time that it will be dropped.
         put_off: where it is to go, as soon as the op that has saved it is over.
-        under_way: how many nodes there were when it was saved by an op that may fill it yet; -1 if none may.
+        under_way: which op has saved it, see `_op_number`, and may fill it yet; None if none may.
         shell: of what was saved, once that is no longer held here, and ``saved``, its version then. Whoever else has it
             may write to it.
         streams: the compute streams that may use it; None where the host computes, or it stays.
@@ -137,7 +148,7 @@ class Holding:
         self.size_bytes = 0
         self.tier: SlowTier | None = None
         self.put_off: SlowTier | None = None
-        self.under_way = -1
+        self.under_way: tuple[int, int] | None = None
         self.slot: Slot | None = None
         self.load: Load | None = None
         self.recipe: Recipe | None = None
@@ -148,9 +159,9 @@ class Holding:
 
     def fill(self, tensor: torch.Tensor, *, is_saved: bool = False) -> None:
         """Hold the storage of ``tensor``; ``is_saved``: which is just being saved."""
-        self.tensor, self.put_off = tensor.detach(), None
+        self.tensor, self.put_off = detached(tensor), None
         filled = not is_saved or tensor.requires_grad or tensor._version > 0 or not tensor.is_floating_point()
-        self.under_way = -1 if filled else nodes_made()
+        self.under_way = None if filled else _op_number()
         self.shell = None
         self.version = tensor._version
         self.versions = (version_of(tensor),)
@@ -191,7 +202,7 @@ class Holding:
         """
         if self.intact and self.slot is None:
             assert self.tensor is not None
-            if self.under_way == nodes_made():
+            if self.under_way == _op_number():
                 self.put_off = tier
                 return
             self.tier, self.put_off = tier, None
@@ -272,6 +283,12 @@ class Holding:
         return tensor
 
 
+def _op_number() -> tuple[int, int]:
+    """Another one once the op is over that saves something now: the nodes made so far, and the number of the backward
+    pass that is under way, in which none may be made."""
+    return nodes_made(), torch._C._current_graph_task_id()
+
+
 def ordinary() -> AbstractContextManager[object]:
     """A context in which what is made is an ordinary tensor, in a backward pass under `torch.inference_mode`, too."""
     return _ordinary() if torch.is_inference_mode_enabled() else _NOTHING_TO_DO
@@ -298,7 +315,11 @@ class View(Window):
         Raises:
             ChangedError: if it was changed in place, as PyTorch would; and what `Holding.arrive` raises.
         """
-        return self.with_attributes(self._shown())
+        tensor = self._shown()
+        if not self.attributes:
+            return tensor
+        # One of its own: others that were saved show the holding's, too, and have other attributes, or none.
+        return self.with_attributes(detached(tensor) if tensor is self.holding.tensor else tensor)
 
     def with_attributes(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, which stands for the saved one, with the attributes that somebody has set on that."""
@@ -319,10 +340,11 @@ class View(Window):
             raise changed_error(tensor, tensor._version, holding.version)
         if self.is_shown_by(tensor):
             return tensor
-        if tensor.dtype is self.dtype:
-            # A view of it counts its versions with it; a new tensor over its storage would count its own.
-            return tensor.as_strided(self.shape, self.stride, self.offset)
-        shown = self.over(tensor.untyped_storage())
+        with unseen():
+            if tensor.dtype is self.dtype:
+                # A view of it counts its versions with it; a new tensor over its storage would count its own.
+                return tensor.as_strided(self.shape, self.stride, self.offset)
+            shown = self.over(tensor.untyped_storage())
         if not holding.knows(version_of(shown)):
             holding.versions += (version_of(shown),)
         return shown

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from ebbtide.observe.hooks import pop_hooks, take_off
+from ebbtide.observe.hooks import any_on, pop_hooks, push_hooks, take_off
 from ebbtide.observe.ledger import has_storage, sizes
 from ebbtide.observe.mode import drop_modes, our_modes
 from ebbtide.observe.passes import tell_no_more, tell_of_passes
@@ -42,21 +42,31 @@ class LightWatch:
 
     def __init__(self, first: Saved | None) -> None:
         self.left = ""
-        self._has_seen = False
+        self._has_seen = self._stays = False
         self._first = first
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> Handle:
         """The pack hook."""
-        take_off(self.pack, self.unpack)
+        if not self._stays:
+            self._take_off()
         first, inner = self._first, inside(tensor)
         if self._has_seen:  # within a backward pass they come back on: see `take_off`
             return wrap_like(tensor, inner, keep(inner, -1))
         self._has_seen = True
         shape, most = sizes(inner), math.prod(first.shape) if first is not None else 0
+        dtype = str(inner.dtype).removeprefix("torch.")
         if first is None or len(shape) != len(first.shape) or (has_storage(inner) and inner.numel() > most):
             self.left = f"the first saved tensor is {list(shape)}, expected {first.shape if first else 'none'}"
+        elif dtype != first.dtype:
+            self.left = f"the first saved tensor is of {dtype}, expected {first.dtype}"
         return wrap_like(tensor, inner, keep(inner, -1))
+
+    def _take_off(self) -> None:
+        take_off(self.pack, self.unpack)
+        if any_on():  # the user's, from before the step: they are not asked within it
+            self._stays = True
+            push_hooks(self.pack, self.unpack)
 
     @never_compiled
     def unpack(self, handle: Handle) -> torch.Tensor:

@@ -59,9 +59,11 @@ class Keeper:
         dies = bool(actions.spent) and in_pass() and not keeps_graph()
         for value, tier in actions.outs:
             holding = self._holding(value)
-            if dies and value in actions.spent:
-                continue  # by itself: a copy under way would only keep it
-            if holding is not None:
+            if holding is not None and dies and value in actions.spent:
+                # By itself, as a rule, and a copy under way would keep it. What another graph has still goes as it is
+                # released.
+                holding.put_off = self._tier(tier)
+            elif holding is not None:
                 holding.send(self._tier(tier))
                 self._note_put_off(holding, goes=False)
         for value in actions.loads:
@@ -131,7 +133,7 @@ class Keeper:
             recipe, *later = holding.recipes
             holding.recipes = tuple(later)
             if self.truth is not None:
-                self.truth.watch(holding, recipe, self._tier(""))
+                self.truth.watch(holding, recipe, self._tier(""), later=len(later))
             else:
                 holding.drop(recipe)
         elif holding.intact:

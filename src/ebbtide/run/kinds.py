@@ -12,9 +12,9 @@ from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
 from ebbtide.measured import State
 from ebbtide.plan import Caution, lower_bound, simulate
+from ebbtide.run.attention import COUNTS, Attention
 from ebbtide.run.comings import Comings
-from ebbtide.run.forks import Library
-from ebbtide.run.held import Audited, Held, Recounts, holding_more
+from ebbtide.run.held import Audited, Held, holding_more
 from ebbtide.run.keys import step_key
 from ebbtide.run.looks import CHANGED_LOOKS
 from ebbtide.run.pace import Pace, without_slowdown
@@ -37,13 +37,8 @@ MORE_SHARE = 0.01
 """Share of what a step holds above rest by which others may hold more before it is looked whether they fit."""
 GIVEN_UP = 5
 """When steps hold more so many times, or there is no plan for what they hold, their kind is not planned for again."""
-COUNTS = 4
-"""How many steps are counted at most of a kind in which nothing binds, until one was of it from beginning to end."""
 VERIFIES, VERIFIES_OF_PARTS = 4, 16
 """Steps, and steps that left out some, after which what has not been compared is not waited for."""
-CLOSE_LOOKS = 16
-"""Steps of a kind in which nothing binds that are watched as if something did: some may save other tensors, of which
-the first one tells nothing."""
 AUDITS_OF_SMALLER = 3
 """Steps to audit where tensors are smaller than planned for, or left out: one with all of them may not come soon."""
 
@@ -68,7 +63,7 @@ class Kind:
         audited: the step of the planned sizes that was counted under the plan, None until then.
         comings: when its steps came.
         audits: how many steps were audited under the plan.
-        recounts: when to audit more of them.
+        attention: how closely its steps are looked at.
         verifies: how many steps, each that left out nothing as several, compared some of what the plan computes again.
     """
 
@@ -94,12 +89,12 @@ class Kind:
         self.audited: Audited | None = None
         self.pace = Pace()
         self.places = Rehearsed(varies=self.varies)
-        self._more_times = 0
+        self._more_times, self._has_warned, self._is_trusted = 0, False, False
         self._held_late: Held | None = None
         self.comings, self.audits, self.verifies = Comings(), 0, 0
-        self._unverified: set[int] = set()
-        self._idle_steps = self._counts = self._others = 0
-        self.recounts = Recounts()
+        self._unverified: set[tuple[int, int]] = set()
+        self._others = 0
+        self.attention = Attention()
         self._structure: int | None = None
         self._arenas: dict[str, PlannedPlaces] = {}
 
@@ -167,62 +162,41 @@ class Kind:
         outcome = simulate(self.step, machine, plan.decisions)
         script = write_script(self.step, plan, outcome.memory, captures_all=self.captures_all)
         self.plan = None  # until all is there: an interrupt leaves a kind that is planned for anew
-        self.audits, self.verifies, self._counts, self.audited, self._held_late = 0, 0, 0, None, None
-        self.script, self._unverified = script, {save.value for save in script.saves if save.remakes}
+        self.audits, self.verifies, self.audited, self._held_late = 0, 0, None, None
+        self.attention.begin_anew()
+        self.script = script
+        self._unverified = {(save.value, later) for save in script.saves for later in range(len(save.remakes))}
         self.state = "idle" if not plan.binds else "verify" if self._verify and script.remakes else "audit"
         self.plan = plan
 
-    def verified(self, values: Set[int], *, whole: bool) -> None:
-        """A step has compared ``values`` with the truth; ``whole``: it left out nothing.
+    def verified(self, compared: Set[tuple[int, int]], *, whole: bool) -> None:
+        """A step has ``compared`` values with the truth, see `Truth`; ``whole``: it left out nothing.
 
         Steps that leave out some are evidence of the rest, as one that leaves out nothing may not come soon. In one of
         these, too, a value may have been made by other calls than recorded. What has not been compared after
         `VERIFIES_OF_PARTS` of the former, or `VERIFIES` of the latter, is never computed again.
         """
         assert self.script is not None
-        self._unverified -= values
+        self._unverified -= compared
         if self._unverified:
             self.verifies += VERIFIES_OF_PARTS // VERIFIES if whole else 1
             if self.verifies < VERIFIES_OF_PARTS:
                 return
-            self.script = self.script.moving(self._unverified)
+            self.script = self.script.moving({value for value, _ in self._unverified})
         self.state = "audit"
 
     def was_audited(self, audited: Audited | None, *, whole: bool, rehearses: bool) -> None:
         """A step was counted and kept to the limit: with ``audited`` if it was of the planned sizes, ``whole`` if it
         left out nothing. If it ``rehearses``, the next one may find places for its blocks."""
         self.audited = audited or self.audited
+        self._is_trusted |= audited is not None or self.state != "audit"
         self.audits += 1
         if self.state == "audit" and (whole or self.audits >= AUDITS_OF_SMALLER):
-            self.state = "rehearse" if rehearses else "planned"
+            self.state, self._is_trusted = "rehearse" if rehearses else "planned", True
 
     def was_rehearsed(self) -> None:
         """A step has taken all its blocks: where they lie is known now."""
         self.state = "planned"
-
-    def take_count(self) -> bool:
-        """Whether to count a step that begins now: where nothing binds, to know what steps of this kind hold, unless
-        such steps turn out again and again to be of other kinds; later, if one may have held more."""
-        if self.recounts.take(self.comings.count):
-            return True
-        self._counts += 1
-        return self.state == "idle" and self.audited is None and self._counts <= COUNTS
-
-    def count_failed(self) -> None:
-        """A step that was counted failed in its middle: count the next one."""
-        self._counts -= 1
-        self.recounts.take_another()
-
-    def take_close_look(self, library: Library, *, is_weighed: bool) -> bool:
-        """Whether a step in which nothing binds is watched from beginning to end: it may turn out to be another one.
-        If it is not ``is_weighed``, that is all that tells."""
-        assert self.script is not None
-        self._idle_steps += 1
-        if self._idle_steps <= CLOSE_LOOKS or self.recounts.are_due:
-            return True
-        if not is_weighed and self._idle_steps % CLOSE_LOOKS == 0:
-            return True
-        return bool(self.samples) or library.has_like(self.script)
 
     def places_in(self, tier: str) -> PlannedPlaces | None:
         """Where values lie in the arena of ``tier``; None while there is no plan."""
@@ -261,11 +235,11 @@ class Kind:
         assert self.audited is not None
         reason = self._leave_free(self.audited.peak_bytes + more - self.plan.peak_bytes, machine)
         if reason and self.plan.resting_bytes + held.taken_bytes > self.plan.limit_bytes:
-            self.recounts.ask_for_next_like(self.comings.count)
+            self.attention.recounts.ask_for_next_like(self.comings.count)
 
     def has_passed(self, peak_bytes: int, machine: Machine) -> None:
         """A step that was counted once more held so much, which is above the limit: the same as `has_held`."""
-        more = peak_bytes - self.plan.peak_bytes if self.plan is not None and self._more_times < GIVEN_UP else 0
+        more = peak_bytes - self.plan.peak_bytes if self.plan is not None and not self._has_warned else 0
         if more and (reason := self._leave_free(more, machine)):
             self._warn(more, reason)
 
@@ -282,7 +256,7 @@ class Kind:
 
     def _warn(self, more_bytes: int, reason: str) -> None:
         assert self.plan is not None
-        self._more_times = GIVEN_UP
+        self._more_times, self._has_warned = GIVEN_UP, True
         warnings.warn(
             f"a step held {format_bytes(more_bytes)} more than is planned for, and passed the limit of "
             f"{format_bytes(self.plan.limit_bytes)}. The plan stays, and such steps will pass it again: {reason}",
@@ -292,7 +266,17 @@ class Kind:
     def may_have_held(self, held: Held) -> None:
         """A step that was hardly looked at has held so much: if that passes the limit, look at the next ones."""
         if self._excess_bytes(held):
-            self._idle_steps = 0
+            self.attention.look_again()
+
+    def may_pass(self, held: Held) -> None:
+        """A step that is to be compared with none has held so much: if that may pass the limit, count the next ones."""
+        if self.plan is not None and self.plan.resting_bytes + held.taken_bytes > self.plan.limit_bytes:
+            self.attention.recounts.ask(self.comings.count)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether somebody trains by plans for such steps: one that passes the limit is no reason to end that."""
+        return self._is_trusted or (self.state == "idle" and self.comings.count > COUNTS)
 
     def has_held_more_late(self, held: Held) -> bool:
         """`holds_more` of a step that was not begun by the plan, and the first such one."""
@@ -312,16 +296,17 @@ class Kind:
         """Bytes that a step held above the audited one, if that passes the limit and is no trifle; 0 otherwise, or if
         that cannot be told from what it held, and steps are to be counted."""
         if self.audited is None:
+            self.may_pass(held)
             return 0
         more = held.above(self.audited.held)
         if not self._passes(more):
             self.audited.rest.forget_gone()
-            if self._passes(held.most_bytes - self.audited.held.most_bytes):
-                self.recounts.ask(self.comings.count)
+            if self._passes(held.above_at_most(self.audited.held)):
+                self.attention.recounts.ask(self.comings.count)
         elif more > self.audited.rest.gone_bytes:
             return more
         else:
-            self.recounts.ask(self.comings.count)
+            self.attention.recounts.ask(self.comings.count)
         return 0
 
     def _passes(self, more_bytes: int) -> bool:
@@ -353,6 +338,7 @@ class Kind:
         self.pace = Pace()
         self.places.forget()
         self._others = self._more_times = 0
+        self._has_warned = self._is_trusted = False
 
     @property
     def settled(self) -> bool:

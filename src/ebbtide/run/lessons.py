@@ -13,7 +13,7 @@ from ebbtide.run.held import Audited, Held, Rest
 from ebbtide.run.hooks import LightWatch
 from ebbtide.run.keys import step_key
 from ebbtide.run.kinds import Kind
-from ebbtide.run.loop import FINAL_STATES, Loop
+from ebbtide.run.loop import FINAL_STATES, TRUSTED_STATES, Loop
 from ebbtide.run.meter import AllocatedMeter, PeakMeter
 from ebbtide.run.native import arena_library
 from ebbtide.run.safe import SafePolicy
@@ -77,8 +77,10 @@ def learn_from(loop: Loop, step: Ended) -> None:
     ran = loop.kinds.running(conductor.script) if conductor is not None else None
     key = _key_of(step, ran)
     _time(loop, step, key)
-    if kind is not None and step.held is not None and step.state in ("rehearse", *FINAL_STATES):
-        _weigh(loop, step, kind, step.held)
+    if kind is not None and step.state in TRUSTED_STATES:
+        kind.attention.was_weighed = step.held is not None
+        if step.held is not None:
+            _weigh(loop, step, kind, step.held)
     if step.recorder is not None and step.policy is not None:
         assert loop.ground is not None
         if loop.ground.follow(step.policy.seen_bytes):
@@ -140,8 +142,10 @@ def _weigh(loop: Loop, step: Ended, kind: Kind, held_now: Held) -> None:
     conductor = step.conductor
     if conductor is None:
         kind.may_have_held(held_now)
-    elif conductor.script is kind.script and conductor.went_through:
+    elif conductor.script is kind.script and conductor.went_through and not kind.varies:
         kind.has_held(held_now, loop.machine)
+    elif conductor.script is kind.script and conductor.followed:  # of other sizes than the audited one
+        kind.may_pass(held_now)
 
 
 def _advance(loop: Loop, step: Ended, key: int, kind: Kind, ran: Kind, conductor: Conductor) -> None:
@@ -188,14 +192,14 @@ def _note_audit(loop: Loop, step: Ended, kind: Kind, conductor: Conductor, peak:
     kind.audited_peak_bytes = max(peak, former or 0)
     # One that left out some is of another kind: what it held is no reason to plan for less in steps of this one.
     if kind.plan is not None and peak > kind.plan.limit_bytes and not conductor.is_part:
-        if kind.audited is not None:  # in the middle of somebody's training, which goes on
+        if kind.is_under_way:  # in the middle of somebody's training, which goes on
             kind.has_passed(peak, loop.machine)
             return
         more = peak - kind.plan.peak_bytes
         try:
             kind.hold_more(more, loop.machine)
         except BudgetError as error:
-            if not kind.recounts.doubt():
+            if not kind.attention.recounts.doubt():
                 error.add_note(
                     f"This step held {format_bytes(more)} that the observed one did not: gradients that it adds to,"
                     " perhaps, or an optimizer's state, if that steps within it."

@@ -31,6 +31,8 @@ from ebbtide.run.tiers.choose import machine_on
 
 FINAL_STATES = ("planned", "idle")
 """States in which nothing is left to find out."""
+TRUSTED_STATES = ("rehearse", *FINAL_STATES)
+"""States of steps by whose plan values were compared and bytes were counted, if there was anything to find out so."""
 MOST_STRANGERS = 8
 """Kinds that came but once. Where there are more of them, each step may be another one, and a plan of no use: kinds are
 planned for once they come again, or all at once if they differ in sizes alone."""
@@ -346,4 +348,4 @@ def _leave_allocator() -> None:
     if is_left:
         allocator.set_default()
         allocator.leave_regions()
-        allocator.trim()
+    allocator.trim()

@@ -43,8 +43,8 @@ class Recording:
         assert arena is not None
         count = arena.ebbtide_arena_recorded(None, None, None, None, 0)
         columns = np.zeros((4, count), dtype=np.int64)
-        arena.ebbtide_arena_recorded(*(column.ctypes.data for column in columns), count)
-        sizes, born, dies, written = columns
+        left = arena.ebbtide_arena_recorded(*(column.ctypes.data for column in columns), count)
+        sizes, born, dies, written = columns[:, :left]  # another budget's step may have begun to record
         dies[dies < 0] = FOREVER
         return cls(sizes, born, dies, written.astype(np.bool_))
 

@@ -32,6 +32,8 @@ HUGE_PAGE_BYTES = 2 << 20
 """What lies on one of these becomes resident together."""
 FAILURES = 4
 """Rehearsals of no use, one after the other, before it is given up: each step takes other blocks."""
+STEADY = 8
+"""Steps, one after the other, that have to keep to their places for a rehearsal to have been of use."""
 ENOUGH, MOST_RECORDINGS = 4, 16
 """Where sizes vary: steps that are rehearsed, of the same order of blocks, and how many there are at most of any."""
 
@@ -52,8 +54,7 @@ class Rehearsed:
         self._enough, self._most = (ENOUGH, MOST_RECORDINGS) if varies else (1, 1)
         self._recordings: list[Recording] = []
         self._recording = False
-        self._strays = 0
-        self._failures = 0
+        self._strays = self._steady = self._failures = 0
         self._least = self._sizes = self._offsets = np.zeros(0, dtype=np.int64)
         self._start = 0
 
@@ -106,8 +107,11 @@ class Rehearsed:
     def _judge(self, astray_bytes: int, exact: bool) -> None:
         assert self.layout is not None
         if astray_bytes <= STRAY_SHARE * self.layout.footprint_bytes:
-            self._strays = self._failures = 0
+            self._strays, self._steady = 0, self._steady + 1
+            if self._steady >= STEADY:
+                self._failures = 0
             return
+        self._steady = 0
         self._strays += exact
         if self._strays >= STRAYS:
             self._give_up_places()

@@ -25,7 +25,7 @@ from ebbtide.run.held import Held
 from ebbtide.run.hooks import LightWatch, forget_failed_backward
 from ebbtide.run.kinds import Kind
 from ebbtide.run.lessons import Ended, learn_from, spare_rewritten
-from ebbtide.run.loop import FINAL_STATES, Loop
+from ebbtide.run.loop import TRUSTED_STATES, Loop
 from ebbtide.run.meter import AllocatedMeter, PeakMeter
 from ebbtide.run.rehearsed import Rehearsed
 from ebbtide.run.safe import SafePolicy
@@ -125,14 +125,15 @@ class Running:
             self._observe()
         else:
             library = loop.kinds.library
-            if loop.tunes and not kind.varies:
+            if loop.tunes:
                 self._turn = held.begin()
-            if self._state == "idle" and not kind.take_close_look(library, is_weighed=self._turn is not None):
+            kind.attention.step_begins(kind, is_weighed=self._turn is not None, on_cpu=memory is None)
+            if self._state == "idle" and not kind.attention.takes_close_look(kind, library):
                 self._light = LightWatch(next(iter(kind.step.saved), None))
                 self._push_hooks(self._light.pack, self._light.unpack)
             else:
                 self._conduct(kind, kind.script, kind.plan, library)
-        if kind is not None and self._state in ("rehearse", *FINAL_STATES) and loop.tunes:
+        if kind is not None and self._state in TRUSTED_STATES and loop.tunes:
             self._places = kind.places
             self._places.begin(rehearses=self._meter is None)  # under a mode, as a meter is, some ops take other blocks
         elif loop.tunes:
@@ -151,8 +152,8 @@ class Running:
             trimmer=self._trimmer(plan.peak_bytes - plan.resting_bytes) if trims else None,
             clock=self._ground.clock if self._state == "planned" and kind.is_timed else None,
         )
-        is_known = self._state in FINAL_STATES
-        counts = is_known and ((self._turn is not None and kind.take_count()) or loop.take_count_of_parts())
+        is_trusted = self._state in TRUSTED_STATES
+        counts = is_trusted and (kind.attention.takes_count(kind) or loop.take_count_of_parts())
         if self._state == "audit" or counts:
             self._meter = PeakMeter(loop.tiers.values()) if memory is None else AllocatedMeter(memory)
             self._meter.enter()
@@ -203,8 +204,8 @@ class Running:
                 forget_failed_backward()
                 for tier in loop.tiers.values():
                     tier.drain()
-                if self._meter is not None and self._kind is not None and self._state in FINAL_STATES:
-                    self._kind.count_failed()
+                if self._meter is not None and self._kind is not None and self._state in TRUSTED_STATES:
+                    self._kind.attention.count_failed()
             if self._conductor is not None and self._conductor.refused is not None and not self._is_child():
                 spare_rewritten(loop, self._conductor, self._conductor.refused)
             if fault is None and late is None and not self._is_child():

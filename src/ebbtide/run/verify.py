@@ -59,15 +59,16 @@ class _TrueBytes:
 class _Witness(Recipe):
     """Stands in a holding for a recipe: computes the value again and compares it with what is true."""
 
-    __slots__ = ("_recipe", "_true", "_truth")
+    __slots__ = ("_later", "_recipe", "_true", "_truth")
 
-    def __init__(self, truth: Truth, recipe: Recipe, true: _TrueBytes) -> None:
+    def __init__(self, truth: Truth, recipe: Recipe, later: int, true: _TrueBytes) -> None:
         self._truth = truth
         self._recipe = recipe
+        self._later = later
         self._true = true
 
     def replay(self) -> torch.Tensor:
-        self._truth.compared.add(self._recipe.target)
+        self._truth.compared.add((self._recipe.target, self._later))
         try:
             again = self._recipe.replay()
         except (SpillError, MemoryError, torch.OutOfMemoryError):
@@ -86,15 +87,17 @@ class Truth:
     """Collects what the verify step finds.
 
     Attributes:
-        compared: values that were computed again, and compared.
-        differing: those of them whose recomputation is not bit for bit what the forward pass made.
+        compared: values that were computed again and compared, each with the number of times that it is to be computed
+            again after that: each time has a recipe of its own.
+        differing: those of these values whose recomputation is not bit for bit what the forward pass made.
     """
 
     def __init__(self) -> None:
-        self.compared: set[int] = set()
+        self.compared: set[tuple[int, int]] = set()
         self.differing: set[int] = set()
 
-    def watch(self, holding: Holding, recipe: Recipe, tier: SlowTier) -> None:
-        """Keep the true value of ``holding`` in ``tier`` and compare it when it is asked for."""
+    def watch(self, holding: Holding, recipe: Recipe, tier: SlowTier, *, later: int = 0) -> None:
+        """Keep the true value of ``holding`` in ``tier`` and compare it when it is asked for; ``later``: how many times
+        it will be computed again after that."""
         assert holding.tensor is not None
-        holding.drop(_Witness(self, recipe, _TrueBytes(holding.tensor.untyped_storage(), tier)))
+        holding.drop(_Witness(self, recipe, later, _TrueBytes(holding.tensor.untyped_storage(), tier)))

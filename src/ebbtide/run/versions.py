@@ -63,7 +63,8 @@ nothing(torch.device("cpu"))  # not in a step, where a mode or a transform of th
 
 def shell_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without memory that counts its versions with ``tensor``: it shows what is written in place later."""
-    with torch._C._DisableTorchDispatch():  # a mode may be on in which there are no tensors with memory
+    # A mode may be on in which there are no tensors with memory.
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
         shell = tensor.detach()
         shell.data = nothing(tensor.device)
     return shell

@@ -3,6 +3,7 @@
 #include "arena.h"
 
 #include <pthread.h>
+#include <sys/sysinfo.h>
 
 #include <ATen/dlpack.h>
 #include <c10/core/Allocator.h>
@@ -10,6 +11,7 @@
 #include <c10/core/StorageImpl.h>
 
 #include <atomic>
+#include <cstdint>
 #include <cstring>
 #include <mutex>
 
@@ -21,6 +23,15 @@ using ebbtide::kGrain;
 namespace {
 
 constexpr std::size_t kLeast = 64 << 10;  // smaller blocks: holes between them would cost more than they save
+
+// What no process can have: there would be addresses for it, but PyTorch's own allocator says that there is no memory.
+std::size_t most() {
+  static const std::size_t bytes = [] {
+    struct sysinfo found;
+    return sysinfo(&found) ? SIZE_MAX : (std::size_t(found.totalram) + found.totalswap) * found.mem_unit;
+  }();
+  return bytes;
+}
 
 Arena& arena() {
   static Arena* the = new Arena;  // never destroyed: tensors may outlive everything
@@ -38,7 +49,7 @@ void give_back(void* memory) {
 
 struct ArenaAllocator final : c10::Allocator {
   c10::DataPtr allocate(std::size_t size) override {
-    if (size >= kLeast && in_use) {
+    if (size >= kLeast && size <= most() && in_use) {
       if (void* memory = arena().take(size, kGrain, 0)) {
         return {memory, memory, &give_back, c10::Device(c10::DeviceType::CPU)};
       }
@@ -76,6 +87,7 @@ int ebbtide_arena_reserve() {
     pthread_atfork([] { arena().lock.lock(); }, [] { arena().lock.unlock(); },
                    [] {
                      arena().recording = false;
+                     arena().watches.of.clear();
                      arena().lock.unlock();
                    });
     return arena().reserve();

@@ -1,0 +1,78 @@
+"""How closely the steps of one kind are looked at, once its plan is trusted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ebbtide.run.held import Recounts
+
+if TYPE_CHECKING:
+    from ebbtide.run.forks import Library
+    from ebbtide.run.kinds import Kind
+
+COUNTS = 4
+"""How many steps are counted at most of a kind in which nothing binds, until one was of it from beginning to end."""
+CLOSE_LOOKS = 16
+"""Steps of a kind in which nothing binds that are watched as if something did: some may save other tensors, of which
+the first one tells nothing."""
+UNWEIGHED = 61
+"""Of steps of which nobody knows what they hold, one of so many is counted: a prime number, as steps of several sorts
+may come in turns."""
+
+
+class Attention:
+    """Which steps of a kind are counted, and which are watched from beginning to end though nothing binds.
+
+    Attributes:
+        recounts: when to count some of them once more.
+        was_weighed: whether it was known of the last one what it held.
+    """
+
+    def __init__(self) -> None:
+        self.recounts = Recounts()
+        self.was_weighed = True
+        self._begun = self._idle = self._counted = 0
+        self._is_weighed = self._is_due = False
+
+    def begin_anew(self) -> None:
+        """There is another plan."""
+        self._counted = 0
+
+    def step_begins(self, kind: Kind, *, is_weighed: bool, on_cpu: bool) -> None:
+        """A step begins as one of ``kind``, ``on_cpu`` or on a device, where nobody counts but to audit. If it
+        ``is_weighed``, it will be known what it holds, unless another budget's step begins meanwhile; which tells
+        something once one was counted that was as large."""
+        self._begun += 1
+        self._is_weighed = is_weighed and self.was_weighed
+        tells = self._is_weighed and not kind.varies and (kind.audited is not None or kind.state == "idle")
+        self._is_due = on_cpu and not tells and self._begun % UNWEIGHED == 0
+
+    def takes_close_look(self, kind: Kind, library: Library) -> bool:
+        """Whether the step, in which nothing binds, is watched from beginning to end: it may turn out to be another
+        one. If nobody weighs it, that is all that tells."""
+        assert kind.script is not None
+        self._idle += 1
+        if self._idle <= CLOSE_LOOKS or self.recounts.are_due or self._is_due:
+            return True
+        if not self._is_weighed and self._idle % CLOSE_LOOKS == 0:
+            return True
+        return bool(kind.samples) or library.has_like(kind.script)
+
+    def look_again(self) -> None:
+        """A step that was hardly looked at may have been another one: look at the next ones."""
+        self._idle = 0
+
+    def takes_count(self, kind: Kind) -> bool:
+        """Whether the step is counted: where nothing binds, to know what steps of this kind hold, unless such steps
+        turn out again and again to be of other kinds; later, if one may have held more, or nobody knows."""
+        if self.recounts.take(kind.comings.count) or self._is_due:
+            return True
+        if not self._is_weighed:
+            return False
+        self._counted += 1
+        return kind.state == "idle" and kind.audited is None and self._counted <= COUNTS
+
+    def count_failed(self) -> None:
+        """A step that was counted failed in its middle: count the next one."""
+        self._counted -= 1
+        self.recounts.take_another()

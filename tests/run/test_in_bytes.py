@@ -1,0 +1,66 @@
+"""No step behind the observed ones passes a limit in bytes, nor do those that verify, audit and rehearse."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ebbtide
+from ebbtide.errors import BudgetError
+from ebbtide.machine import Machine
+from ebbtide.run.meter import PeakMeter
+from ebbtide.run.verify import PART_BYTES
+from tests.run.harness import FAST_DISK, SLOW_DISK, STEPS, Program, plain_peak_bytes
+from tests.run.programs import PROGRAMS, SAID_BY_PYTORCH
+
+pytestmark = [pytest.mark.usefixtures("nothing_left", "quick_plans"), *SAID_BY_PYTORCH]
+
+CASES = {"fast-60": (0.6, FAST_DISK), "slow-60": (0.6, SLOW_DISK)}
+NAMES = ("ConvolutionalNet", "Transformer", "UNet", "Recurrent", "Checkpointed", "Accumulation")
+
+
+@contextlib.contextmanager
+def counted(memory: ebbtide.Budget, found: list[tuple[str, int]]) -> Iterator[None]:
+    """A step; notes its state and what it held."""
+    state = memory.state
+    with PeakMeter() as meter, memory.step():
+        yield
+    found.append((state, meter.peak_bytes))
+
+
+def counts(kind: type[Program], limit_bytes: int, machine: Machine, spill: Path) -> list[tuple[str, int]]:
+    """State and peak of each step."""
+    found: list[tuple[str, int]] = []
+    program = kind()
+    with ebbtide.Budget(limit_bytes, spill=spill, machine=machine) as memory:
+        for index in range(STEPS + 4):
+            program.run(index, lambda: counted(memory, found))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", NAMES)
+def test_no_step_behind_the_observed_ones_passes_the_limit(name: str, case: str, tmp_path: Path) -> None:
+    """Not only two of the planned ones: also those that verify, audit and rehearse, each of them."""
+    kind, (share, machine) = PROGRAMS[name], CASES[case]
+    limit_bytes = int(share * plain_peak_bytes(kind))
+    refused: BudgetError | None = None
+    try:
+        found = counts(kind, limit_bytes, machine, tmp_path)
+    except BudgetError as error:
+        refused = error.with_traceback(None)
+    if refused is not None:
+        gc.collect()
+        limit_bytes = int(1.02 * refused.reachable_bytes)
+        found = counts(kind, limit_bytes, machine, tmp_path)
+    assert sum(state in ("planned", "idle") for state, _ in found) >= 4, found
+    above = [
+        (index, state, held - limit_bytes)
+        for index, (state, held) in enumerate(found)
+        if state != "observe" and held > limit_bytes + (PART_BYTES if state == "verify" else 0)
+    ]
+    assert not above, f"(step, state, bytes above {limit_bytes}): {above}"
