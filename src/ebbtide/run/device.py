@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 
 import torch
@@ -12,6 +13,10 @@ from ebbtide.observe.clock import Clock
 from ebbtide.run.gauges import DeviceMemory, gauges_of, likely_device
 from ebbtide.run.readings import Readings
 from ebbtide.run.shortage import out_of_memory
+
+MORE_ELSEWHERE = 1.25
+"""Another device has to have so many times the bytes to be the one: of a model on two of them, now one, now the other
+would be, and each time nothing is known."""
 
 
 class TrainingDevice:
@@ -25,6 +30,7 @@ class TrainingDevice:
     def __init__(self) -> None:
         self.fits_bytes: int | None = None
         self._cap_bytes: int | None = None
+        self._uncap: weakref.finalize[..., TrainingDevice] | None = None
         self._move(likely_device())
 
     def _move(self, device: torch.device) -> None:
@@ -53,7 +59,7 @@ class TrainingDevice:
             seen_bytes: by device, bytes that autograd saved there.
         """
         device = max(seen_bytes, key=lambda device: seen_bytes[device], default=self.device)
-        if device != self.device:
+        if device != self.device and seen_bytes[device] > MORE_ELSEWHERE * seen_bytes.get(self.device, 0):
             self.cap(None)
             self.fits_bytes = None
             self._move(device)
@@ -61,10 +67,17 @@ class TrainingDevice:
         return True
 
     def cap(self, limit_bytes: int | None) -> None:
-        """Let the allocator refuse what goes beyond ``limit_bytes``; None: what goes beyond the device."""
+        """Let the allocator refuse what goes beyond ``limit_bytes``, as long as this lives; None: what goes beyond the
+        device."""
         if self.memory is not None and limit_bytes != self._cap_bytes:
+            if self._uncap is None:
+                self._uncap = weakref.finalize(self, self.memory.cap, None)
+                self._uncap.atexit = False
             self.memory.cap(limit_bytes)
             self._cap_bytes = limit_bytes
+            if limit_bytes is None:
+                self._uncap.detach()
+                self._uncap = None
 
     def within(self, limit_bytes: int | None) -> int | None:
         """``limit_bytes``, or what fits if that is less."""

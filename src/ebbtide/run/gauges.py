@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from ebbtide.errors import StepError
 from ebbtide.observe.allocated import Memory
 from ebbtide.observe.clock import Clock, HostClock
 from ebbtide.run.backends.cuda import CudaClock, CudaMemory
@@ -41,9 +42,15 @@ class Gauges:
 
 
 def gauges_of(device: torch.device) -> Gauges:
-    """The gauges of a CPU or a CUDA device; of the current one, if it has no index."""
+    """The gauges of a CPU or a CUDA device; of the current one, if it has no index. Raises `StepError` if the allocator
+    of CUDA memory is not PyTorch's own."""
     if device.type == "cuda":
         torch.cuda.init()  # before that, there is nothing to ask
+        if torch.cuda.get_allocator_backend() == "pluggable":
+            raise StepError(
+                "PyTorch's allocator of CUDA memory was replaced by one that does not say what it hands out, as budgets"
+                " need to know; leave torch.cuda.memory.change_current_allocator out"
+            )
         if device == torch.device("cuda"):  # storages are on devices that have an index
             device = torch.device("cuda", torch.cuda.current_device())
         return Gauges(device, CudaClock(device), CudaMemory(device))

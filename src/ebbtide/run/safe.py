@@ -272,9 +272,9 @@ class SafePolicy:
         live = self._live_bytes()
         if self._last_live_bytes:
             self._growth_bytes = max(self._growth_bytes, live - self._last_live_bytes)
-        self._last_live_bytes = live
+        self._last_live_bytes = left = live
         for key, reference in list(self._cache.items()):
-            if self._live_bytes() + self._growth_bytes <= self._limit_bytes:
+            if left + self._growth_bytes <= self._limit_bytes:
                 break
             holding = reference()
             if holding is None or holding.tensor is None:
@@ -282,6 +282,7 @@ class SafePolicy:
             elif holding.intact and only_held_once(holding.identity, self._wrapper):
                 del self._cache[key]
                 self._evict(holding)
+                left = self._live_bytes()  # to ask takes long where there are many
         if self._trimmer is not None:
             self._trimmer.check(live - self._resting_bytes(), self._growth_bytes)
 

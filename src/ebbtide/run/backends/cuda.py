@@ -165,7 +165,7 @@ _caps: dict[torch.device, dict[CudaMemory, int]] = {}
 """By device, what budgets cap its memory at; the least holds."""
 _uncapped: dict[torch.device, float] = {}
 """By device, the share of its memory that was allowed before there was a cap."""
-_caps_lock = threading.Lock()
+_caps_lock = threading.RLock()  # a budget may die, and its cap go, while a thread has it
 
 
 class CudaMemory:
@@ -178,8 +178,9 @@ class CudaMemory:
         self.device = device
 
     def size_of(self, storage: torch.UntypedStorage) -> int:
-        """See `Memory.size_of`."""
-        return -(-storage.nbytes() // _GRAIN_BYTES) * _GRAIN_BYTES if storage.device == self.device else 0
+        """See `Memory.size_of`. Others than PyTorch's allocator, as CuPy, give storages that cannot be resized."""
+        is_counted = storage.device == self.device and storage.resizable()
+        return -(-storage.nbytes() // _GRAIN_BYTES) * _GRAIN_BYTES if is_counted else 0
 
     def allocated_bytes(self) -> int:
         """See `Memory.allocated_bytes`."""
