@@ -64,7 +64,9 @@ class Parts:
         last = self._seen.get(key, self._last)
         if peak_bytes is not None and peak_bytes <= kind.plan.limit_bytes:
             fit[key] = None
-        elif peak_bytes is None and held is not None and key in fit:
+        elif peak_bytes is not None:
+            fit.pop(key, None)  # they hold more by now
+        elif held is not None and key in fit:
             other = fit[key] = fit[key] or held
             if kind.holds_more(held, other):
                 del fit[key]
