@@ -22,7 +22,7 @@ from ebbtide.errors import RecipeError
 from ebbtide.observe.clock import Clock, Span
 from ebbtide.observe.compiled_calls import compiled_calls
 from ebbtide.observe.ledger import sizes
-from ebbtide.observe.mode import correct_notes, is_between_ops, modes_on
+from ebbtide.observe.mode import DisableTorchDispatch, correct_notes, is_between_ops, modes_on
 from ebbtide.observe.passes import in_pass, tell_no_more, tell_of_passes
 from ebbtide.observe.transforms import in_trace, in_transform
 from ebbtide.observe.uncompiled import never_compiled
@@ -32,7 +32,6 @@ from ebbtide.run.capture import OFF, CaptureMode
 from ebbtide.run.forks import Library
 from ebbtide.run.garbage import expect_objects
 from ebbtide.run.holdings import Kept, View, keep, ordinary
-from ebbtide.run.keeper import DisableTorchDispatch
 from ebbtide.run.safe import SafePolicy
 from ebbtide.run.script import NOBODY, ExpectedSave, Script
 from ebbtide.run.tiers import SlowTier

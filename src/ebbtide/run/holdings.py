@@ -21,7 +21,7 @@ import torch
 
 from ebbtide.errors import StepError
 from ebbtide.observe.ledger import has_storage, use_count
-from ebbtide.observe.mode import nodes_made, unseen
+from ebbtide.observe.mode import is_seen, nodes_made, unseen
 from ebbtide.observe.transforms import in_trace
 from ebbtide.observe.wrapped import PLAIN_TYPES
 from ebbtide.run.meter import note_memory
@@ -98,8 +98,9 @@ def keep(tensor: torch.Tensor, number: int) -> Kept:
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` outside its graph, which modes of the user's see nothing of unless it has code of its own for ops."""
-    if type(tensor) not in PLAIN_TYPES:
+    """``tensor`` outside its graph. Modes of the user's see nothing of that, unless it has code of its own for ops:
+    autograd itself saves, and shows what it has saved, by no op."""
+    if not is_seen() or type(tensor) not in PLAIN_TYPES:
         return tensor.detach()
     with unseen():
         return tensor.detach()
@@ -340,7 +341,7 @@ class View(Window):
             raise changed_error(tensor, tensor._version, holding.version)
         if self.is_shown_by(tensor):
             return tensor
-        with unseen():
+        with unseen() if is_seen() else _NOTHING_TO_DO:
             if tensor.dtype is self.dtype:
                 # A view of it counts its versions with it; a new tensor over its storage would count its own.
                 return tensor.as_strided(self.shape, self.stride, self.offset)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
+from ebbtide.observe.mode import DisableTorchDispatch
 from ebbtide.observe.passes import in_pass, keeps_graph
 from ebbtide.observe.transforms import in_trace
 from ebbtide.observe.wrapped import PLAIN_TYPES
@@ -19,9 +19,6 @@ from ebbtide.run.script import ExpectedSave, Treatment
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.verify import Truth
 from ebbtide.run.versions import version_of
-
-DisableTorchDispatch: Any = torch._C._DisableTorchDispatch
-"""No mode sees ops in a ``with`` block of it: they take a third of the time."""
 
 
 class Keeper:
