@@ -219,6 +219,7 @@ def test_a_step_that_was_not_entered_cannot_be_left(memory: ebbtide.Budget) -> N
         context.__exit__(None, None, None)
 
 
+@pytest.mark.usefixtures("plans_stay")
 class TestInterrupts:
     def attempt(self, program: Chain, index: int, guard: Guard) -> bool:
         """Run a step; whether it was interrupted."""
