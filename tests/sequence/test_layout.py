@@ -19,6 +19,7 @@ from ebbtide.sequence.schedules import Multistage, Revolve, Schedule
 pytestmark = pytest.mark.usefixtures("nothing_left")
 Array = npt.NDArray[np.float64]
 Forward = Callable[[Array, int], Array]
+Backward = Callable[[Array, Array, int], Array]
 SIDE = 40
 START = np.random.default_rng(0).standard_normal((SIDE, SIDE))
 
@@ -32,14 +33,20 @@ def reverse(u: Array, adjoint: Array, step: int) -> Array:
     return np.asarray(adjoint * np.cos(u) + u.sum() * u.mean(axis=1)[:, None] * 1e-3)
 
 
-def plain(forward: Forward, n: int, start: Array) -> Array:
-    """The adjoint with all states kept."""
+def swept(forward: Forward, n: int, start: Array) -> list[Array]:
+    """All states."""
     states = [start]
     for step in range(n):
         states.append(forward(states[-1], step))
+    return states
+
+
+def plain(forward: Forward, n: int, start: Array, back: Backward = reverse) -> Array:
+    """The adjoint with all states kept."""
+    states = swept(forward, n, start)
     adjoint = 2 * states[-1]
     for step in reversed(range(n)):
-        adjoint = reverse(states[step], adjoint, step)
+        adjoint = back(states[step], adjoint, step)
     return np.asarray(adjoint)
 
 
@@ -87,17 +94,12 @@ def test_elements_that_lie_backwards(spilled: bool, axes: tuple[int, ...] | None
         return np.asarray(adjoint * np.cos(u) + np.dot(u, u[0]).sum() * 1e-3)
 
     n = 30
-    states = [start]
-    for step in range(n):
-        states.append(flipped(states[-1], step))
-    adjoint = 2 * states[-1]
-    for step in reversed(range(n)):
-        adjoint = back(states[step], adjoint, step)
+    final, adjoint = swept(flipped, n, start)[-1], plain(flipped, n, start, back)
     options: dict[str, Any] = {"spill": tmp_path, "schedule": Multistage(n, 3, 4)} if spilled else {}
     done = run(flipped, back, n, start, turn=lambda u: 2 * u, memory=4 * start.nbytes, check=True, **options)
-    assert min(states[-1].strides) < 0
-    assert done.final.tobytes() == states[-1].tobytes()
-    assert done.adjoint.tobytes() == np.asarray(adjoint).tobytes()
+    assert min(final.strides) < 0
+    assert done.final.tobytes() == final.tobytes()
+    assert done.adjoint.tobytes() == adjoint.tobytes()
 
 
 def test_what_is_wanted_of_fortran_is_there() -> None:
