@@ -83,8 +83,9 @@ def scan(
         The last state and the list of all outputs. An output's own gradient is of what uses it after the scan alone.
 
     Raises:
-        SequenceError: if memory takes less than two states, a state is not like state 0, the cell misbehaves, or what
-            it writes to outside has another size than in step 0; also from the backward pass.
+        SequenceError: if memory takes less than two states, a state is not like state 0, the cell misbehaves, what it
+            writes to outside has another size than in step 0, or forward-mode derivatives or a transform of
+            `torch.func` are under way; also from the backward pass.
         ArgumentError: if memory is no size, or spill no path; it is a `ValueError`.
         SpillError: if the spill directory is missing, full or faulty; also from the backward pass.
     """
