@@ -1,7 +1,6 @@
 """The ``ebbtide`` command: demo, calibrate, observe, plan, report, frontier, batch.
 
-Each subcommand is thin: it reads files, calls the package, prints, and imports what only it needs. Results go to
-standard output, progress and errors to standard error.
+Each subcommand is thin: it reads files, calls the package, writes files, prints, and imports what only it needs.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import TimeElapsedColumn
 
 from ebbtide import __version__
 from ebbtide.bundle import Bundle, load_step
+from ebbtide.consoles import console_beside, errors_console, progress_bar, say
 from ebbtide.errors import EbbtideError
 from ebbtide.files import write_whole
 from ebbtide.machines import load_machine, machine_names
@@ -46,8 +45,6 @@ from ebbtide.options import (
 from ebbtide.step import Step
 from ebbtide.units import format_bytes, format_seconds
 
-_WIDTH = 100
-"""Columns of a table that does not go to a terminal."""
 _POLICIES = "offload-all, autoswap-swdoa, superneurons-cache, capuchin, rotor, pofo"
 """Policies that a frontier shows, if the user names no others: one of each sort. Spaces let the help break the line."""
 
@@ -91,16 +88,16 @@ def demo(
     """
     from ebbtide.demo.run import demo_notes, demo_table, faults, run_demo
 
-    names = [name for name in models.split(",") if name]
+    names = [name.strip() for name in models.split(",") if name.strip()]
     if models and not names:
         raise typer.BadParameter("it names no model", param_hint="--models")
-    rows = run_demo(_errors(), models=names, steps=steps, spill=None if spill is None else str(spill))
-    output = _output()
+    rows = run_demo(errors_console(), models=names, steps=steps, spill=None if spill is None else str(spill))
+    if json_path is not None:
+        write_whole(json_path, (json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n").encode())
+    output = console_beside(json_path)
     output.print(demo_table(rows))
     for note in demo_notes(rows):
         output.print(note, highlight=False, markup=False, style="dim")
-    if json_path is not None:
-        write_whole(json_path, (json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n").encode())
     if found := faults(rows):
         raise EbbtideError("; ".join(found))
 
@@ -119,15 +116,15 @@ def calibrate(
     from ebbtide.report.sentences import links_table
     from ebbtide.run.calibrate import calibrate as measure
 
-    with _progress() as progress:
+    with progress_bar() as progress:
         task = progress.add_task("calibrating", total=1.0)
         machine = measure(
             spill_or_default(spill),
             progress=lambda done, what: progress.update(task, completed=done, description=what),
         )
-    _output().print(links_table(machine))
     if output is not None:
         machine.save(output)
+    console_beside(output).print(links_table(machine))
 
 
 @app.command()
@@ -154,7 +151,7 @@ def observe(
     check_apart([output], script_of(what), machine_file_of(machine_name))
     if fake != (machine_name is not None):
         raise typer.BadParameter("--fake and --machine go together: the machine says how long ops take")
-    with _errors().status("observing"):
+    with errors_console().status("observing"):
         if machine_name is not None:
             step = observe_fake(what, batch, load_machine(machine_name))
         else:
@@ -162,9 +159,10 @@ def observe(
                 step = _observe_twice(*runner(what, batch))
     step.save(output)
     moved = sum(step.values[absence.value].size_bytes for absence in step.absences)
-    _say(
+    say(
         f"{len(step.ops)} ops, {len(step.values)} values, {len(step.absences)} absences of {format_bytes(moved)}; "
-        f"{format_seconds(step.plain_seconds)}; written to {output}"
+        f"{format_seconds(step.plain_seconds)}; written to {output}",
+        beside=[output],
     )
 
 
@@ -207,7 +205,7 @@ def plan(
         raise typer.BadParameter("--model needs --machine, which says how long ops take")
     if model is None and batch is not None:
         raise typer.BadParameter("--batch goes with --model: the step of a file has its batch already")
-    with _errors().status("planning"):
+    with errors_console().status("planning"):
         machine = machine_of(machine_name, spill)
         if model is not None:
             step = observe_fake(model, batch, machine)
@@ -219,10 +217,10 @@ def plan(
     if output is not None:
         Bundle(step, machine, made).save(output)
     if machine.compute is not None:
-        _say(*verdict(machine, made), *foreign_times(step, machine), "")
-    _output().print(summarise(step, machine, made))
+        say(*verdict(machine, made), *foreign_times(step, machine), "", beside=[output])
+    console_beside(output).print(summarise(step, machine, made))
     if output is not None:
-        _say(f"written to {output}")
+        say(f"written to {output}", beside=[output])
 
 
 @app.command()
@@ -253,7 +251,7 @@ def batch(
     check_apart([output], script_of(what), machine_file_of(machine_name))
     machine = load_machine(machine_name)
     limit_bytes = limit_bytes_of(budget, None, machine)
-    with _errors().status("observing") as status:
+    with errors_console().status("observing") as status:
         found = largest_batch(
             lambda size: observe_fake_batch(what, size, machine),
             machine,
@@ -264,9 +262,9 @@ def batch(
         )
     if output is not None:
         Bundle(found.step, machine, found.plan).save(output)
-    _say(*batch_lines(machine, found))
+    say(*batch_lines(machine, found), beside=[output])
     if output is not None:
-        _say(f"written to {output}")
+        say(f"written to {output}", beside=[output])
 
 
 @app.command()
@@ -283,9 +281,9 @@ def report(
     if output.suffix not in (".html", ".htm"):
         raise typer.BadParameter(f"{output}: its name must end in .html", param_hint="-o")
     bundle = Bundle.load(plan_path)
-    with _errors().status("drawing"):
+    with errors_console().status("drawing"):
         write_timeline(bundle.step, bundle.machine, bundle.plan, output)
-    _say(f"written to {output}")
+    say(f"written to {output}", beside=[output])
 
 
 @app.command()
@@ -330,7 +328,7 @@ def frontier(
     step, machine = load_step(step_path)
     if machine is None or machine_name is not None or spill is not None:
         machine = machine_of(machine_name, spill)
-    with _progress(TimeElapsedColumn()) as bar:
+    with progress_bar(TimeElapsedColumn()) as bar:
         task = bar.add_task("planning", total=1.0)
         found = compute(
             step,
@@ -340,17 +338,13 @@ def frontier(
             seconds=seconds,
             progress=lambda done, what: bar.update(task, completed=done, description=what),
         )
-    console = _output()
+    for path in output:  # before anything is printed: whoever would read that may be gone
+        WRITERS[path.suffix](found, path)
+    console = console_beside(*output)
     for table in frontier_tables(found, console.width):
         console.print(table)
-    for line in foreign_times(step, machine):
-        _say(line)
-    for curve in found.policies:
-        if curve.refused:
-            _say(f"{curve.name}: {curve.refused}")
-    for path in output:
-        WRITERS[path.suffix](found, path)
-        _say(f"written to {path}")
+    refusals = [f"{curve.name}: {curve.refused}" for curve in found.policies if curve.refused]
+    say(*foreign_times(step, machine), *refusals, *(f"written to {path}" for path in output), beside=output)
 
 
 with_whole_lines(app)
@@ -366,27 +360,6 @@ def _observe_twice(run: Callable[[], Any], prepare: Callable[[], Any]) -> Step:
     prepare()
     kind.observed_again(observe_step(run))
     return kind.step
-
-
-def _say(*lines: str) -> None:
-    """Print lines as they are: a bracket in a path or a name is no markup, and a long path is not broken."""
-    _output().print(*lines, sep="\n", highlight=False, markup=False, soft_wrap=True)
-
-
-def _output() -> Console:
-    shown = sys.stdout is not None and sys.stdout.isatty()  # there is none where it was closed: nobody wants to know
-    return Console() if shown else Console(width=_WIDTH)
-
-
-def _progress(*more: ProgressColumn) -> Progress:
-    """A bar, where there is a terminal: elsewhere Rich would leave an empty line of it."""
-    console = _errors()
-    columns = (TextColumn("{task.description:24}"), BarColumn(), *more)
-    return Progress(*columns, console=console, transient=True, disable=not console.is_interactive)
-
-
-def _errors() -> Console:
-    return Console(stderr=True)
 
 
 def main() -> None:

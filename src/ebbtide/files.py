@@ -12,6 +12,8 @@ from pathlib import Path
 
 _MOST_LINKS = 40
 """As many as Linux follows."""
+_STANDARD_OUTPUT = 1
+"""Its descriptor in every process."""
 
 
 def write_whole(path: str | Path, data: bytes) -> None:
@@ -33,6 +35,11 @@ def write_whole(path: str | Path, data: bytes) -> None:
             _replace(target, data)
     except OSError as fault:
         raise OSError(fault.errno, fault.strerror, str(path)) from fault  # which may name two
+
+
+def is_standard_output(path: str | Path) -> bool:
+    """Whether what is written to ``path`` goes where this process prints."""
+    return _open_descriptor(Path(path)) == _STANDARD_OUTPUT
 
 
 def _open_descriptor(path: Path) -> int | None:

@@ -81,6 +81,16 @@ def here() -> AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
+def _as_script(path: str) -> Iterator[None]:
+    """A script finds no arguments: those of this process are ebbtide's."""
+    given, sys.argv = sys.argv, [path]
+    try:
+        yield
+    finally:
+        sys.argv = given
+
+
+@contextlib.contextmanager
 def _named_errors(what: str, *kinds: type[BaseException]) -> Iterator[None]:
     """Errors of these ``kinds`` become an `EbbtideError` that begins with ``what``; ours stay as they are."""
     try:
@@ -105,14 +115,14 @@ def _function(what: str, *arguments: int) -> Callable[[], Any]:
     sys.path.insert(0, str(Path(path).resolve().parent))  # as Python does for a script, for the imports beside it
     sys.modules[specification.name] = module  # as an import does: dataclasses and pickle look a class's module up
     # A script may call sys.exit() wherever it is run.
-    with _named_errors(f"{path}: cannot be imported", Exception, SystemExit):
+    with _named_errors(f"{path}: cannot be imported", Exception, SystemExit), _as_script(path):
         specification.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
         raise EbbtideError(f"{path}: has no function {name!r}")
 
     def run() -> None:
-        with _named_errors(what, Exception, SystemExit):
+        with _named_errors(what, Exception, SystemExit), _as_script(path):
             function(*arguments)
 
     return run

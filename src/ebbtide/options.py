@@ -24,9 +24,21 @@ DEVICE_SHARE = 0.9
 """Default budget, as a share of the device's memory. The rest is for its context, for workspaces of kernels, which are
 not known before they run, and for holes that the allocator leaves."""
 
+
+
+def _directory(text: str) -> Path:
+    if not text:  # as of a variable that is not set: `Path` would take it for the working directory
+        raise typer.BadParameter("it is empty; name a directory")
+    return Path(text)
+
+
 Spill = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="Directory on a disk for what moves out (default: the one for temporary files)."),
+    typer.Option(
+        metavar="DIR",
+        parser=_directory,
+        help="Directory on a disk for what moves out (default: the one for temporary files).",
+    ),
 ]
 MachineName = Annotated[
     str | None,

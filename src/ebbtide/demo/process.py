@@ -36,7 +36,8 @@ class CaseProcess:
         self.limit_bytes: int | None = None
         self.steps = 0
         self._advance = advance
-        command = [sys.executable, "-m", "ebbtide.demo.case", "--model", name, "--batch", str(batch)]
+        # `-P`: without the modules that happen to be in the working directory, as the command itself.
+        command = [sys.executable, "-P", "-m", "ebbtide.demo.case", "--model", name, "--batch", str(batch)]
         if spill is not None:
             command += ["--spill", spill]
         self._stack = contextlib.ExitStack()
