@@ -139,7 +139,8 @@ def _with_its_calls(function: Any) -> Any:
     if not calls:
         return function
     twins: dict[str, Any] = {name: dispatcher_of(called) for name, called in calls.items()}
-    codes = [twin.py_func.__qualname__.encode() + marshal.dumps(twin.py_func.__code__) for twin in twins.values()]
+    plain = [getattr(twin, "py_func", twin) for twin in twins.values()]  # with NUMBA_DISABLE_JIT they are functions
+    codes = [one.__qualname__.encode() + marshal.dumps(one.__code__) for one in plain]
     whole = types.FunctionType(function.__code__, {**known, **twins}, function.__name__, function.__defaults__)
     whole.__qualname__ = f"{function.__qualname__}_{zlib.crc32(b''.join(codes)):08x}"
     return whole

@@ -278,10 +278,15 @@ def _check_step(step: Step, name: str) -> None:
         if not last <= event.tick <= count or not 0 <= event.saved < len(step.saved):
             raise RecordError(f"{name}: event {number} is impossible: {event}")
         last = event.tick
+    op_moments = step.op_moments()
     asked = {index + event.tick for index, event in enumerate(step.events) if event.kind == "unpack"}
     saved_values = {saved.value for saved in step.saved}
+    made = [-1 if value.maker == EXTERNAL else op_moments[value.maker] for value in step.values]
+    for number, value in enumerate(step.values):
+        if value.dies <= made[number]:
+            raise RecordError(f"{name}: value {number} is impossible: it dies before it is made: {value}")
     for number, absence in enumerate(step.absences):
-        exists = absence.value in saved_values and 0 <= absence.opens < absence.closes
+        exists = absence.value in saved_values and made[absence.value] < absence.opens < absence.closes
         if not exists or not (absence.closes in asked or absence.closes == step.values[absence.value].dies):
             raise RecordError(f"{name}: absence {number} is impossible: {absence}")
 

@@ -79,6 +79,7 @@ def lower_bound(
 
     Raises:
         ArgumentError: if ``limit_bytes`` is no whole number; it is a `ValueError`.
+        RecordError: if the step or the machine cannot be.
     """
     limit_bytes = as_whole("limit_bytes", limit_bytes)
     return bound_of(Problem.of(step, machine), limit_bytes, banned=banned, most_groups=most_groups)
@@ -137,8 +138,10 @@ def whole_bound(
 
     Raises:
         PlanError: if ``seconds`` is no such number.
+        ArgumentError: if ``limit_bytes`` is no whole number; it is a `ValueError`.
+        RecordError: if the step or the machine cannot be.
     """
-    most_seconds = as_seconds(seconds)
+    limit_bytes, most_seconds = as_whole("limit_bytes", limit_bytes), as_seconds(seconds)
     if most_seconds is None:
         raise PlanError(f"branch and bound takes some number of seconds, 0 or more, not {seconds!r}")
     problem = Problem.of(step, machine)

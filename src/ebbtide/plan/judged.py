@@ -11,6 +11,7 @@ from ebbtide.errors import BudgetError
 from ebbtide.plan.finals import ADVICE
 from ebbtide.plan.follow import Course, follow
 from ebbtide.plan.problem import Problem
+from ebbtide.plan.profile import SMALLEST_BYTES
 from ebbtide.plan.simulate import moves_of
 from ebbtide.units import format_bytes
 
@@ -77,6 +78,13 @@ def budget_error(problem: Problem, least: Course, limit_bytes: int, policy: str 
     idle_bytes = 0 if problem.routes else int(problem.spans.size_bytes[problem.spans.final].sum())
     if idle_bytes > WORTH_SHARE * (reachable - problem.resting_bytes):
         message += f". Graphs hold {format_bytes(idle_bytes)} that no backward pass asks for any more: {ADVICE}"
+    absent = (problem.spans.opens <= moment) & (moment < problem.spans.closes)
+    small_bytes = int(problem.spans.size_bytes[absent & (problem.spans.size_bytes < SMALLEST_BYTES)].sum())
+    if small_bytes > WORTH_SHARE * (reachable - problem.resting_bytes):
+        message += (
+            f". Tensors below {format_bytes(SMALLEST_BYTES)} stay, and are {format_bytes(small_bytes)} there: for long"
+            " loops over small states, see ebbtide.scan"
+        )
     return BudgetError(
         message, limit_bytes=limit_bytes, reachable_bytes=reachable, tick=max(tick, 0), op=op, module=module
     )

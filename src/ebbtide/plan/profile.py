@@ -27,7 +27,7 @@ from ebbtide.plan.problem import Facts, Problem
 from ebbtide.plan.replay import Replay, check_recipe
 
 SMALLEST_BYTES = 32 * 1024
-"""Smaller values are kept: their bytes do not matter, their latency would."""
+"""Smaller values are kept: their latency would matter more than their bytes, as a rule."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -50,6 +50,8 @@ FAR = 1.05
 DEEPEN_FAR, DEEPENED = 1.02, 0.01
 """How many times the bound first plans take where deeper recipes are worth the search that they make slower; and which
 share of the bytes that have to be absent a value has for which they are looked for."""
+MOST_DEEPENED = 200
+"""For how many of the largest values they are looked for, whatever their share, where no plan was found without."""
 
 SECONDS, SECONDS_PER_OP, MOST_SECONDS = 0.5, 3e-4, 5.0
 """How long to search unless told otherwise: half a second, for steps of more than 1,700 ops in proportion, at most five
@@ -90,6 +92,7 @@ def solve(
         PlanError: if ``seconds`` is no such number.
         ArgumentError: if ``limit_bytes`` or ``seed`` is no whole number, or ``step`` or ``machine`` of another type; it
             is a `ValueError`.
+        RecordError: if the step or the machine cannot be.
     """
     check_instance("step", step, Step)
     limit_bytes, seed = as_whole("limit_bytes", limit_bytes), as_whole("seed", seed, 0)
@@ -98,6 +101,7 @@ def solve(
     search_seconds = as_seconds(seconds)
     if search_seconds is None:
         raise PlanError(f"a search takes some number of seconds, 0 or more, not {seconds!r}")
+    whole = Problem.of(step, machine)  # checks both, before anything is looked up in them
     asked = [number for number, absence in enumerate(step.absences) if not step.is_final(absence)]
     refused: BudgetError | None = None
     # Without final absences nobody would know of values that are banned as these alone.
@@ -109,11 +113,11 @@ def solve(
         except BudgetError as error:
             refused = error
         else:
-            bound_seconds = bound_of(Problem.of(step, machine), limit_bytes, banned=banned).seconds
+            bound_seconds = bound_of(whole, limit_bytes, banned=banned).seconds
             decisions = with_finals_kept(step, plan.decisions)
             return dataclasses.replace(plan, decisions=decisions, bound_seconds=min(plan.seconds, bound_seconds))
     try:
-        return _solved(Problem.of(step, machine), limit_bytes, search_seconds, seed, banned, caution)
+        return _solved(whole, limit_bytes, search_seconds, seed, banned, caution)
     except BudgetError as error:
         # What a small tier is given to final values it has not for others.
         if refused is None or error.reachable_bytes <= refused.reachable_bytes:
@@ -144,7 +148,7 @@ def _solved(
         lowest = lowest_peak(problem, candidates)
         if limit_bytes < int(least.course.memory.max()) > lowest:
             # What no slow tier takes is computed again: by deeper recipes, less of what they read is there meanwhile.
-            deeper = _deeper(problem, candidates, lowest, banned)
+            deeper = _deeper(problem, candidates, lowest, banned, MOST_DEEPENED)
             candidates = candidates.deepened(problem, deeper)
             least = min(least, least_peak(problem, candidates, tiers), key=lambda found: int(found.course.memory.max()))
         if int(least.course.memory.max()) > limit_bytes:
@@ -181,19 +185,30 @@ def _deepened(search: Search, bound: Bound, limit_bytes: int, seed: int, banned:
 
 
 def _deeper(
-    problem: Problem, candidates: Candidates, limit_bytes: int, banned: Set[int]
+    problem: Problem, candidates: Candidates, limit_bytes: int, banned: Set[int], at_least: int = 0
 ) -> list[list[tuple[int, ...]]]:
-    """The deeper recipes of large candidates."""
+    """The deeper recipes of large candidates, and of ``at_least`` so many."""
     step = problem.step
     never = {step.absences[number].value for number in banned}
     least_bytes = DEEPENED * (int(problem.plain.max()) - limit_bytes)
     deeper: list[list[tuple[int, ...]]] = [[] for _ in candidates.absence]
-    for place in np.flatnonzero(candidates.size_bytes >= least_bytes).tolist():
+    large = candidates.size_bytes >= least_bytes
+    large[_largest(candidates.size_bytes, at_least)] = True
+    for place in np.flatnonzero(large).tolist():
         shortest = candidates.ops[place]
         if shortest is not None:
             absence = step.absences[candidates.absence[place]]
             deeper[place] = deeper_recipes(problem.facts, absence, shortest, never)
     return deeper
+
+
+def _largest(sizes: Ints, count: int) -> Ints:
+    """The places of the ``count`` largest; of those that are as large as the last of them, some all over the step."""
+    if not 0 < count < len(sizes):
+        return np.arange(len(sizes) if count else 0)
+    last = np.partition(sizes, -count)[-count]
+    larger, equal = np.flatnonzero(sizes > last), np.flatnonzero(sizes == last)
+    return np.concatenate((larger, equal[np.linspace(0, len(equal) - 1, count - len(larger)).astype(np.int64)]))
 
 
 def _try_published(search: Search, machine: Machine, bound: Bound, work: float) -> None:

@@ -53,6 +53,8 @@ def gauges_of(device: torch.device) -> Gauges:
             )
         if device == torch.device("cuda"):  # storages are on devices that have an index
             device = torch.device("cuda", torch.cuda.current_device())
+        if device.index >= torch.cuda.device_count():
+            raise RuntimeError(f"there are {torch.cuda.device_count()} CUDA devices")
         return Gauges(device, CudaClock(device), CudaMemory(device))
     return Gauges(device, HostClock(), None)
 

@@ -28,14 +28,14 @@ def observe_step(run: Callable[[], Any], device: torch.device | str | None = Non
 
     Raises:
         ArgumentError: if ``run`` cannot be called, or there is no such device; it is a `ValueError`.
+        StepError: if the allocator of CUDA memory is not PyTorch's own.
     """
     if not callable(run):
         raise ArgumentError(f"run={run!r} cannot be called; give a function that runs one step")
     try:
-        where = torch.device(device) if device is not None else likely_device()
-    except (RuntimeError, TypeError) as fault:
+        gauges = gauges_of(torch.device(device) if device is not None else likely_device())
+    except (RuntimeError, TypeError, AssertionError) as fault:  # the last of a PyTorch that was built without CUDA
         raise ArgumentError(f"device={device!r} is no device of PyTorch's: {fault}") from fault
-    gauges = gauges_of(where)
     on_cpu = gauges.device.type == "cpu"
     probe = allocator.arena_probe() if on_cpu else None
     recorder = Recorder(probe, clock=gauges.clock, memory=gauges.memory)

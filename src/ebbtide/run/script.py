@@ -166,8 +166,9 @@ def write_script(step: Step, plan: Plan, memory: Sequence[int], *, captures_all:
     """
     if len(plan.decisions) != len(step.absences):
         raise PlanError(f"the plan decides about {len(plan.decisions)} absences; the step has {len(step.absences)}")
-    known = _known_ops(step, plan.decisions)
-    saves = _saves(step, plan.decisions)
+    first = _first_versions(step)
+    known = _known_ops(step, plan.decisions, first)
+    saves = _saves(step, plan.decisions, first)
     actions = actions_of(step, plan.decisions)
     stays_on = captures_all or shows_nodes_that_ask(step, known)
     runs = one_stretch(step) if stays_on else stretches(step, known)
@@ -209,54 +210,51 @@ def _prefixes(saved: Sequence[Saved]) -> tuple[int, ...]:
     return tuple(prefixes)
 
 
-def _leaves(step: Step, ops: tuple[int, ...]) -> tuple[int, ...]:
+def _leaves(step: Step, ops: tuple[int, ...], first: Sequence[int]) -> tuple[int, ...]:
     made: set[int] = set()
     leaves: dict[int, None] = {}
     for op in ops:
         for value in step.ops[op].inputs:
-            if value not in made and step.values[value].maker != EXTERNAL and not _is_external(step, value):
+            if value not in made and step.values[first[value]].maker != EXTERNAL:
                 leaves[value] = None
         made.update(step.ops[op].outputs)
     return tuple(leaves)
 
 
-def _is_external(step: Step, value: int) -> bool:
-    """Whether the value is a version of a storage that the step did not make."""
-    return step.values[_first_version(step, value)].maker == EXTERNAL
+def _first_versions(step: Step) -> list[int]:
+    """By value: the first value of its storage, external if the step did not make the storage.
+
+    Outputs of an op that are later ones are written, or a norm's statistics.
+    """
+    first: dict[int, int] = {}
+    return [first.setdefault(value.storage, number) for number, value in enumerate(step.values)]
 
 
-def _first_version(step: Step, value: int) -> int:
-    """The first value of its storage; an op's outputs that are later ones are written, or a norm's statistics."""
-    storage = step.values[value].storage
-    return next(number for number, other in enumerate(step.values) if other.storage == storage)
-
-
-def _known_ops(step: Step, decisions: Sequence[Decision]) -> dict[int, KnownOp]:
+def _known_ops(step: Step, decisions: Sequence[Decision], first: Sequence[int]) -> dict[int, KnownOp]:
     """By tick, the ops that recipes replay. Raises `PlanError` if one cannot be."""
-    first = replayable_from(step)
-    known: dict[int, KnownOp] = {}
-    for tick in (tick for decision in decisions if isinstance(decision, Recompute) for tick in decision.ops):
-        if first[tick] > step.moments:
+    moments = replayable_from(step)
+    ticks = dict.fromkeys(tick for decision in decisions if isinstance(decision, Recompute) for tick in decision.ops)
+    for tick in ticks:
+        if moments[tick] > step.moments:
             raise PlanError(f"op {tick} ({step.ops[tick].name}) cannot be run again, but the plan wants it")
-        known[tick] = _known(step, tick)
-    return known
+    return {tick: _known(step, tick, first) for tick in ticks}
 
 
-def _known(step: Step, tick: int) -> KnownOp:
+def _known(step: Step, tick: int, first: Sequence[int]) -> KnownOp:
     op = step.ops[tick]
-    external = frozenset(value for value in op.inputs if _is_external(step, value))
+    external = frozenset(value for value in op.inputs if step.values[first[value]].maker == EXTERNAL)
     written = {new for _, new in op.mutated}
-    outputs = tuple(value for value in op.outputs if value in written or value == _first_version(step, value))
+    outputs = tuple(value for value in op.outputs if value in written or value == first[value])
     return KnownOp(op.name, op.inputs, outputs, op.mutated, external)
 
 
-def _saves(step: Step, decisions: Sequence[Decision]) -> tuple[ExpectedSave, ...]:
+def _saves(step: Step, decisions: Sequence[Decision], versions: Sequence[int]) -> tuple[ExpectedSave, ...]:
     moves: dict[int, list[tuple[Absence, Decision]]] = {}
     remakes: dict[Absence, Remake] = {}
     for absence, decision in zip(step.absences, decisions, strict=True):
         moves.setdefault(absence.value, []).append((absence, decision))
         if isinstance(decision, Recompute):
-            remakes[absence] = Remake(decision.ops, _leaves(step, decision.ops))
+            remakes[absence] = Remake(decision.ops, _leaves(step, decision.ops, versions))
     shared = {leaf for remake in remakes.values() for leaf in remake.leaves}
     dropped_at_once = set(remakes) - set(dropped_later(step, decisions))
     saves, seen = [], set()

@@ -24,7 +24,7 @@ from ebbtide.plan.published.pofo import pofo
 from ebbtide.plan.published.rotor import rotor
 from ebbtide.plan.published.superneurons import superneurons
 from ebbtide.plan.published.vdnn import vdnn
-from ebbtide.step import Step
+from ebbtide.step import Step, check_step
 
 
 def _about_what_is_asked_for(policy: Callable[..., Plan]) -> Planner:
@@ -32,6 +32,7 @@ def _about_what_is_asked_for(policy: Callable[..., Plan]) -> Planner:
 
     @functools.wraps(policy.func if isinstance(policy, partial) else policy)
     def planned(step: Step, machine: Machine, limit_bytes: int) -> Plan:
+        check_step(step)
         plan = policy(without_finals(step), machine, limit_bytes)
         return dataclasses.replace(plan, decisions=with_finals_kept(step, plan.decisions))
 
