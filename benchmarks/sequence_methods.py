@@ -374,7 +374,7 @@ def _trial(cell: Cell, slots: int = FEW_BLOCKS) -> Trial:
     first = layout.view(cell.start)
     blocks = Blocks(layout.size_bytes, slots, for_disk=True)
     copies = OwnCopies(layout)
-    return Trial(lambda: copies.copy(first), lambda u: cell.forward(u, 0), layout.pack, layout.item_bytes, blocks)
+    return Trial(lambda: copies.copy(first), lambda u: cell.forward(u, 0), layout.pack, blocks)
 
 
 def _copy(state: Pair) -> Pair:

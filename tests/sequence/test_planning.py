@@ -34,7 +34,7 @@ def slow_memory(capacity_bytes: int | None) -> SlowMemory:
 def paced(tier: SlowMemory) -> Course:
     """A multistage schedule whose intervals follow what steps and the disk do."""
     schedule = Multistage(N, 4, INTERVAL)
-    trial = Trial(lambda: None, lambda state: state, lambda *_: None, 8, Blocks(STATE_BYTES, 4, for_disk=True))
+    trial = Trial(lambda: None, lambda state: state, lambda *_: None, Blocks(STATE_BYTES, 4, for_disk=True))
     return planning._paced(schedule, predicted(schedule, STATE_BYTES, 1.0), tier, trial, STEP_SECONDS, [])
 
 

@@ -102,7 +102,7 @@ def trial(clock: Clock | None, slots: int) -> Trial:
         layout.pack(state, block)
 
     blocks = Blocks(STATE_BYTES, slots, for_disk=True)
-    return Trial(lambda: np.zeros(STATE_BYTES, np.uint8), step, pack, 1, blocks)
+    return Trial(lambda: np.zeros(STATE_BYTES, np.uint8), step, pack, blocks)
 
 
 @contextlib.contextmanager

@@ -109,7 +109,7 @@ def test_a_step_on_a_device_takes_until_the_device_is_done(monkeypatch: pytest.M
     state = [torch.zeros(4)]
     layout = TensorLayout(state)
     chain = CellChain(lambda h, x: ([h[0] + 1], None), [0, 0], layout)
-    trial = Trial(lambda: state, chain.trial, layout.pack, 4, Blocks(layout.size_bytes, 3, for_disk=False))
+    trial = Trial(lambda: state, chain.trial, layout.pack, Blocks(layout.size_bytes, 3, for_disk=False))
     assert time_steps(trial, 0.0).seconds == 3.0
     chain.steps_took = lambda count, seconds: took.append(seconds / count)
     chain.advance(state, 0, 2)

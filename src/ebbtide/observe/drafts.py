@@ -16,7 +16,7 @@ class SeenStorage:
     Attributes:
         number: among the storages of the step, in the order in which they were seen.
         size_bytes, cdata: its size and, while it lives, the address of PyTorch's object.
-        born, dies: moments; ``dies`` is -1 while it lives.
+        dies: the moment at which it does; -1 while it lives.
         alone: moments from which on only autograd held it: the first such, and one after each time it was asked for.
         aliases, views: how many tensors of it holdings have, and how many saved tensors show it.
         evicted: whether it is moved out under the safe policy.
@@ -26,7 +26,6 @@ class SeenStorage:
     __slots__ = (
         "aliases",
         "alone",
-        "born",
         "cdata",
         "dies",
         "evicted",
@@ -36,10 +35,9 @@ class SeenStorage:
         "views",
     )
 
-    def __init__(self, number: int, size_bytes: int, born: int, cdata: int) -> None:
+    def __init__(self, number: int, size_bytes: int, cdata: int) -> None:
         self.number = number
         self.size_bytes = size_bytes
-        self.born = born
         self.cdata = cdata
         self.dies = -1
         self.alone: list[int] = []

@@ -41,7 +41,7 @@ class Storages:
     def touch(self, tensor: torch.Tensor) -> SeenStorage:
         """The storage of a tensor that is used; one that was never seen before is external."""
         record = self.ledger.touch(tensor.untyped_storage())
-        return self._records.get(record) or self._add(record, tensor, 0, EXTERNAL)
+        return self._records.get(record) or self._add(record, tensor, EXTERNAL)
 
     def use(self, tensor: torch.Tensor) -> int:
         """The value that a tensor shows which is read or saved.
@@ -62,7 +62,7 @@ class Storages:
     def made(self, tensor: torch.Tensor, tick: int) -> SeenStorage | None:
         """The storage of a tensor that the op at ``tick`` has returned, if it has made it."""
         record, is_new = self.ledger.make(tensor.untyped_storage())
-        return self._add(record, tensor, self.moment - 1, tick) if is_new else None
+        return self._add(record, tensor, tick) if is_new else None
 
     def made_larger(self, tensor: torch.Tensor, tick: int) -> SeenStorage | None:
         """The storage that takes the place of a tensor's, to which the op at ``tick`` has given more memory; None if
@@ -70,12 +70,12 @@ class Storages:
         former, storage = self.touch(tensor), tensor.untyped_storage()
         if former.views or storage.nbytes() <= former.size_bytes:
             return None
-        return self._add(self.ledger.make_larger(storage), tensor, self.moment - 1, tick)
+        return self._add(self.ledger.make_larger(storage), tensor, tick)
 
     def nowhere(self) -> SeenStorage:
         """What stands for the storage of saved tensors that have none: nothing can be done with them."""
         if self._no_storage is None:
-            self._no_storage = self._new(0, 0, 0, EXTERNAL)
+            self._no_storage = self._new(0, 0, EXTERNAL)
         return self._no_storage
 
     def new_version(self, storage: SeenStorage, maker: int) -> int:
@@ -88,14 +88,14 @@ class Storages:
         """Whether the step did not make it."""
         return self.values[storage.versions[0]].maker == EXTERNAL
 
-    def _add(self, record: StorageRecord, tensor: torch.Tensor, born: int, maker: int) -> SeenStorage:
+    def _add(self, record: StorageRecord, tensor: torch.Tensor, maker: int) -> SeenStorage:
         if tensor.device.type not in ("cpu", "cuda"):
             raise StepError(f"a tensor on {tensor.device} was used; this version plans steps on CPU and CUDA only")
-        storage = self._records[record] = self._new(record.size_bytes, born, record.cdata, maker)
+        storage = self._records[record] = self._new(record.size_bytes, record.cdata, maker)
         return storage
 
-    def _new(self, size_bytes: int, born: int, cdata: int, maker: int) -> SeenStorage:
-        storage = SeenStorage(self._count, size_bytes, born, cdata)
+    def _new(self, size_bytes: int, cdata: int, maker: int) -> SeenStorage:
+        storage = SeenStorage(self._count, size_bytes, cdata)
         self._count += 1
         self.new_version(storage, maker)
         return storage

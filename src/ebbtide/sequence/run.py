@@ -199,7 +199,7 @@ def _trial(forward: Forward, layout: Layout, first: Any, blocks: Blocks) -> Tria
     def step(state: Any) -> Any:
         return layout.checked(forward(state, 0), 1)
 
-    return Trial(lambda: copies.copy(first), step, layout.pack, layout.item_bytes, blocks)
+    return Trial(lambda: copies.copy(first), step, layout.pack, blocks)
 
 
 def _given(

@@ -314,7 +314,7 @@ class _Sweep:
         self._files = files = self._resources.enter_context(spill)
         blocks = blocks_within(self._memory_bytes, self._slots, layout, self._n - 1, spills=bool(files.names))
         if self._course is None:
-            trial = Trial(lambda: self._start, self.chain.trial, layout.pack, layout.item_bytes, blocks)
+            trial = Trial(lambda: self._start, self.chain.trial, layout.pack, blocks)
             self._course = quickest(self._n, files, trial, reverse_factor=REVERSE_FACTOR)
             self.chain.steps_took = self._course.steps_took
             _log.info("%s", self._course.choice)

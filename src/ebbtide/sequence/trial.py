@@ -44,14 +44,12 @@ class Trial:
         prepare: gives a state 0 that a step may alter.
         step: runs step 0 forward; gives state 1.
         pack: copies a state into a block.
-        item_bytes: of a number in a state.
         blocks: those that the chain will be run with, all of them free.
     """
 
     prepare: Callable[[], Any]
     step: Callable[[Any], Any]
     pack: Callable[[Any, Block], object]
-    item_bytes: int
     blocks: Blocks
 
     @property
