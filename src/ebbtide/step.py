@@ -210,8 +210,8 @@ class Step:
 
     def document(self) -> dict[str, Any]:
         """The step as what its JSON says."""
-        columns = {name: _columns(getattr(self, name)) for name in _RECORDS}
-        return {"format": FORMAT, "version": VERSION, "device": self.device, **columns}
+        tables = {name: _table(getattr(self, name)) for name in _RECORDS}
+        return {"format": FORMAT, "version": VERSION, "device": self.device, **tables}
 
     @classmethod
     def load(cls, path: str | Path) -> Step:
@@ -227,7 +227,7 @@ class Step:
         """The step that `document` described; ``name`` is what errors call it. Raises `RecordError` as `load`."""
         check_document(document, name, FORMAT, VERSION)
         try:
-            parts = {part: tuple(_rows(kind, document[part])) for part, kind in _RECORDS.items()}
+            parts = {part: tuple(_records_of(kind, document[part])) for part, kind in _RECORDS.items()}
             step = cls(device=str(document["device"]), **parts)
         except (KeyError, TypeError, ValueError, RecursionError) as fault:
             raise RecordError(f"{name}: not a whole step: {fault!r}; observe the step again") from fault
@@ -247,7 +247,7 @@ def check_step(step: Step, name: str = "step") -> None:
     try:
         _check_step(step, name)
     except (TypeError, AttributeError) as fault:  # made by hand: others have the right types
-        parts = [part for part in (getattr(step, column) for column in _RECORDS) if isinstance(part, Collection)]
+        parts = [part for part in (getattr(step, field) for field in _RECORDS) if isinstance(part, Collection)]
         records = (record for part in parts for record in part if isinstance(record, tuple(_RECORDS.values())))
         raise RecordError(f"{name}: {wrong_field([*records, step]) or fault}") from fault
 
@@ -303,16 +303,15 @@ def _can_be(value: Value, ops: int, moments: int) -> bool:
     )
 
 
-def _columns(records: Iterable[Any]) -> dict[str, list[Any]]:
-    """Records as columns, which keeps the file small: the field names stand once."""
-    rows = [dataclasses.astuple(record) for record in records]
-    return {"rows": [list(row) for row in rows]}
+def _table(records: Iterable[Any]) -> dict[str, list[Any]]:
+    """Records as rows of their fields, without the names of these, which keeps the file small."""
+    return {"rows": [list(dataclasses.astuple(record)) for record in records]}
 
 
-def _rows(kind: type, columns: dict[str, list[Any]]) -> Iterable[Any]:
-    """Records of their rows. Raises `TypeError` if a field is not of its type."""
+def _records_of(kind: type, table: dict[str, list[Any]]) -> Iterable[Any]:
+    """The records of a table. Raises `TypeError` if a field is not of its type."""
     checks = checks_of(kind)
-    rows = columns["rows"]
+    rows = table["rows"]
     if not isinstance(rows, list):
         raise TypeError(f"the rows of {kind.__name__} are {rows!r}")
     for number, row in enumerate(rows):
