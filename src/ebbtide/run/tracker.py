@@ -90,12 +90,12 @@ class Tracker(Keeper):
 
     @property
     def followed(self) -> bool:
-        """The same, but that any tensors may have been smaller."""
+        """Whether everything that the script expects has happened, though any tensors may have been smaller."""
         return self._is_through() and not self.differs
 
     @property
     def went_through(self) -> bool:
-        """The same as `finished`, but that ops may have been others."""
+        """Whether the step came to the script's end with the saves it expects, though its ops may have been others."""
         return self._alike and self._is_through()
 
     @property
@@ -139,11 +139,11 @@ class Tracker(Keeper):
         save = script.saves[number]
         like = is_like(tensor, save)
         if like and self._same_value(tensor, save) and self._saved_again(number, tensor) is None:
-            self._is_sure()
+            self._find_again()
             return True
         known = self._match(number, tensor) if self._exact else None
         if not like and known is None and not self.missing and is_smaller(tensor, save):
-            self._is_sure()
+            self._find_again()
             self._note_smaller(save)
             return self._same_value(tensor, save)
         return self._leaves_out(tensor, known)
@@ -332,7 +332,7 @@ class Tracker(Keeper):
         if self._capture is not None:
             self._capture.lose_count()
 
-    def _is_sure(self) -> None:
+    def _find_again(self) -> None:
         """What was to be saved was saved: if ops were others, then not because some were left out."""
         if self._is_lost:
             self._is_lost = False
