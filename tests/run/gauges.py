@@ -10,6 +10,7 @@ import torch
 
 from ebbtide.run.gauges import Gauges
 from ebbtide.run.native import arena_library, find_compiler
+from ebbtide.units import round_up
 
 LEAST_BYTES, GRAIN_BYTES = 64 << 10, 64
 """Of the blocks that the arena gives."""
@@ -76,7 +77,7 @@ class ArenaMemory:
 
     def size_of(self, storage: torch.UntypedStorage) -> int:
         size = storage.nbytes()
-        return -(-size // GRAIN_BYTES) * GRAIN_BYTES if size >= LEAST_BYTES else 0
+        return round_up(size, GRAIN_BYTES) if size >= LEAST_BYTES else 0
 
     def allocated_bytes(self) -> int:
         return self._mark()  # it begins a new peak; nobody asks while one is counted

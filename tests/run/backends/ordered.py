@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ebbtide.run.tiers.memory import storage_over
+from ebbtide.units import round_up
 
 ALIGNMENT_BYTES = 512
 
@@ -45,7 +46,7 @@ class OrderedMemory:
         while self._returned:
             owner, offset, size = self._returned.popleft()
             self._free.setdefault(owner, []).append((offset, size))
-        rounded = -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        rounded = round_up(size_bytes, ALIGNMENT_BYTES)
         free = self._free.setdefault(stream, [])
         for index in range(len(free) - 1, -1, -1):
             offset, size = free[index]

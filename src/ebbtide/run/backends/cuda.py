@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ebbtide.run.backends.base import ComputeStreams
+from ebbtide.units import round_up
 
 _PORTABLE = 1
 """``cudaHostRegisterPortable``: pinned for every device of the process, not only for the current one."""
@@ -180,7 +181,7 @@ class CudaMemory:
     def size_of(self, storage: torch.UntypedStorage) -> int:
         """See `Memory.size_of`. Others than PyTorch's allocator, as CuPy, give storages that cannot be resized."""
         is_counted = storage.device == self.device and storage.resizable()
-        return -(-storage.nbytes() // _GRAIN_BYTES) * _GRAIN_BYTES if is_counted else 0
+        return round_up(storage.nbytes(), _GRAIN_BYTES) if is_counted else 0
 
     def allocated_bytes(self) -> int:
         """See `Memory.allocated_bytes`."""

@@ -32,7 +32,7 @@ from ebbtide.run.tiers.memory import CONGRUENCE_BYTES, copy_memory, read_memory
 from ebbtide.run.tiers.places import Places
 from ebbtide.run.tiers.queued import QueuedTier
 from ebbtide.run.tiers.transfers import QueuedLoad, Slot
-from ebbtide.units import format_bytes
+from ebbtide.units import format_bytes, round_up
 
 PLACE_ALIGNMENT_BYTES = 4096
 """Places begin at multiples of this: the largest block that disks in use ask for."""
@@ -124,7 +124,7 @@ class DiskTier(QueuedTier):
     def _reserve(self, slot: Slot) -> None:
         head_bytes = min(-slot.pointer % self.block_bytes, slot.size_bytes)
         slot.payload_bytes = (slot.size_bytes - head_bytes) // self.block_bytes * self.block_bytes
-        size_bytes = -(-slot.payload_bytes // PLACE_ALIGNMENT_BYTES) * PLACE_ALIGNMENT_BYTES
+        size_bytes = round_up(slot.payload_bytes, PLACE_ALIGNMENT_BYTES)
         slot.place = DiskPlace(self._places.take(size_bytes), size_bytes, head_bytes)
 
     def _release(self, place: DiskPlace) -> None:

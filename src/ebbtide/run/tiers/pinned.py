@@ -33,7 +33,7 @@ from ebbtide.run.available import available_bytes
 from ebbtide.run.backends.base import Backend
 from ebbtide.run.tiers.memory import storage_over
 from ebbtide.run.tiers.places import Places
-from ebbtide.units import format_bytes
+from ebbtide.units import format_bytes, round_up
 
 ALIGNMENT_BYTES = 512
 GROWTH_BYTES = 2 << 20
@@ -45,7 +45,7 @@ TakeMemory = Callable[[int], torch.UntypedStorage]
 
 
 def _rounded(size_bytes: int) -> int:
-    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return round_up(size_bytes, ALIGNMENT_BYTES)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Arena:
         beside = 0 if drops else self._added_bytes
         wanted = max(self.size_bytes + self._missed_bytes, planned.footprint_bytes if planned is not None else 0)
         most = (self.limit_bytes - beside) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        wanted = min(-(-wanted // GROWTH_BYTES) * GROWTH_BYTES, most)
+        wanted = min(round_up(wanted, GROWTH_BYTES), most)
         self._missed_bytes = 0
         if self._outdated or wanted > self.size_bytes or drops:
             quiet()
@@ -153,7 +153,7 @@ class Arena:
     def _add_piece(self, rounded: int) -> bool:
         """Take one more piece, of ``rounded`` bytes at least, if there may be one."""
         left = (self.limit_bytes - self.size_bytes - self._added_bytes) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        wanted = min(max(-(-rounded // GROWTH_BYTES) * GROWTH_BYTES, self._piece_bytes), left)
+        wanted = min(max(round_up(rounded, GROWTH_BYTES), self._piece_bytes), left)
         if not self._piece_bytes or self._planned is not None or wanted < rounded:
             return False
         try:

@@ -21,7 +21,7 @@ from ebbtide.run.tiers.disk import PLACE_ALIGNMENT_BYTES, READERS, DiskPlace, Di
 from ebbtide.run.tiers.memory import CONGRUENCE_BYTES
 from ebbtide.run.tiers.pinned import pinned_memory
 from ebbtide.run.tiers.transfers import QueuedLoad, Slot
-from ebbtide.units import format_bytes
+from ebbtide.units import format_bytes, round_up
 
 STAGE_BYTES = 8 << 20
 WRITERS = 2
@@ -99,8 +99,8 @@ class StagedTier(DiskTier):
         return StagedLoad(slot, storage, self._backend)
 
     def _reserve(self, slot: Slot) -> None:
-        slot.payload_bytes = -(-slot.size_bytes // self.block_bytes) * self.block_bytes
-        size_bytes = -(-slot.payload_bytes // PLACE_ALIGNMENT_BYTES) * PLACE_ALIGNMENT_BYTES
+        slot.payload_bytes = round_up(slot.size_bytes, self.block_bytes)
+        size_bytes = round_up(slot.payload_bytes, PLACE_ALIGNMENT_BYTES)
         slot.place = DiskPlace(self._places.take(size_bytes), size_bytes, head_bytes=0)
 
     def _store(self, slot: Slot, start: int, stop: int) -> None:
