@@ -29,13 +29,13 @@ from typing import Any
 import torch
 
 from ebbtide.errors import SpillError
+from ebbtide.place.layout import ALIGNMENT_BYTES
 from ebbtide.run.available import available_bytes
 from ebbtide.run.backends.base import Backend
 from ebbtide.run.tiers.memory import storage_over
 from ebbtide.run.tiers.places import Places
 from ebbtide.units import format_bytes, round_up
 
-ALIGNMENT_BYTES = 512
 GROWTH_BYTES = 2 << 20
 """The arena's size is a multiple of this: one huge page."""
 
@@ -45,6 +45,7 @@ TakeMemory = Callable[[int], torch.UntypedStorage]
 
 
 def _rounded(size_bytes: int) -> int:
+    # Planned places are laid out for blocks of so many bytes, and taken here by `Arena._planned_offset`.
     return round_up(size_bytes, ALIGNMENT_BYTES)
 
 
