@@ -31,7 +31,7 @@ from ebbtide.run.allocator import Trimmer
 from ebbtide.run.capture import OFF, CaptureMode
 from ebbtide.run.forks import Library
 from ebbtide.run.garbage import expect_objects
-from ebbtide.run.holdings import Kept, View, keep, ordinary
+from ebbtide.run.holdings import Kept, View, keep, outside_inference_mode
 from ebbtide.run.safe import SafePolicy
 from ebbtide.run.script import NOBODY, ExpectedSave, Script
 from ebbtide.run.tiers import SlowTier
@@ -245,9 +245,9 @@ class Conductor(Tracker):
                 self._event = event + 1
                 if type(handle) is Kept:
                     return handle.show()
-                with self._lock, ordinary():  # another thread may wait for what is to be shown here
+                with self._lock, outside_inference_mode():  # another thread may wait for what is to be shown here
                     return handle.show()
-            with self._lock, ordinary():
+            with self._lock, outside_inference_mode():
                 return self._unpack(handle)
         except (ChangedError, RecipeError) as fault:  # which the step may catch
             self.refused = (self.refused or set()) | ({fault.leaf} if isinstance(fault, ChangedError) else set())

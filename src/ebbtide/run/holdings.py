@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ebbtide.errors import StepError
-from ebbtide.observe.ledger import has_storage, use_count
+from ebbtide.observe.ledger import has_storage
 from ebbtide.observe.mode import is_seen, nodes_made, unseen
 from ebbtide.observe.transforms import in_trace
 from ebbtide.observe.wrapped import PLAIN_TYPES
@@ -290,13 +290,13 @@ def _op_number() -> tuple[int, int]:
     return nodes_made(), torch._C._current_graph_task_id()
 
 
-def ordinary() -> AbstractContextManager[object]:
+def outside_inference_mode() -> AbstractContextManager[object]:
     """A context in which what is made is an ordinary tensor, in a backward pass under `torch.inference_mode`, too."""
-    return _ordinary() if torch.is_inference_mode_enabled() else _NOTHING_TO_DO
+    return _left_inference_mode() if torch.is_inference_mode_enabled() else _NOTHING_TO_DO
 
 
 @contextlib.contextmanager
-def _ordinary() -> Iterator[None]:
+def _left_inference_mode() -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -365,11 +365,6 @@ def attributes_of(tensor: torch.Tensor) -> dict[str, Any] | None:
     """What was set on a tensor that wants no gradient, and may be yet: a custom Function that has saved it gets it
     itself. One that wants one it gets as another tensor, whatever hooks there are."""
     return vars(tensor) if type(tensor) is torch.Tensor and not tensor.requires_grad else None
-
-
-def only_held_once(identity: int, wrapper: int) -> bool:
-    """Whether one tensor, ours, is all that keeps the living storage ``identity``."""
-    return use_count(identity) <= wrapper
 
 
 def is_plain(tensor: Any) -> bool:

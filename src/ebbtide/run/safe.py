@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from ebbtide.observe.allocated import Memory
-from ebbtide.observe.ledger import storage_wrapper_count
+from ebbtide.observe.ledger import storage_wrapper_count, use_count
 from ebbtide.observe.recorder import Recorder
 from ebbtide.observe.uncompiled import never_compiled
 from ebbtide.observe.wrapped import inside
 from ebbtide.run.allocator import Trimmer
-from ebbtide.run.holdings import Holding, Kept, View, attributes_of, is_plain, keep, only_held_once, ordinary, view_of
+from ebbtide.run.holdings import Holding, Kept, View, attributes_of, is_plain, keep, outside_inference_mode, view_of
 from ebbtide.run.hooks import go_late
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.versions import Count
@@ -175,7 +175,7 @@ class SafePolicy:
     def unpack(self, handle: Handle) -> torch.Tensor:
         """The unpack hook."""
         recorder = self.recorder
-        with self._lock, ordinary():
+        with self._lock, outside_inference_mode():
             if recorder is None:
                 return self._show(handle)
             if not recorder.ledger.open:
@@ -279,7 +279,7 @@ class SafePolicy:
             holding = reference()
             if holding is None or holding.tensor is None:
                 del self._cache[key]
-            elif holding.intact and only_held_once(holding.identity, self._wrapper):
+            elif holding.intact and use_count(holding.identity) <= self._wrapper:  # ours is the only tensor of it
                 del self._cache[key]
                 self._evict(holding)
                 left = self._live_bytes()  # to ask takes long where there are many
