@@ -17,10 +17,10 @@ from ebbtide.decisions import Recompute
 from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
 from ebbtide.run import held
-from ebbtide.run.attention import CLOSE_LOOKS
 from ebbtide.run.kinds import GIVEN_UP
 from ebbtide.run.meter import PeakMeter
 from ebbtide.run.native import find_compiler
+from ebbtide.run.scrutiny import CLOSE_LOOKS
 from tests.run.harness import FAST_DISK, HELD_MORE, SLOW_DISK
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
@@ -267,7 +267,7 @@ def test_what_ops_take_inside_themselves_is_not_warned_of(tmp_path: Path) -> Non
         assert max(loop.peaks) <= limit_bytes
         kind = loop.memory._loop.kinds.current
         assert kind is not None
-        assert kind.attention.recounts._due >= 0, "that it may have been more was noticed"
+        assert kind.scrutiny.recounts._due >= 0, "that it may have been more was noticed"
 
 
 class Accumulating:

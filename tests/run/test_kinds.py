@@ -16,12 +16,12 @@ from torch import Tensor, nn
 import ebbtide
 from ebbtide.decisions import Plan
 from ebbtide.machine import Machine
-from ebbtide.run.attention import CLOSE_LOOKS
 from ebbtide.run.forks import Library
 from ebbtide.run.keys import step_key
 from ebbtide.run.kinds import Kind
 from ebbtide.run.meter import PeakMeter
 from ebbtide.run.observing import observe_step
+from ebbtide.run.scrutiny import CLOSE_LOOKS
 from ebbtide.step import Step
 from tests.run.harness import FAST_DISK, SLOW_DISK
 

@@ -129,7 +129,7 @@ def test_parts_where_no_whole_step_comes_again(tmp_path: Path) -> None:
 
 def test_parts_that_nobody_weighs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That some were within the limit once tells nothing of later ones that are counted."""
-    monkeypatch.setattr("ebbtide.run.attention.UNWEIGHED", 3)
+    monkeypatch.setattr("ebbtide.run.scrutiny.UNWEIGHED", 3)
     loop = Loop(0.7, tmp_path, tunes=False)
     with loop.memory:
         loop.take([Step()] * 2 + [Step(PART)] * SETTLED)
@@ -178,7 +178,7 @@ def test_gradients_that_are_added_to(
     size_of: Callable[[int], int], tunes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are there before the step, and with the arena, too, nobody knows that they are its own."""
-    monkeypatch.setattr("ebbtide.run.attention.UNWEIGHED", 7)
+    monkeypatch.setattr("ebbtide.run.scrutiny.UNWEIGHED", 7)
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.Tanh())))
     data = torch.randn(BATCH, 256)

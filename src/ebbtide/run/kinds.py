@@ -12,7 +12,6 @@ from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
 from ebbtide.measured import State
 from ebbtide.plan import Caution, lower_bound, simulate
-from ebbtide.run.attention import COUNTS, Attention
 from ebbtide.run.comings import Comings
 from ebbtide.run.held import Audited, Held, holding_more
 from ebbtide.run.keys import step_key
@@ -23,6 +22,7 @@ from ebbtide.run.rehearsed import Rehearsed
 from ebbtide.run.roomy import fits, varying_bytes
 from ebbtide.run.safe import LEAST_MOVED_BYTES
 from ebbtide.run.script import Script, write_script
+from ebbtide.run.scrutiny import COUNTS, Scrutiny
 from ebbtide.run.solving import plan_for
 from ebbtide.run.tiers.layouts import planned_places
 from ebbtide.run.tiers.pinned import PlannedPlaces
@@ -63,7 +63,7 @@ class Kind:
         audited: the step of the planned sizes that was counted under the plan, None until then.
         comings: when its steps came.
         audits: how many steps were audited under the plan.
-        attention: how closely its steps are looked at.
+        scrutiny: how closely its steps are looked at.
         verifies: how many steps, each that left out nothing as several, compared some of what the plan computes again.
     """
 
@@ -94,7 +94,7 @@ class Kind:
         self.comings, self.audits, self.verifies = Comings(), 0, 0
         self._unverified: set[tuple[int, int]] = set()
         self._others = 0
-        self.attention = Attention()
+        self.scrutiny = Scrutiny()
         self._structure: int | None = None
         self._arenas: dict[str, PlannedPlaces] = {}
 
@@ -163,7 +163,7 @@ class Kind:
         script = write_script(self.step, plan, outcome.memory, captures_all=self.captures_all)
         self.plan = None  # until all is there: an interrupt leaves a kind that is planned for anew
         self.audits, self.verifies, self.audited, self._held_late = 0, 0, None, None
-        self.attention.begin_anew()
+        self.scrutiny.begin_anew()
         self.script = script
         self._unverified = {(save.value, later) for save in script.saves for later in range(len(save.remakes))}
         self.state = "idle" if not plan.binds else "verify" if self._verify and script.remakes else "audit"
@@ -235,7 +235,7 @@ class Kind:
         assert self.audited is not None
         reason = self._leave_free(self.audited.peak_bytes + more - self.plan.peak_bytes, machine)
         if reason and self.plan.resting_bytes + held.taken_bytes > self.plan.limit_bytes:
-            self.attention.recounts.ask_for_next_like(self.comings.count)
+            self.scrutiny.recounts.ask_for_next_like(self.comings.count)
 
     def has_passed(self, peak_bytes: int, machine: Machine) -> None:
         """A step that was counted once more held so much, which is above the limit: the same as `has_held`."""
@@ -266,12 +266,12 @@ class Kind:
     def may_have_held(self, held: Held) -> None:
         """A step that was hardly looked at has held so much: if that passes the limit, look at the next ones."""
         if self._excess_bytes(held):
-            self.attention.look_again()
+            self.scrutiny.look_again()
 
     def may_pass(self, held: Held) -> None:
         """A step that is to be compared with none has held so much: if that may pass the limit, count the next ones."""
         if self.plan is not None and self.plan.resting_bytes + held.taken_bytes > self.plan.limit_bytes:
-            self.attention.recounts.ask(self.comings.count)
+            self.scrutiny.recounts.ask(self.comings.count)
 
     @property
     def is_under_way(self) -> bool:
@@ -302,11 +302,11 @@ class Kind:
         if not self._passes(more):
             self.audited.rest.forget_gone()
             if self._passes(held.above_at_most(self.audited.held)):
-                self.attention.recounts.ask(self.comings.count)
+                self.scrutiny.recounts.ask(self.comings.count)
         elif more > self.audited.rest.gone_bytes:
             return more
         else:
-            self.attention.recounts.ask(self.comings.count)
+            self.scrutiny.recounts.ask(self.comings.count)
         return 0
 
     def _passes(self, more_bytes: int) -> bool:

@@ -78,7 +78,7 @@ def learn_from(loop: Loop, step: Ended) -> None:
     key = _key_of(step, ran)
     _time(loop, step, key)
     if kind is not None and step.state in TRUSTED_STATES:
-        kind.attention.was_weighed = step.held is not None
+        kind.scrutiny.was_weighed = step.held is not None
         if step.held is not None:
             _weigh(loop, step, kind, step.held)
     if step.recorder is not None and step.policy is not None:
@@ -199,7 +199,7 @@ def _note_audit(loop: Loop, step: Ended, kind: Kind, conductor: Conductor, peak:
         try:
             kind.hold_more(more, loop.machine)
         except BudgetError as error:
-            if not kind.attention.recounts.doubt():
+            if not kind.scrutiny.recounts.doubt():
                 error.add_note(
                     f"This step held {format_bytes(more)} that the observed one did not: gradients that it adds to,"
                     " perhaps, or an optimizer's state, if that steps within it."

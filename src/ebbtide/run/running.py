@@ -127,8 +127,8 @@ class Running:
             library = loop.kinds.library
             if loop.tunes:
                 self._turn = held.begin()
-            kind.attention.step_begins(kind, is_weighed=self._turn is not None, on_cpu=memory is None)
-            if self._state == "idle" and not kind.attention.takes_close_look(kind, library):
+            kind.scrutiny.step_begins(kind, is_weighed=self._turn is not None, on_cpu=memory is None)
+            if self._state == "idle" and not kind.scrutiny.takes_close_look(kind, library):
                 self._light = LightWatch(next(iter(kind.step.saved), None))
                 self._push_hooks(self._light.pack, self._light.unpack)
             else:
@@ -153,7 +153,7 @@ class Running:
             clock=self._ground.clock if self._state == "planned" and kind.is_timed else None,
         )
         is_trusted = self._state in TRUSTED_STATES
-        counts = is_trusted and (kind.attention.takes_count(kind) or loop.take_count_of_parts())
+        counts = is_trusted and (kind.scrutiny.takes_count(kind) or loop.take_count_of_parts())
         if self._state == "audit" or counts:
             self._meter = PeakMeter(loop.tiers.values()) if memory is None else AllocatedMeter(memory)
             self._meter.enter()
@@ -205,7 +205,7 @@ class Running:
                 for tier in loop.tiers.values():
                     tier.drain()
                 if self._meter is not None and self._kind is not None and self._state in TRUSTED_STATES:
-                    self._kind.attention.count_failed()
+                    self._kind.scrutiny.count_failed()
             if self._conductor is not None and self._conductor.refused is not None and not self._is_child():
                 spare_rewritten(loop, self._conductor, self._conductor.refused)
             if fault is None and late is None and not self._is_child():

@@ -20,7 +20,7 @@ UNWEIGHED = 61
 may come in turns."""
 
 
-class Attention:
+class Scrutiny:
     """Which steps of a kind are counted, and which are watched from beginning to end though nothing binds.
 
     Attributes:
