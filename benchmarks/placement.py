@@ -91,7 +91,7 @@ def _turn(step: Callable[[], None], memory: ebbtide.Budget, variant: str) -> flo
         kind = memory._loop.kinds.current
         assert kind is not None
         with _as_placed() if variant == "place" else contextlib.nullcontext():
-            kind.places.forget()
+            kind.rehearsed.forget()
             with memory.step():
                 step()
     found = []

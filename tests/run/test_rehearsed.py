@@ -279,7 +279,7 @@ def test_a_planned_step_takes_its_places(tmp_path: Path) -> None:
             compare(record, program.run(index, memory.step), f"step {index} ({memory.state})")
         current = memory._loop.kinds.current
         assert current is not None
-        assert current.places.serves
+        assert current.rehearsed.serves
 
 
 def test_a_layout_that_is_forgotten_leaves_no_pages() -> None:

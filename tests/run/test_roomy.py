@@ -76,7 +76,7 @@ def test_experts_that_take_other_rows_in_each_step(machine: Machine, tmp_path: P
         for step in range(48):
             plain(data, step).backward()
             state, kind = memory.state, memory._loop.expected
-            places.append(kind is not None and kind.places.serves)
+            places.append(kind is not None and kind.rehearsed.serves)
             with PeakMeter() as meter, memory.step():
                 model(data, step).backward()
             for one, other in zip(gradients(plain), gradients(model), strict=True):
@@ -117,7 +117,7 @@ def test_where_only_trifles_vary_one_plan_serves_with_places(machine: Machine, t
             plain(data, step, count).backward()
             planned.append(memory.state == "planned")
             kind = memory._loop.expected
-            places.append(kind is not None and kind.places.serves)
+            places.append(kind is not None and kind.rehearsed.serves)
             with PeakMeter() as meter, memory.step():
                 model(data, step, count).backward()
             for one, other in zip(gradients(plain), gradients(model), strict=True):

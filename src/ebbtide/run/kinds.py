@@ -56,11 +56,14 @@ class Kind:
         captures_all: whether the mode that captures its ops has to stay on from beginning to end: see `Recorder`.
         keeps_graphs: whether a backward pass of such steps keeps the graph that it goes through.
         varies: whether the sizes differ of tensors that are not small anyway, so that steps take other blocks each.
+        key: what tells its steps from those of other kinds, from `step_key`.
         plan, script: None until planned.
         state: what the next step of this kind is for.
         banned: absences that must not be computed again: their recomputation was seen to differ.
         audited_peak_bytes: the peak counted in a planned step, None until then.
         audited: the step of the planned sizes that was counted under the plan, None until then.
+        pace: how long its steps take.
+        rehearsed: the places of the blocks of memory that its steps take.
         comings: when its steps came.
         audits: how many steps were audited under the plan.
         scrutiny: how closely its steps are looked at.
@@ -88,7 +91,7 @@ class Kind:
         self.audited_peak_bytes: int | None = None
         self.audited: Audited | None = None
         self.pace = Pace()
-        self.places = Rehearsed(varies=self.varies)
+        self.rehearsed = Rehearsed(varies=self.varies)
         self._more_times, self._has_warned, self._is_trusted = 0, False, False
         self._held_late: Held | None = None
         self.comings, self.audits, self.verifies = Comings(), 0, 0
@@ -96,7 +99,7 @@ class Kind:
         self._others = 0
         self.scrutiny = Scrutiny()
         self._structure: int | None = None
-        self._arenas: dict[str, PlannedPlaces] = {}
+        self._places_by_tier: dict[str, PlannedPlaces] = {}
 
     @property
     def observed(self) -> tuple[Step, ...]:
@@ -152,11 +155,11 @@ class Kind:
         except BudgetError:  # the search is no proof: there is a plan, the one that is followed
             return
         if plan.seconds < enough_seconds:
-            self.places.forget()
+            self.rehearsed.forget()
             self._adopt(plan, machine)
 
     def _adopt(self, plan: Plan, machine: Machine) -> None:
-        self._arenas.clear()
+        self._places_by_tier.clear()
         if self.plan is not None and self.plan.binds != plan.binds:
             self.pace = Pace()  # where nothing bound, nobody took the times of events
         outcome = simulate(self.step, machine, plan.decisions)
@@ -202,9 +205,9 @@ class Kind:
         """Where values lie in the arena of ``tier``; None while there is no plan."""
         if self.plan is None:
             return None
-        if tier not in self._arenas:
-            self._arenas[tier] = planned_places(self.step, self.plan.decisions, tier)
-        return self._arenas[tier]
+        if tier not in self._places_by_tier:
+            self._places_by_tier[tier] = planned_places(self.step, self.plan.decisions, tier)
+        return self._places_by_tier[tier]
 
     def hold_more(self, size_bytes: int, machine: Machine) -> None:
         """Steps of this kind hold so many bytes that the observed one did not: from now on plan as if these were there
@@ -220,7 +223,7 @@ class Kind:
         except BaseException:
             self.step = former
             raise
-        self.places.forget()
+        self.rehearsed.forget()
 
     def has_held(self, held: Held, machine: Machine) -> None:
         """A step of this kind has held so much: if that passes the limit, plan with so much less from now on.
@@ -288,8 +291,7 @@ class Kind:
         """Whether a step that ran by the plan has held more than another one, and may have passed the limit."""
         if self.plan is None or self._more_times >= GIVEN_UP:
             return False
-        more = held.above(other)
-        is_trifle = more <= MORE_SHARE * (self.plan.peak_bytes - self.plan.resting_bytes)
+        is_trifle = _is_trifle(held.above(other), self.plan)
         return not is_trifle and self.plan.resting_bytes + held.taken_bytes > self.plan.limit_bytes
 
     def _excess_bytes(self, held: Held) -> int:
@@ -313,8 +315,7 @@ class Kind:
         """Whether so much above the audited step passes the limit, and is no trifle."""
         if self.plan is None or self.audited is None or self._more_times >= GIVEN_UP:
             return False
-        is_trifle = more_bytes <= MORE_SHARE * (self.plan.peak_bytes - self.plan.resting_bytes)
-        return not is_trifle and self.audited.peak_bytes + more_bytes > self.plan.limit_bytes
+        return not _is_trifle(more_bytes, self.plan) and self.audited.peak_bytes + more_bytes > self.plan.limit_bytes
 
     def ban(self, values: set[int]) -> None:
         """Never again compute these values a second time."""
@@ -336,7 +337,7 @@ class Kind:
         self.banned = frozenset()
         self.audited_peak_bytes = None
         self.pace = Pace()
-        self.places.forget()
+        self.rehearsed.forget()
         self._others = self._more_times = 0
         self._has_warned = self._is_trusted = False
 
@@ -384,3 +385,8 @@ class Kind:
             bound = lower_bound(self.step, machine, self.plan.limit_bytes, banned=self.banned)
             self.plan = dataclasses.replace(self.plan, bound_seconds=bound.seconds)
         return self.plan
+
+
+def _is_trifle(more_bytes: int, plan: Plan) -> bool:
+    """Whether so many bytes are a negligible share of what the plan holds above rest."""
+    return more_bytes <= MORE_SHARE * (plan.peak_bytes - plan.resting_bytes)

@@ -134,14 +134,14 @@ class Running:
             else:
                 self._conduct(kind, kind.script, kind.plan, library)
         if kind is not None and self._state in TRUSTED_STATES and loop.tunes:
-            self._places = kind.places
+            self._places = kind.rehearsed
             self._places.begin(rehearses=self._meter is None)  # under a mode, as a meter is, some ops take other blocks
         elif loop.tunes:
             allocator.leave_regions()
 
     def _conduct(self, kind: Kind, script: Script, plan: Plan, library: Library) -> None:
         loop, memory = self._loop, self._ground.memory
-        trims = plan.binds and not kind.places.serves
+        trims = plan.binds and not kind.rehearsed.serves
         self._conductor = Conductor(
             script,
             library,
