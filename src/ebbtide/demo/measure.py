@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 from ebbtide.run.allocator import trim
-from ebbtide.run.resident import RssPeak, high_water_bytes, reset_high_water, rss_bytes
+from ebbtide.run.resident import RssPeak, rss_bytes
 
 
 @dataclasses.dataclass
@@ -42,15 +42,8 @@ class Gauge:
     @contextlib.contextmanager
     def measure(self, measurement: Measurement) -> Iterator[None]:
         """Measure a ``with`` block; ``measurement`` is filled in when the block ends."""
-        if reset_high_water():
+        with RssPeak() as peak:
             start = time.perf_counter()
             yield
             measurement.seconds = time.perf_counter() - start
-            peak_bytes = high_water_bytes()
-        else:  # sampled instead, which costs a little time
-            with RssPeak() as peak:
-                start = time.perf_counter()
-                yield
-                measurement.seconds = time.perf_counter() - start
-            peak_bytes = peak.peak_bytes
-        measurement.rss_bytes = peak_bytes - self._rest_bytes
+        measurement.rss_bytes = peak.peak_bytes - self._rest_bytes
