@@ -59,7 +59,7 @@ def test_equals_oracle(seed: int) -> None:
     assert outcome.memory == walked.memory
     assert outcome.physical_peak_bytes == max(walked.physical)
     assert outcome.seconds == pytest.approx(walked.seconds, rel=1e-9)
-    assert outcome.compute_seconds == pytest.approx(walked.starts, rel=1e-9, abs=1e-12)
+    assert outcome.start_seconds == pytest.approx(walked.starts, rel=1e-9, abs=1e-12)
 
 
 def test_random_steps_have_them_moved() -> None:

@@ -53,7 +53,7 @@ def test_equals_oracle(seed: int) -> None:
     assert outcome.peak_moment == walked.memory.index(max(walked.memory))
     assert outcome.physical_peak_bytes == max(walked.physical)
     assert outcome.seconds == pytest.approx(walked.seconds, rel=1e-9)
-    assert outcome.compute_seconds == pytest.approx(walked.starts, rel=1e-9, abs=1e-12)
+    assert outcome.start_seconds == pytest.approx(walked.starts, rel=1e-9, abs=1e-12)
 
 
 def test_random_decisions_use_every_kind() -> None:
@@ -134,8 +134,8 @@ def test_slowdown_is_charged_when_queued() -> None:
     machine = disk_machine(1e9, 1e9, slowdown=0.5, latency=1.0, compute_seconds=0.25)
     outcome = run(chain(), Offload("disk", 1, 2, 4), Keep(), machine=machine)
     share = 0.25 + 0.5 * (1.0 + 100 * KIB / 1e9)
-    assert outcome.compute_seconds[2] == pytest.approx(1.0 + share)
-    assert outcome.compute_seconds[8] == pytest.approx(4.0 + 2 * share)
+    assert outcome.start_seconds[2] == pytest.approx(1.0 + share)
+    assert outcome.start_seconds[8] == pytest.approx(4.0 + 2 * share)
 
 
 def test_recompute_frees_at_opens_and_costs_its_ops() -> None:

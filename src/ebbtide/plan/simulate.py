@@ -26,7 +26,7 @@ class Outcome:
         physical_peak_bytes: the same with the workspaces of ops.
         seconds: the end of compute.
         memory: most bytes held in each moment, without workspaces.
-        compute_seconds: start of each moment.
+        start_seconds: when each moment starts, in seconds.
         transfers, stalls, recomputations: in the order in which they happen.
     """
 
@@ -35,7 +35,7 @@ class Outcome:
     physical_peak_bytes: int
     seconds: float
     memory: list[int]
-    compute_seconds: list[float]
+    start_seconds: list[float]
     transfers: tuple[Transfer, ...]
     stalls: tuple[Stall, ...]
     recomputations: tuple[Recomputation, ...]
@@ -56,7 +56,7 @@ def simulate(step: Step, machine: Machine, decisions: Sequence[Decision]) -> Out
         physical_peak_bytes=int(course.physical[: step.moments].max()) if step.moments else step.resting_bytes,
         seconds=course.seconds,
         memory=course.memory[: step.moments].tolist(),
-        compute_seconds=course.starts[: step.moments].tolist(),
+        start_seconds=course.starts[: step.moments].tolist(),
         transfers=tuple(course.transfers),
         stalls=tuple(course.stalls),
         recomputations=tuple(course.recomputations),

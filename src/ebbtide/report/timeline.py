@@ -98,7 +98,7 @@ def timeline_data(step: Step, machine: Machine, plan: Plan) -> dict[str, Any]:
 
 
 def _curve(outcome: Outcome) -> dict[str, list[Any]]:
-    times = [_microsecond(time) for time in (*outcome.compute_seconds, outcome.seconds)]
+    times = [_microsecond(time) for time in (*outcome.start_seconds, outcome.seconds)]
     return {"times": times, "bytes": list(outcome.memory)}
 
 
@@ -118,7 +118,7 @@ def _absent(
     """What leaves memory, by index of absence, and from when until when its bytes are free."""
     back = {run.absence: run.start_seconds for run in planned.recomputations}
     back |= {copy.absence: copy.issued_seconds for copy in planned.transfers if copy.direction == "in"}
-    times, op_moments = [*planned.compute_seconds, planned.seconds], [*step.op_moments(), step.moments]
+    times, op_moments = [*planned.start_seconds, planned.seconds], [*step.op_moments(), step.moments]
     described = {}
     for index, (absence, decision) in enumerate(zip(step.absences, decisions, strict=True)):
         if not isinstance(decision, Keep):

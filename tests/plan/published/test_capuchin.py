@@ -38,7 +38,7 @@ def test_longest_free_time_first() -> None:
     machine = disk_machine(5e9, 5e9, latency=0.0)
     plan = capuchin(STEP, machine, plain_peak_bytes(STEP) - 1)
     (number,) = [number for number, decision in enumerate(plan.decisions) if isinstance(decision, Offload)]
-    clock = simulate(STEP, machine, [Keep()] * len(STEP.absences)).compute_seconds
+    clock = simulate(STEP, machine, [Keep()] * len(STEP.absences)).start_seconds
 
     def free_seconds(number: int) -> float:
         absence = STEP.absences[number]
