@@ -9,9 +9,9 @@ import numpy as np
 
 from ebbtide.compiled import compiled
 from ebbtide.plan.lower import lower
-from ebbtide.plan.needs import Needs
+from ebbtide.plan.needs import Modes, Needs
 from ebbtide.plan.problem import Problem
-from ebbtide.plan.profile import Modes, needs_of, profile
+from ebbtide.plan.profile import needs_of, profile
 from tests.plan.random_steps import disk_machine, random_step
 from tests.plan.test_profile import random_modes, ways, with_deeper
 

@@ -12,8 +12,9 @@ from ebbtide.errors import PlanError
 from ebbtide.machine import Link, Machine, Tier
 from ebbtide.plan import find_recipes, least_peak_bytes, plain_peak_bytes, simulate, solve
 from ebbtide.plan.follow import Move, Trip, follow
+from ebbtide.plan.needs import KEEP, OFFLOAD, RECOMPUTE
 from ebbtide.plan.problem import Problem
-from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, needs_of, profile
+from ebbtide.plan.profile import Candidates, needs_of, profile
 from ebbtide.plan.recipes import deeper_recipes
 from ebbtide.step import Step
 from tests.plan.limits import limit_at

@@ -8,8 +8,9 @@ import numpy as np
 
 from ebbtide.compiled import compiled
 from ebbtide.plan.lower import lower
+from ebbtide.plan.needs import KEEP, OFFLOAD, RECOMPUTE, Modes
 from ebbtide.plan.problem import Problem
-from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Modes
+from ebbtide.plan.profile import Candidates
 from ebbtide.plan.search import Found, Search
 from ebbtide.plan.select import Room
 

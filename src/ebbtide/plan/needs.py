@@ -1,4 +1,7 @@
-"""The inner loop of `profile`: which values are brought back when, because something else is computed from them."""
+"""The inner loop of `profile`: which values are brought back when, because something else is computed from them.
+
+Modes, which it is given, are defined here: `Modes`, `KEEP`, `OFFLOAD` and `RECOMPUTE`.
+"""
 
 from __future__ import annotations
 

@@ -17,12 +17,7 @@ from ebbtide.arrays import Floats, Ints, Mask
 from ebbtide.compiled import compiled
 from ebbtide.machine import Link
 from ebbtide.plan.caution import NO_CEILING
-from ebbtide.plan.needs import KEEP as KEEP
-from ebbtide.plan.needs import OFFLOAD as OFFLOAD
-from ebbtide.plan.needs import RECOMPUTE as RECOMPUTE
-from ebbtide.plan.needs import Modes as Modes
-from ebbtide.plan.needs import Needs, bring_back
-from ebbtide.plan.needs import Profile as Profile
+from ebbtide.plan.needs import RECOMPUTE, Modes, Needs, Profile, bring_back
 from ebbtide.plan.problem import Facts, Problem
 from ebbtide.plan.replay import Replay, check_recipe
 

@@ -14,8 +14,9 @@ from ebbtide.arrays import Floats, Ints, Mask
 from ebbtide.compiled import compiled
 from ebbtide.plan.caution import Caution
 from ebbtide.plan.follow import Moves
+from ebbtide.plan.needs import OFFLOAD, RECOMPUTE, Modes, Profile
 from ebbtide.plan.problem import Problem
-from ebbtide.plan.profile import OFFLOAD, RECOMPUTE, Candidates, Modes, Profile, Trips
+from ebbtide.plan.profile import Candidates, Trips
 from ebbtide.plan.spans import add_between, count_below, count_to
 
 

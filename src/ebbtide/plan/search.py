@@ -17,8 +17,9 @@ from ebbtide.arrays import Floats, Ints, Mask
 from ebbtide.compiled import compiled
 from ebbtide.plan.caution import NO_CAUTION, Caution
 from ebbtide.plan.follow import Course, Follower, Move, Moves
+from ebbtide.plan.needs import KEEP, OFFLOAD, RECOMPUTE, Modes, Profile
 from ebbtide.plan.problem import Problem
-from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Modes, Profile, Trips
+from ebbtide.plan.profile import Candidates, Trips
 from ebbtide.plan.queues import Queue, ways
 from ebbtide.plan.replay import Replay
 from ebbtide.plan.schedule import Scheduler

@@ -10,8 +10,9 @@ from ebbtide.arrays import Floats, Ints, Mask
 from ebbtide.compiled import compiled
 from ebbtide.plan.caution import NO_CEILING
 from ebbtide.plan.fill import Wishes, fill_modes
+from ebbtide.plan.needs import KEEP, OFFLOAD, Modes, Profile
 from ebbtide.plan.problem import Problem
-from ebbtide.plan.profile import KEEP, OFFLOAD, Candidates, Modes, Profile, needs_of, profile
+from ebbtide.plan.profile import Candidates, needs_of, profile
 from ebbtide.plan.spans import add_between
 from ebbtide.step import MOST_BYTES
 

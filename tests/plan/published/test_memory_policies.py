@@ -11,7 +11,8 @@ from ebbtide.decisions import Offload, Plan, Recompute
 from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.machine import Machine
 from ebbtide.plan import plain_peak_bytes, simulate
-from ebbtide.plan.profile import KEEP, OFFLOAD, needs_of, profile
+from ebbtide.plan.needs import KEEP, OFFLOAD
+from ebbtide.plan.profile import needs_of, profile
 from ebbtide.plan.published.transfers import Ground
 from ebbtide.step import Step
 from tests.plan.limits import limit_at

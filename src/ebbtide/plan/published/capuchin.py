@@ -15,7 +15,8 @@ from ebbtide.decisions import Plan
 from ebbtide.errors import PolicyError
 from ebbtide.machine import Machine
 from ebbtide.plan.follow import Move, Trip, follow
-from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Modes, Profile, needs_of, profile
+from ebbtide.plan.needs import KEEP, OFFLOAD, RECOMPUTE, Modes, Profile
+from ebbtide.plan.profile import needs_of, profile
 from ebbtide.plan.published.layers import slot_after, slot_before
 from ebbtide.plan.published.switches import check_count
 from ebbtide.plan.published.transfers import Ground, Queues, clock_with, held_until

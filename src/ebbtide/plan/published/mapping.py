@@ -28,8 +28,9 @@ from ebbtide.decisions import Decision, Plan
 from ebbtide.machine import Link, Machine
 from ebbtide.plan.course import DEEPEST_NESTING
 from ebbtide.plan.judged import judged
+from ebbtide.plan.needs import KEEP, OFFLOAD, RECOMPUTE, Modes
 from ebbtide.plan.problem import Problem
-from ebbtide.plan.profile import KEEP, OFFLOAD, RECOMPUTE, Candidates, Modes, needs_of, profile
+from ebbtide.plan.profile import Candidates, needs_of, profile
 from ebbtide.plan.published.chain import ChainPlan, Fate, fates, store_all
 from ebbtide.plan.published.cut import Cut
 from ebbtide.plan.published.remembered import remembered

@@ -18,7 +18,8 @@ from ebbtide.errors import PlanError, PolicyError
 from ebbtide.machine import Machine
 from ebbtide.plan.course import DEEPEST_NESTING
 from ebbtide.plan.follow import Move
-from ebbtide.plan.profile import OFFLOAD, RECOMPUTE, Profile, needs_of, profile
+from ebbtide.plan.needs import OFFLOAD, RECOMPUTE, Profile
+from ebbtide.plan.profile import needs_of, profile
 from ebbtide.plan.published.layers import forward_readers, is_checkpoint, slot_after, slot_before, turn_moment
 from ebbtide.plan.published.switches import check_choice
 from ebbtide.plan.published.transfers import Ground, Queues, clock_with, held_until

@@ -20,8 +20,9 @@ from ebbtide.errors import PolicyError
 from ebbtide.machine import Machine
 from ebbtide.plan.follow import Move, Trip
 from ebbtide.plan.judged import judged
+from ebbtide.plan.needs import Profile
 from ebbtide.plan.problem import Problem
-from ebbtide.plan.profile import Candidates, Profile
+from ebbtide.plan.profile import Candidates
 from ebbtide.plan.published.remembered import remembered
 from ebbtide.plan.recipes import find_recipes
 from ebbtide.plan.simulate import decisions_of
