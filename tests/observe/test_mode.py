@@ -16,7 +16,7 @@ import torch
 import torch.utils._python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ebbtide.observe.mode import DispatchMode, correct_notes, run_op
+from ebbtide.observe.mode import DispatchMode, correct_mode_flags, run_op
 from ebbtide.observe.wrapped import wraps
 from tests.conftest import modes_left
 from tests.run.wrapper import Doubled
@@ -141,7 +141,7 @@ def test_modes_that_do_not_nest(place: int | None, user_leaves: str) -> None:
         torch.ones(1)
         user.leave()
         assert (user.seen, mode.seen) == (2, 1)
-    correct_notes()
+    correct_mode_flags()
     assert notes() == before
 
 
@@ -159,7 +159,7 @@ def test_interrupt_of_modes_that_do_not_nest(way: str) -> None:
         mode.leave()
         assert dispatch._get_current_dispatch_mode_stack() == [user], f"interrupted before bytecode {moment}"
         user.leave()
-        correct_notes()
+        correct_mode_flags()
         assert notes() == before
         if not hit:
             break

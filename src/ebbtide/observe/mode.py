@@ -1,4 +1,9 @@
-"""A typed base for our dispatch modes: PyTorch's own has no annotations."""
+"""What our dispatch modes have in common: they see every op, and leave no trace.
+
+They are put on and taken off in any order, among modes of the user's, whatever interrupts that; ops that they are shown
+run as they would without them; a forked child has none of them. `torch.inference_mode` is changed so that modes may
+come and go within it.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +41,10 @@ _set_compile_flag = getattr(dispatch, "set_is_in_mode_without_ignore_compile_int
 # The same stack, a mode at a time, without what PyTorch's own functions in Python do besides.
 _push: Callable[[TorchDispatchMode], None] = torch._C._push_on_torch_dispatch_stack
 _pop: Callable[[None], object] = torch._C._pop_torch_dispatch_stack
-_how_many: Callable[[], int] = torch._C._len_torch_dispatch_stack
-_at: Callable[[int], object] = torch._C._get_dispatch_stack_at
-_how_many_functions: Callable[[], int] = torch._C._len_torch_function_stack
-_function_at: Callable[[int], object] = torch._C._get_function_stack_at
+_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_mode_at: Callable[[int], object] = torch._C._get_dispatch_stack_at
+_function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
+_function_mode_at: Callable[[int], object] = torch._C._get_function_stack_at
 DisableTorchDispatch: Any = torch._C._DisableTorchDispatch
 """No mode sees ops in a ``with`` block of it: they take a third of the time."""
 _AsCalled: Any = vars(torch._C)["_RestorePythonTLSSnapshot"]
@@ -54,13 +59,13 @@ nodes_made: Callable[[], int] = vars(torch.autograd)["_get_sequence_nr"]
 
 def is_seen() -> bool:
     """Whether a mode of the user's would see an op on ordinary tensors; not, if it traces what we do, too."""
-    modes, functions = _how_many(), _how_many_functions()
+    modes, functions = _mode_count(), _function_mode_count()
     if not modes and not functions:
         return False
     if in_trace():
         return False
-    are_ours = all(isinstance(_at(index), DispatchMode) for index in range(modes))
-    return not are_ours or not all(isinstance(_function_at(index), DeviceContext) for index in range(functions))
+    are_ours = all(isinstance(_mode_at(index), DispatchMode) for index in range(modes))
+    return not are_ours or not all(isinstance(_function_mode_at(index), DeviceContext) for index in range(functions))
 
 
 @contextlib.contextmanager
@@ -137,9 +142,9 @@ def modes_on() -> list[TorchDispatchMode]:
     return dispatch._get_current_dispatch_mode_stack()
 
 
-def correct_notes() -> None:
-    """Note what is true of the modes on the stack. Each notes on its way off what was true before it was put on, which
-    is wrong where they do not nest."""
+def correct_mode_flags() -> None:
+    """Set PyTorch's flags to what is true of the modes on the stack. Each mode puts back on its way off what was true
+    before it was put on, which is wrong where they do not nest."""
     stack = modes_on()
     for name, is_told in _FLAGS.items():
         setattr(dispatch, name, any(map(is_told, stack)))
@@ -267,7 +272,7 @@ class DispatchMode(_Unnoticed):
         """Undo what PyTorch did of an `enter` or left of a `leave` that was interrupted."""
         mode_is_off(self)
         _arrange([mode for mode in modes_on() if mode is not self and not _is_within(mode, self)])
-        correct_notes()
+        correct_mode_flags()
 
     def enter(self, place: int | None = None) -> None:
         """Begin to see ops.
@@ -295,7 +300,7 @@ class DispatchMode(_Unnoticed):
         Returns:
             Whether it was done. Then `take_off` undoes it.
         """
-        if place is None or _how_many() != place:
+        if place is None or _mode_count() != place:
             return False
         mode_is_on(self)
         _push(self)
@@ -304,8 +309,8 @@ class DispatchMode(_Unnoticed):
     @property
     def is_on_top(self) -> bool:
         """Whether it sees the next op first. A mode that runs an op is not on the stack meanwhile."""
-        top = _how_many() - 1
-        return top >= 0 and _at(top) is self
+        top = _mode_count() - 1
+        return top >= 0 and _mode_at(top) is self
 
     def take_off(self) -> None:
         """Undo `put_on`, wherever this mode is by now."""
@@ -325,7 +330,7 @@ def drop_modes(modes: Sequence[TorchDispatchMode]) -> None:
     """Take these, which are ours, off the stack, as far as they are on it."""
     if any(mode in modes for mode in modes_on()):
         _arrange([mode for mode in modes_on() if mode not in modes])
-        correct_notes()
+        correct_mode_flags()
     for mode in modes:
         mode_is_off(mode)
 

@@ -22,7 +22,7 @@ from ebbtide.errors import RecipeError
 from ebbtide.observe.clock import Clock, Span
 from ebbtide.observe.compiled_calls import compiled_calls
 from ebbtide.observe.ledger import sizes
-from ebbtide.observe.mode import DisableTorchDispatch, correct_notes, is_between_ops, modes_on
+from ebbtide.observe.mode import DisableTorchDispatch, correct_mode_flags, is_between_ops, modes_on
 from ebbtide.observe.passes import in_pass, tell_no_more, tell_of_passes
 from ebbtide.observe.transforms import in_trace, in_transform
 from ebbtide.observe.uncompiled import never_compiled
@@ -106,7 +106,7 @@ class Conductor(Tracker):
         tell_no_more(self._pass_begins)
         self._end_captures()
         if self._capture is not None:
-            correct_notes()
+            correct_mode_flags()
 
     def _pass_begins(self) -> None:
         """Take the mode off, unless calls are captured in this backward pass, or ops counted right through it."""
