@@ -279,7 +279,7 @@ def _check_step(step: Step, name: str) -> None:
             raise RecordError(f"{name}: event {number} is impossible: {event}")
         last = event.tick
     op_moments = step.op_moments()
-    asked = {index + event.tick for index, event in enumerate(step.events) if event.kind == "unpack"}
+    asked = {moment for moment, event in zip(step.event_moments(), step.events, strict=True) if event.kind == "unpack"}
     saved_values = {saved.value for saved in step.saved}
     made = [-1 if value.maker == EXTERNAL else op_moments[value.maker] for value in step.values]
     for number, value in enumerate(step.values):

@@ -1,7 +1,4 @@
-"""What a kind of step holds without a plan, event by event, and which values the plan has away meanwhile.
-
-From both together follows what steps hold that another kind's plan runs: see `ebbtide.run.covering`.
-"""
+"""What kinds of step hold, with and without their plans, event by event."""
 
 from __future__ import annotations
 
@@ -42,7 +39,9 @@ class Gap:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Footprint:
-    """See the module's first lines.
+    """What a kind of step holds without a plan, event by event, and which values the plan has away meanwhile.
+
+    From both together follows what steps hold that another kind's plan runs: see `ebbtide.run.covering`.
 
     Attributes:
         plain: by event, bytes alive at it without a plan.
@@ -72,7 +71,7 @@ def footprint_of(step: Step, decisions: Sequence[Decision], memory: Sequence[int
         step, decisions: what was seen, and what is planned.
         memory: bytes alive at each moment under the plan.
     """
-    gaps, spans = _gaps(step, decisions), _spans(step)
+    gaps, spans = _gaps(step, decisions), spans_of(step)
     plain, moments, op_moments = plain_memory(step), step.event_moments(), step.op_moments()
     besides, between = [], []
     for moment, span, away in zip(moments, spans, _away(gaps, len(moments)), strict=True):
@@ -98,7 +97,7 @@ def _growth_bytes(alive: Sequence[int], between: Sequence[int]) -> int:
     return max((most - before for before, most in zip(alive, between, strict=True)), default=0)
 
 
-def _spans(step: Step) -> list[range]:
+def spans_of(step: Step) -> list[range]:
     """By event, the ticks of the ops up to the next one."""
     return [range(first, end) for first, end in itertools.pairwise((*step.event_ticks(), len(step.ops)))]
 
@@ -108,7 +107,7 @@ def _alive_without_a_plan(step: Step) -> tuple[tuple[int, ...], tuple[int, ...]]
     plain, op_moments = plain_memory(step), step.op_moments()
     most = (
         max((plain[op_moments[tick]] + step.ops[tick].workspace_bytes for tick in span), default=0)
-        for span in _spans(step)
+        for span in spans_of(step)
     )
     return tuple(plain[moment] for moment in step.event_moments()), tuple(most)
 

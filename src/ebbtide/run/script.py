@@ -1,7 +1,5 @@
-"""A plan written out for the conductor: what to do at each save and each request of a step, by index.
-
-All that can be looked up is looked up here, once, so that the hooks only index lists.
-"""
+"""Plans written out for the conductor. All that can be looked up is looked up here, once, so that the hooks only index
+lists."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from ebbtide.errors import PlanError
 from ebbtide.plan.problem import replayable_from
 from ebbtide.run.actions import Actions, actions_of, dropped_later
 from ebbtide.run.calls import KnownOp
-from ebbtide.run.footprint import Footprint, footprint_of
+from ebbtide.run.footprint import Footprint, footprint_of, spans_of
 from ebbtide.run.keys import signature
 from ebbtide.run.stretches import next_saves, one_stretch, shows_nodes_that_ask, stretches
 from ebbtide.step import EXTERNAL, Absence, Event, Saved, Step
@@ -82,7 +80,7 @@ class Form:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Script:
-    """See the module's first lines.
+    """A plan written out for the conductor: what to do at each save and each request of a step, by index.
 
     Attributes:
         saves: by number of the saved tensor.
@@ -320,11 +318,9 @@ def _holds(
 
 
 def _headroom(step: Step, memory: Sequence[int]) -> tuple[int, ...]:
-    moments, op_moments = step.event_moments(), step.op_moments()
-    ticks = [*(event.tick for event in step.events), len(step.ops)]
+    op_moments = step.op_moments()
     headroom = []
-    for index, moment in enumerate(moments):
-        span = range(ticks[index], ticks[index + 1])
+    for moment, span in zip(step.event_moments(), spans_of(step), strict=True):
         most = max((memory[op_moments[t]] + step.ops[t].workspace_bytes for t in span), default=0)
         headroom.append(max(0, most - memory[moment]))
     return tuple(headroom)
