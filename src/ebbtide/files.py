@@ -21,7 +21,7 @@ def write_whole(path: str | Path, data: bytes) -> None:
 
     A new file takes the place of the former one, at once and with the same permissions. Devices and pipes are written
     to, as are files in directories that are not to be written to; what is open in this process, such as
-    ``/dev/stdout``, is gone on with. Raises `OSError`, which names the file as given.
+    ``/dev/stdout``, is appended to. Raises `OSError`, which names the file as given.
     """
     try:
         descriptor = _open_descriptor(Path(path))

@@ -125,7 +125,7 @@ def _again(
     away: Mapping[int, list[tuple[int, int]]],
     more_seconds: float,
 ) -> Again:
-    """The same for one value, made again between the events ``moment`` and ``last``."""
+    """What every recipe of ``target`` takes at least, run between the events ``moment`` and ``last``."""
     values = facts.step.values
     if values[target].storage in facts.external:
         return Again(math.inf)

@@ -14,7 +14,8 @@ LONGEST_RECIPE = 12
 LONGEST_DEEPER = 64
 """Ops in a deeper recipe at most."""
 NEAREST = 4
-"""How many times a deeper recipe may go further back and be told whatever it reads."""
+"""A deeper recipe that goes back more often than this is returned only if it reads at most one value, external ones
+apart."""
 
 
 def find_recipes(step: Step, banned: Set[int] = frozenset()) -> list[tuple[int, ...] | None]:
@@ -40,7 +41,7 @@ def deeper_recipes(
 
     Where little memory is left, what a recipe reads has to be brought back for it, and then stays. A deeper recipe
     makes it again instead, and drops it at once. Each of these makes again what the one before read and was made last.
-    Of those that go back more than `NEAREST` times, only the ones that read a single value, or none, are told.
+    Of those that go back more than `NEAREST` times, only the ones that read a single value, or none, are returned.
 
     Args:
         facts: the step.

@@ -31,11 +31,6 @@ class PeakMeter(DispatchMode):
 
     Args:
         tiers: those whose loads count; None for all. A budget in another thread may load meanwhile.
-
-    Attributes:
-        peak_bytes: the most bytes that were ever alive, those at rest included.
-        resting_bytes: bytes of the storages that the block touched but did not make.
-        end_bytes: bytes alive at the end.
     """
 
     def __init__(self, tiers: Collection[object] | None = None) -> None:
@@ -48,18 +43,21 @@ class PeakMeter(DispatchMode):
 
     @property
     def peak_bytes(self) -> int:
+        """The most bytes that were ever alive, those at rest included."""
         return self._ledger.peak_bytes
 
     @property
     def resting_bytes(self) -> int:
+        """Bytes of the storages that the block touched but did not make."""
         return self._ledger.resting_bytes
 
     def rest(self) -> list[StorageRecord]:
-        """Those of these storages that live."""
+        """The storages that were there before the block, were touched in it, and still live."""
         return self._ledger.at_rest()
 
     @property
     def end_bytes(self) -> int:
+        """Bytes alive at the end of the block, those at rest included."""
         return self._ledger.live_bytes
 
     def __enter__(self) -> PeakMeter:

@@ -138,7 +138,7 @@ class CudaClock:
         return bool(mark.query())
 
     def seconds(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
-        """See `Clock.seconds`. What there is between two marks with nothing between them is left out."""
+        """See `Clock.seconds`. The time between two marks that have nothing between them is subtracted."""
         if self._empty_seconds is None:
             self._empty_seconds = self._measure_empty()
         earlier.synchronize()
