@@ -60,15 +60,15 @@ def keep_local(blocks: Sequence[Block], layout: Layout, threads: int, alignment_
     born, dies, sizes = columns(blocks, alignment_bytes)
     order = np.argsort(born, kind="stable")
     written = np.concatenate([[0], np.cumsum(sizes[order])]).astype(np.float64)
-    born_at, died_at = (written[np.searchsorted(born[order], times)] for times in (born, dies))
+    bytes_at_birth, bytes_at_death = (written[np.searchsorted(born[order], times)] for times in (born, dies))
     by_death = np.argsort(dies, kind="stable")
-    dead = np.searchsorted(dies[by_death], born, side="right")
+    dead_before = np.searchsorted(dies[by_death], born, side="right")
     offsets = np.array(layout.offsets, dtype=np.int64)
-    shares = threads if threads > 1 else 0
-    lives = born, dies, sizes, born_at, died_at
+    threads = threads if threads > 1 else 0  # whatever is in a cache is in that of the only one
+    lives = born, dies, sizes, bytes_at_birth, bytes_at_death
     for _ in range(min(PASSES, WORK // max(1, len(blocks)) ** 2)):
         moved = compiled(_move_all)(
-            offsets, *lives, order, by_death, dead, shares, alignment_bytes, layout.footprint_bytes
+            offsets, *lives, order, by_death, dead_before, threads, alignment_bytes, layout.footprint_bytes
         )
         if not moved:
             break
@@ -83,26 +83,36 @@ def _cost(
     place: int,
     offsets: Ints,
     sizes: Ints,
-    born_at: Floats,
-    died_at: Floats,
+    bytes_at_birth: Floats,
+    bytes_at_death: Floats,
     by_death: Ints,
-    dead: Ints,
-    shares: int,
+    dead_before: Ints,
+    threads: int,
 ) -> float:
-    """What it costs to write ``block`` at ``place``: a share of its bytes, times these."""
+    """What it costs to write ``block`` at ``place``: a share of its bytes, times these.
+
+    Args:
+        block, place: number of the block, and the offset that is tried, in bytes.
+        offsets, sizes: of all blocks, in bytes.
+        bytes_at_birth, bytes_at_death: by block, how many bytes all blocks had been born with when it was born, and
+            when it died.
+        by_death: numbers of the blocks in the order in which they die.
+        dead_before: by block, how many had died when it was born: the first so many of ``by_death``.
+        threads: among how many a tensor is shared out; 0 if that does not matter.
+    """
     cost = 0.0
     for sample in range(SAMPLES):
         part = (sample + 0.5) / SAMPLES
         point = place + part * sizes[block]
         here = COLD
-        for i in range(dead[block] - 1, -1, -1):
+        for i in range(dead_before[block] - 1, -1, -1):
             former = by_death[i]
-            age = born_at[block] - died_at[former]
+            age = bytes_at_birth[block] - bytes_at_death[former]
             if age >= CACHE_BYTES:
                 break
             if offsets[former] <= point < offsets[former] + sizes[former]:
                 other_part = (point - offsets[former]) / sizes[former]
-                here = max(min(FAR, shares * abs(part - other_part)), COLD * age / CACHE_BYTES)
+                here = max(min(FAR, threads * abs(part - other_part)), COLD * age / CACHE_BYTES)
                 break
         cost += here
     return float(cost / SAMPLES * sizes[block])
@@ -127,23 +137,23 @@ def _move_all(
     born: Ints,
     dies: Ints,
     sizes: Ints,
-    born_at: Floats,
-    died_at: Floats,
+    bytes_at_birth: Floats,
+    bytes_at_death: Floats,
     order: Ints,
     by_death: Ints,
-    dead: Ints,
-    shares: int,
+    dead_before: Ints,
+    threads: int,
     alignment_bytes: int,
     footprint_bytes: int,
 ) -> int:
     """Move each block to its best place, if that is better than its own. Returns how many moved."""
     moved = 0
     for block in order:
-        seen = offsets, sizes, born_at, died_at, by_death, dead, shares
+        seen = offsets, sizes, bytes_at_birth, bytes_at_death, by_death, dead_before, threads
         least = (1 - WORTH) * _cost(block, offsets[block], *seen)
         best = offsets[block]
         starts, ends = _gaps(block, offsets, born, dies, sizes, footprint_bytes)
-        lately = by_death[max(0, dead[block] - LATELY) : dead[block]]
+        lately = by_death[max(0, dead_before[block] - LATELY) : dead_before[block]]
         wanted = np.concatenate(
             (starts, ends - sizes[block], offsets[lately], offsets[lately] + sizes[lately] - sizes[block])
         )
