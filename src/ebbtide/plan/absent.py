@@ -21,16 +21,26 @@ NEGLIGIBLE = 1e-3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Absences:
-    """Absences in the program, as columns: moments, bytes, first slots, seconds of recomputation, place in the step."""
+    """Absences in the program, as columns.
+
+    Attributes:
+        number: which absence of the step it is.
+        size_bytes: of its value.
+        opens, closes: as in the step, moments.
+        out: slot at which its copy out is queued.
+        release: first slot at which it can be released.
+        movable: whether there is a link that it may take, and time for it to be back.
+        replay_seconds: time of what every recipe of it runs again at least; infinite if there is none.
+    """
 
     number: Ints
-    size: Floats
+    size_bytes: Floats
     opens: Ints
     closes: Ints
     out: Ints
     release: Ints
     movable: Mask
-    replay: Floats
+    replay_seconds: Floats
 
     def some(self, chosen: Mask | Ints) -> Absences:
         """Part of them."""
@@ -47,7 +57,7 @@ def absences_of(problem: Problem, banned: Set[int]) -> tuple[Absences, Floats]:
     chosen = [step.absences[number] for number in numbers]
     out, release, movable = first_slots(problem, numbers)
     again = computed_again(facts, banned, more_seconds=problem.machine.replay_seconds)
-    replay = np.array([one.seconds for one in again])[numbers]
+    replay_seconds = np.array([one.seconds for one in again])[numbers]
     every = Absences(
         numbers,
         np.array([step.values[absence.value].size_bytes for absence in chosen], dtype=np.float64),
@@ -56,17 +66,17 @@ def absences_of(problem: Problem, banned: Set[int]) -> tuple[Absences, Floats]:
         out,
         release,
         movable & bool(problem.routes),
-        replay,
+        replay_seconds,
     )
-    every = every.some(every.movable | np.isfinite(every.replay))
-    order = np.argsort(every.size, kind="stable")
-    moved_bytes = np.cumsum(every.size[order])
+    every = every.some(every.movable | np.isfinite(every.replay_seconds))
+    order = np.argsort(every.size_bytes, kind="stable")
+    moved_bytes = np.cumsum(every.size_bytes[order])
     above_rest = float(problem.plain.max(initial=0) - problem.resting_bytes)
     small = np.union1d(order[moved_bytes <= NEGLIGIBLE * above_rest], np.flatnonzero(problem.spans.final[every.number]))
     plain = problem.plain.astype(np.float64)
     change = np.zeros(step.moments + 1)
-    np.subtract.at(change, every.opens[small], every.size[small])
-    np.add.at(change, every.closes[small], every.size[small])
+    np.subtract.at(change, every.opens[small], every.size_bytes[small])
+    np.add.at(change, every.closes[small], every.size_bytes[small])
     left = np.ones(len(order), dtype=np.bool_)
     left[small] = False
     return every.some(left), plain + np.cumsum(change)[:-1]
@@ -92,19 +102,19 @@ class Needed:
 
 def needed_absences(problem: Problem, absences: Absences, excess: Floats) -> Needed:
     """Which values have to be absent: rule 11. ``excess`` are plain bytes less the limit."""
-    count, events = len(absences.size), np.array(problem.facts.event_moments, dtype=np.int64)
-    begin = np.where(np.isfinite(absences.replay), absences.opens, absences.release)
+    count, events = len(absences.size_bytes), np.array(problem.facts.event_moments, dtype=np.int64)
+    begin = np.where(np.isfinite(absences.replay_seconds), absences.opens, absences.release)
     change = np.zeros(len(excess) + 1)
-    np.add.at(change, begin, absences.size)
-    np.subtract.at(change, absences.closes, absences.size)
+    np.add.at(change, begin, absences.size_bytes)
+    np.subtract.at(change, absences.closes, absences.size_bytes)
     spare = np.cumsum(change)[:-1] - excess
     spare[events] = np.inf
-    tight = np.flatnonzero(spare < absences.size.max(initial=0.0))
+    tight = np.flatnonzero(spare < absences.size_bytes.max(initial=0.0))
     leaves_by, back_from = np.full(count, len(excess) - 1), np.zeros(count, dtype=np.int64)
     needed = np.zeros(count, dtype=np.bool_)
     bounds = np.searchsorted(tight, np.stack((begin, absences.closes)))
     for number, (first, last) in enumerate(bounds.T.tolist()):
-        held = tight[first:last][spare[tight[first:last]] < absences.size[number]]
+        held = tight[first:last][spare[tight[first:last]] < absences.size_bytes[number]]
         if held.size:
             needed[number] = True
             leaves_by[number] = events[max(0, int(np.searchsorted(events, held[0])) - 1)]

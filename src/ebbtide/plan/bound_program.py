@@ -134,7 +134,7 @@ def formulate(problem: Problem, limit_bytes: int | Ints, banned: Set[int], most_
 def _load_seconds(problem: Problem, absences: Absences) -> dict[int, float]:
     """By absence the least time of a load, over all tiers; infinite if it cannot be loaded."""
     links = [back for _, back in problem.routes.values()]
-    size, numbers = absences.size.astype(np.int64).tolist(), absences.number.tolist()
+    size, numbers = absences.size_bytes.astype(np.int64).tolist(), absences.number.tolist()
     return {
         number: min((link.seconds(bytes_) for link in links), default=math.inf) if movable else math.inf
         for number, bytes_, movable in zip(numbers, size, absences.movable.tolist(), strict=True)
@@ -147,11 +147,11 @@ class _Builder(Reading):
     def __init__(self, given: Given, reads: Sequence[Read], excess: Floats) -> None:
         super().__init__(given, reads)
         absences = given.absences
-        self.size = np.minimum(absences.size, max(float(excess.max()), 1.0)) / self.unit_bytes
+        self.size = np.minimum(absences.size_bytes, max(float(excess.max()), 1.0)) / self.unit_bytes
         self.moments, self.kinds = memory_rows(excess, self.blocks, absences.closes)
         self.memory = self.program.rows(excess[self.moments] / self.unit_bytes, np.inf, len(self.moments))
-        least_bytes = max(LARGE * absences.size.max(initial=0.0), MATTERS * float(excess.max()))
-        self.large = absences.size >= least_bytes
+        least_bytes = max(LARGE * absences.size_bytes.max(initial=0.0), MATTERS * float(excess.max()))
+        self.large = absences.size_bytes >= least_bytes
         self.counted, numbers = self._whole(excess)
         self.counts = self.program.rows(numbers, np.inf, len(numbers))
 
@@ -160,8 +160,8 @@ class _Builder(Reading):
         absences, found = self.absences, []
         for moment in self.moments[self.kinds == AFTER].tolist():
             here = (absences.opens <= moment) & (moment < absences.closes)
-            missing = excess[moment] - absences.size[here & ~self.large].sum()
-            largest = np.cumsum(np.sort(absences.size[here & self.large])[::-1])
+            missing = excess[moment] - absences.size_bytes[here & ~self.large].sum()
+            largest = np.cumsum(np.sort(absences.size_bytes[here & self.large])[::-1])
             number = int(np.searchsorted(largest, missing * (1 - 1e-12))) + 1
             if missing > 0 and number <= len(largest):
                 found.append((moment, number))

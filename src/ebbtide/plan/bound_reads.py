@@ -63,7 +63,7 @@ def reads_of(
         by_value.setdefault(step.absences[number].value, []).append(where)
     found = []
     for reader, number in enumerate(absences.number.tolist()):
-        if math.isinf(absences.replay[reader]):
+        if math.isinf(absences.replay_seconds[reader]):
             continue
         runs_from, runs_by = needed.again_from[reader], absences.closes[reader]
         for value in again[number].reads:

@@ -51,7 +51,7 @@ class Rows:
 
     Args:
         given: what it is about; its parts are attributes here, too.
-        longer_seconds: by how much recipes can be longer than `Absences.replay`, as far as the program says.
+        longer_seconds: by how much recipes can be longer than `Absences.replay_seconds`, as far as the program says.
 
     Attributes:
         unit_seconds, unit_bytes: what 1 means.
@@ -67,15 +67,16 @@ class Rows:
         self.blocks = given.blocks
         self.needed, self.returns = given.needed, given.returns
         links = [link for route in problem.routes.values() for link in route]
-        moved = math.fsum(link.seconds(size) for link in links for size in absences.size[absences.movable].tolist())
+        sizes = absences.size_bytes[absences.movable].tolist()
+        moved = math.fsum(link.seconds(size) for link in links for size in sizes)
         # Where transfers take far longer than compute, they set the unit: numbers that are too large or too far apart
         # make the solver call programs infeasible that have a solution.
         self.unit_seconds = max(problem.step.plain_seconds, LEAST_SHARE * moved, 1e-9) / 100
         self.unit_bytes = max(float(problem.plain.max(initial=0)) - problem.resting_bytes, 1.0) / 100
         every = [self._link_seconds(link, absences.movable) for link in links]
         slowed = [self._lost_seconds(link, seconds) for link, seconds in zip(links, every, strict=True)]
-        can_replay = np.isfinite(absences.replay)
-        self.replay = absences.replay[can_replay] / self.unit_seconds
+        can_replay = np.isfinite(absences.replay_seconds)
+        self.replay = absences.replay_seconds[can_replay] / self.unit_seconds
         self.replayed = np.flatnonzero(can_replay)
         self.stall_limit = 2 * sum(float(seconds.sum()) for seconds in every)
         self.extra = float(self.replay.sum()) + sum(float(seconds.sum()) for seconds in slowed)
@@ -92,7 +93,7 @@ class Rows:
 
     def _link_seconds(self, link: Link, chosen: Mask) -> Floats:
         """Time of a transfer of each chosen absence."""
-        seconds = link.latency_seconds + self.absences.size[chosen] / link.bandwidth_bytes_per_second
+        seconds = link.latency_seconds + self.absences.size_bytes[chosen] / link.bandwidth_bytes_per_second
         return seconds / self.unit_seconds
 
     def _lost_seconds(self, link: Link, seconds: Floats) -> Floats:

@@ -49,7 +49,7 @@ class Single(Rows):
             back_from, closes = int(needed.back_from[number]), int(absences.closes[number])
             self._delayed(opens, leaves_by, columns[: len(tiers)], out_seconds - (clock[leaves_by] - clock[opens]))
             plain = float(clock[closes] - clock[back_from])
-            again = absences.replay[number] / self.unit_seconds
+            again = absences.replay_seconds[number] / self.unit_seconds
             delays = np.array([*(in_seconds - plain), again][: len(columns)])
             self._delayed(back_from, closes, columns, delays)
             if np.isfinite(again) and not self.blocks.merged:
@@ -59,7 +59,7 @@ class Single(Rows):
     def add_crowds(self, excess: Floats, moments: Ints) -> None:
         """Large values that cannot all be held at some of ``moments``: rule 13."""
         absences, links = self.absences, list(self.problem.routes.values())
-        seconds = np.full((2, len(links), len(absences.size)), np.inf)
+        seconds = np.full((2, len(links), len(absences.size_bytes)), np.inf)
         for tier, route in enumerate(links):
             for way, link in enumerate(route):
                 seconds[way, tier, absences.movable] = self._link_seconds(link, absences.movable)
@@ -112,9 +112,8 @@ class Single(Rows):
             row = self.program.rows(float(clock[begin] - clock[end]), np.inf, 1)
             self._delay(np.repeat(row, len(groups)), groups, 1.0)
             self.program.put(np.repeat(row, len(columns)), columns, -seconds[rank[others]])
-            self.program.put(
-                row, np.array(self.columns_of[number][-1:]), np.array([-absences.replay[number] / self.unit_seconds])
-            )
+            replay = np.array([-absences.replay_seconds[number] / self.unit_seconds])
+            self.program.put(row, np.array(self.columns_of[number][-1:]), replay)
 
     def _returned(self, number: int, columns: Ints, delays: Floats, plain: float, where: Mapping[int, int]) -> None:
         """What is computed again comes back after what it is computed from: rule 12."""

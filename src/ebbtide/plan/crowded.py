@@ -54,18 +54,18 @@ def crowds_of(
     """
     clock, slots = problem.clock, np.array(problem.facts.slots, dtype=np.int64)
     events = np.array(problem.facts.event_moments, dtype=np.int64)
-    begin = np.where(np.isfinite(absences.replay), absences.opens, absences.release)
+    begin = np.where(np.isfinite(absences.replay_seconds), absences.opens, absences.release)
     found: dict[Crowd, None] = {}
     for moment in moments[moments < events[-1]].tolist():
         here = np.flatnonzero((begin <= moment) & (moment < absences.closes))
-        spare = float(absences.size[here].sum() - excess[moment])
+        spare = float(absences.size_bytes[here].sum() - excess[moment])
         slot = int(slots[max(0, int(np.searchsorted(slots, moment)) - 1)])
         event = int(events[np.searchsorted(events, moment)])
         gone = absences.movable[here] & (absences.release[here] <= moment)
         came = ~gone | (clock[slot] - clock[absences.out[here]] < out_seconds[here])
         soon = ~came & (clock[absences.closes[here]] - clock[event] < in_seconds[here])
         for held in range(MOST_HELD + 1):
-            chosen = (came | soon) & (absences.size[here] * (held + 1) > spare * (1 + 1e-9))
+            chosen = (came | soon) & (absences.size_bytes[here] * (held + 1) > spare * (1 + 1e-9))
             if int(chosen.sum()) > held:
                 columns = (here[chosen].tolist(), gone[chosen].tolist(), soon[chosen].tolist())
                 rows = zip(*columns, strict=True)
