@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ebbtide.observe import lengths, mode
+from ebbtide.observe import ctc_loss, mode
 from ebbtide.observe.mode import is_between_ops, modes_on
 from ebbtide.observe.schema import operator_info
 from ebbtide.run.capture import CaptureMode, is_clear
@@ -252,4 +252,4 @@ def test_an_interrupt_as_the_mode_is_put_on_or_taken_off_leaves_nothing(monkeypa
                 on_and_off(capture)
         capture.end()
         assert modes_on() == []
-        assert torch.ctc_loss is lengths._original
+        assert torch.ctc_loss is ctc_loss._original

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
+from ebbtide.observe.cross_entropy import stand_in_for_cross_entropy
 from ebbtide.observe.leaves import show_leaves
-from ebbtide.observe.smoothing import weigh_as_ever
 
 _autograd: Any = torch._C._autograd
 _disable, _enable = _autograd._saved_tensors_hooks_disable, _autograd._saved_tensors_hooks_enable
@@ -62,7 +62,7 @@ def any_on() -> bool:
 def push_hooks(pack: Pack, unpack: Show) -> None:
     """From now on autograd saves through these hooks. Raises `RuntimeError` where hooks are `disabled`."""
     show_leaves()
-    weigh_as_ever()
+    stand_in_for_cross_entropy()
     _ours.on.append((pack, unpack))  # first, so that they are known wherever an interrupt comes
     _autograd._push_saved_tensors_default_hooks(pack, unpack)
     _autograd._saved_tensors_hooks_disable, _autograd._saved_tensors_hooks_enable = _step_aside, _come_back

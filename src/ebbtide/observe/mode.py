@@ -18,7 +18,7 @@ import torch.utils._python_dispatch as dispatch
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ebbtide.observe.lengths import mode_is_off, mode_is_on
+from ebbtide.observe.ctc_loss import mode_is_off, mode_is_on
 from ebbtide.observe.schema import CALLING_OTHERS
 from ebbtide.observe.transforms import in_trace
 from ebbtide.observe.uncompiled import never_compiled

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-import ebbtide.observe.smoothing
-from ebbtide.observe.smoothing import weigh_as_ever
+import ebbtide.observe.cross_entropy
+from ebbtide.observe.cross_entropy import stand_in_for_cross_entropy
 from tests.observe.test_mode import Nothing, User
 from tests.run.harness import identical
 
@@ -58,10 +58,10 @@ def same(some: list[Tensor], others: list[Tensor]) -> bool:
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_mode_changes_nothing(shape: str, kind: torch.dtype, mixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    weigh_as_ever()
+    stand_in_for_cross_entropy()
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
         with monkeypatch.context() as pytorch:
-            pytorch.setattr(torch._C._nn, "cross_entropy_loss", ebbtide.observe.smoothing._original)
+            pytorch.setattr(torch._C._nn, "cross_entropy_loss", ebbtide.observe.cross_entropy._original)
             plain = found(SHAPES[shape], kind, contextlib.nullcontext())
             by_pytorch = found(SHAPES[shape], kind, Nothing())
         assert same(found(SHAPES[shape], kind, Nothing()), plain)
@@ -71,7 +71,7 @@ def test_a_mode_changes_nothing(shape: str, kind: torch.dtype, mixed: bool, monk
 
 def test_pytorch_itself_rounds_otherwise_under_a_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or there would be nothing to mend."""
-    monkeypatch.setattr(torch._C._nn, "cross_entropy_loss", ebbtide.observe.smoothing._original)
+    monkeypatch.setattr(torch._C._nn, "cross_entropy_loss", ebbtide.observe.cross_entropy._original)
 
     def loss(shape: str, seed: int, under: AbstractContextManager[object]) -> Tensor:
         return found(SHAPES[shape], torch.float32, under, seed)[0]
@@ -81,7 +81,7 @@ def test_pytorch_itself_rounds_otherwise_under_a_mode(monkeypatch: pytest.Monkey
 
 
 def test_other_losses_are_pytorchs_own() -> None:
-    weigh_as_ever()
+    stand_in_for_cross_entropy()
     given, right, weights = scores((256, 100), torch.float32)
     right = right.masked_fill(right == 255, 3)
     with Nothing():
@@ -94,7 +94,7 @@ def test_other_losses_are_pytorchs_own() -> None:
 
 
 def test_it_can_be_scripted_and_compiled_whole() -> None:
-    weigh_as_ever()
+    stand_in_for_cross_entropy()
 
     def loss(given: Tensor, right: Tensor, weights: Tensor) -> Tensor:
         return F.cross_entropy(given, right, weights, label_smoothing=0.1, ignore_index=255)
@@ -112,7 +112,7 @@ def test_a_function_in_its_place_is_left_alone(monkeypatch: pytest.MonkeyPatch) 
         return "another's"
 
     monkeypatch.setattr(torch._C._nn, "cross_entropy_loss", other)
-    weigh_as_ever()
+    stand_in_for_cross_entropy()
     given, right, weights = scores((256, 100), torch.float32)
     with Nothing():
         assert F.cross_entropy(given, right, weights, label_smoothing=0.1) == "another's"
@@ -120,8 +120,8 @@ def test_a_function_in_its_place_is_left_alone(monkeypatch: pytest.MonkeyPatch) 
 
 def test_autocast_looks_at_each_op_where_it_does_not_know_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CUDA, whose autocast has float numbers for `nll_loss`, and for sums that name no type."""
-    assert not ebbtide.observe.smoothing._is_cast_whole("cuda")
-    weigh_as_ever()
+    assert not ebbtide.observe.cross_entropy._is_cast_whole("cuda")
+    stand_in_for_cross_entropy()
     seen: list[torch.dtype] = []
     original = torch.log_softmax
 
@@ -131,7 +131,7 @@ def test_autocast_looks_at_each_op_where_it_does_not_know_the_whole(monkeypatch:
 
     monkeypatch.setattr(torch, "log_softmax", log_softmax)
     for whole in (True, False):
-        monkeypatch.setattr(ebbtide.observe.smoothing, "_is_cast_whole", lambda _device, whole=whole: whole)
+        monkeypatch.setattr(ebbtide.observe.cross_entropy, "_is_cast_whole", lambda _device, whole=whole: whole)
         with torch.autocast("cpu", torch.bfloat16), Nothing():
             found(SHAPES["rows"], torch.bfloat16, contextlib.nullcontext())
     assert seen == [torch.float32, torch.bfloat16]

@@ -25,7 +25,7 @@ _MEAN = 1
 """How PyTorch numbers this way to reduce a loss."""
 
 
-def weigh_as_ever() -> None:
+def stand_in_for_cross_entropy() -> None:
     """From now on `torch.nn.functional.cross_entropy` computes as it does without a mode."""
     global _original
     found = _nn.cross_entropy_loss
