@@ -11,14 +11,11 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from ebbtide.arrays import Ints
+from ebbtide.arrays import Ints, Mask
 from ebbtide.place.layout import FOREVER
 from ebbtide.run.native import arena_library
 from ebbtide.run.roomy import sizes_with_room
-
-Bools = npt.NDArray[np.bool_]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,7 +31,7 @@ class Recording:
     sizes: Ints
     born: Ints
     dies: Ints
-    written: Bools
+    written: Mask
 
     @classmethod
     def taken(cls) -> Recording:

@@ -14,8 +14,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ebbtide.arrays import Ints
 from ebbtide.run.safe import LEAST_MOVED_BYTES
 from ebbtide.step import Op, Saved, Step, Value
 
@@ -52,7 +52,7 @@ def fits(step: Step, room: Step) -> bool:
     )
 
 
-def sizes_with_room(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+def sizes_with_room(sizes: Ints) -> Ints:
     """By column what has room for each of ``sizes`` and for others that vary as they do; no more than `MOST_TIMES` the
     largest if one row has the largest throughout. What does not vary has no room.
 
@@ -115,18 +115,18 @@ def in_place_of(samples: Sequence[Step], limit_bytes: int, is_many: bool) -> Ite
             yield largest
 
 
-def _value_sizes(steps: Sequence[Step]) -> NDArray[np.int64]:
+def _value_sizes(steps: Sequence[Step]) -> Ints:
     return np.array([[value.size_bytes for value in step.values] for step in steps], np.int64)
 
 
-def _with_room(numbers: NDArray[np.int64], least: float, most: float) -> NDArray[np.int64]:
+def _with_room(numbers: Ints, least: float, most: float) -> Ints:
     """By column the largest of all rows, and more where they differ: what a normal distribution hardly ever passes, but
     at least and at most so many times the largest.
 
     A few rows tell little of how a column varies: it is taken to vary as all do on average, by share of its mean, or
     more if it does.
     """
-    room: NDArray[np.int64] = numbers.max(axis=0)
+    room: Ints = numbers.max(axis=0)
     varies = numbers.min(axis=0) < room
     if varies.any():
         largest = room[varies]

@@ -15,8 +15,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 import numpy as np
-import numpy.typing as npt
 
+from ebbtide.arrays import Floats, Ints
 from ebbtide.errors import SequenceError
 from ebbtide.sequence.schedules.binomial import forward_steps, forward_steps_table, reach
 from ebbtide.sequence.schedules.records import (
@@ -37,9 +37,6 @@ from ebbtide.sequence.schedules.revolve import revolve
 TABLE_STEPS = 20_000
 """Longest chain, or period, that tables are made for: quadratic time, about a second."""
 
-Times = npt.NDArray[np.float64]
-Distances = npt.NDArray[np.int64]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DiskCosts:
@@ -59,13 +56,13 @@ class DiskCosts:
         check_times(forward=self.forward, reverse=self.reverse, write=self.write, read=self.read)
 
 
-def memory_times(longest: int, states: int, costs: DiskCosts) -> Times:
+def memory_times(longest: int, states: int, costs: DiskCosts) -> Floats:
     """``memory[0..longest]``."""
     reverses = costs.reverse * np.arange(1, longest + 2)
     return np.asarray(forward_steps_table(longest + 1, states)[1:] * costs.forward + reverses)
 
 
-def once_times(longest: int, states: int, costs: DiskCosts) -> tuple[Times, Distances]:
+def once_times(longest: int, states: int, costs: DiskCosts) -> tuple[Floats, Ints]:
     """``once[0..longest]`` and its distances. Time O(longest^2)."""
     memory = memory_times(longest, states, costs)
     once, advance = memory.copy(), np.zeros(longest + 1, dtype=np.int64)
@@ -79,7 +76,7 @@ def once_times(longest: int, states: int, costs: DiskCosts) -> tuple[Times, Dist
     return once, advance
 
 
-def disk_times(longest: int, states: int, costs: DiskCosts, once: Times) -> tuple[Times, Distances]:
+def disk_times(longest: int, states: int, costs: DiskCosts, once: Floats) -> tuple[Floats, Ints]:
     """``disk[0..longest]`` and its distances. Time O(longest^2)."""
     disk = memory_times(longest, states, costs)
     advance = np.zeros(longest + 1, dtype=np.int64)
@@ -92,7 +89,7 @@ def disk_times(longest: int, states: int, costs: DiskCosts, once: Times) -> tupl
     return disk, advance
 
 
-def reverse_from_disk(start: int, stop: int, states: int, tier: str, advance: Distances) -> Iterator[Record]:
+def reverse_from_disk(start: int, stop: int, states: int, tier: str, advance: Ints) -> Iterator[Record]:
     """Reverse ``stop - 1, ..., start`` by 1D-Revolve: state ``start`` is on ``tier`` and is the working state."""
     while (distance := int(advance[stop - start - 1])) > 0:
         yield Advance(start, start + distance)
@@ -102,7 +99,7 @@ def reverse_from_disk(start: int, stop: int, states: int, tier: str, advance: Di
     yield from revolve(start, stop, states)
 
 
-def steps_from_disk(length: int, states: int, advance: Distances) -> int:
+def steps_from_disk(length: int, states: int, advance: Ints) -> int:
     """Forward steps of `reverse_from_disk` for ``length`` steps."""
     steps = 0
     while (distance := int(advance[length - 1])) > 0:
@@ -146,8 +143,8 @@ class DiskRevolve(Schedule):
 
     seconds: float = dataclasses.field(init=False, compare=False)
     """Time of all steps and transfers, in the unit of the costs."""
-    _once_advance: Distances = dataclasses.field(init=False, compare=False, repr=False)
-    _disk_advance: Distances = dataclasses.field(init=False, compare=False, repr=False)
+    _once_advance: Ints = dataclasses.field(init=False, compare=False, repr=False)
+    _disk_advance: Ints = dataclasses.field(init=False, compare=False, repr=False)
 
     @property
     def stored(self) -> list[int]:
@@ -216,7 +213,7 @@ class PeriodicDiskRevolve(Schedule):
 
     seconds: float = dataclasses.field(init=False, compare=False)
     """Time of all steps and transfers, in the unit of the costs."""
-    _advance: Distances = dataclasses.field(init=False, compare=False, repr=False)
+    _advance: Ints = dataclasses.field(init=False, compare=False, repr=False)
 
     @property
     def parts(self) -> int:

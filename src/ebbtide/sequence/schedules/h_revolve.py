@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbtide.arguments import as_whole
+from ebbtide.arrays import Floats, Mask
 from ebbtide.errors import SequenceError
 from ebbtide.sequence.schedules.records import (
     Advance,
@@ -41,8 +42,8 @@ from ebbtide.sequence.schedules.records import (
 TABLE_WORK = 2_000_000_000
 """Most terms of all minima, ``slots x n^2 / 2``: a few seconds."""
 
-Times = npt.NDArray[np.float64]
-Distances = npt.NDArray[np.int32]
+_Advances = npt.NDArray[np.int32]
+"""Steps to advance by; whole numbers of this size halve the tables of them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,9 +71,9 @@ class Level:
 class _Table:
     """``least`` of one level by (slots, l), whether that stores, and how far ``stored`` advances (0: a level down)."""
 
-    least: Times
-    stores: npt.NDArray[np.bool_]
-    advance: Distances
+    least: Floats
+    stores: Mask
+    advance: _Advances
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +175,7 @@ def _tables(n: int, levels: tuple[Level, ...], forward: float, reverse: float) -
     return tuple(tables)
 
 
-def _table(level: Level, below: Times, forward: float) -> _Table:
+def _table(level: Level, below: Floats, forward: float) -> _Table:
     """One level on top of those whose least times are ``below``. Time O(slots n^2), a row of minima at a time."""
     n = len(below)
     unlimited = level.slots is None
