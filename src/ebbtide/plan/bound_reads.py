@@ -172,6 +172,9 @@ class Reading(Single):
 
 def _parts(rows: Sequence[tuple[int, int, float, int]]) -> Parts:
     which, columns, signs, moments = zip(*rows, strict=True) if rows else ((), (), (), ())
-    numbers = (np.array(found, dtype=np.int64) for found in (which, columns, moments))
-    first, second, third = numbers
-    return Parts(first, second, np.array(signs, dtype=np.float64), third)
+    return Parts(
+        np.array(which, dtype=np.int64),
+        np.array(columns, dtype=np.int64),
+        np.array(signs, dtype=np.float64),
+        np.array(moments, dtype=np.int64),
+    )

@@ -189,7 +189,7 @@ def _deeper(
 ) -> list[list[tuple[int, ...]]]:
     """The deeper recipes of large candidates, and of ``at_least`` so many."""
     step = problem.step
-    never = {step.absences[number].value for number in banned}
+    never = step.values_of(banned)
     least_bytes = DEEPENED * (int(problem.plain.max()) - limit_bytes)
     deeper: list[list[tuple[int, ...]]] = [[] for _ in candidates.absence]
     large = candidates.size_bytes >= least_bytes

@@ -158,7 +158,7 @@ class Loop:
     def tune(self, *, exact: bool) -> None:
         """Set the allocator of RAM for steps, or for the first of all, until `close`, or as long as this lives."""
         if self._leave is None:
-            self._leave = weakref.finalize(self, _leave_allocator)
+            self._leave = weakref.finalize(self, _restore_allocator)
             self._leave.atexit = False
         allocator.set_exact() if exact else allocator.set_tuned()
 
@@ -341,7 +341,7 @@ class Loop:
         self.looks.begin_anew()
 
 
-def _leave_allocator() -> None:
+def _restore_allocator() -> None:
     """Give back the allocator's settings, unless a budget has them still."""
     with _open_lock:
         is_left = not any(loop.has_tuned for loop in _open)
