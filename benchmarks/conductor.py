@@ -32,7 +32,7 @@ from ebbtide.observe.mode import DispatchMode
 from ebbtide.plan import plain_peak_bytes, solve
 from ebbtide.run.capture import CaptureMode
 from ebbtide.run.conductor import Conductor
-from ebbtide.run.forks import Library
+from ebbtide.run.forks import KnownScripts
 from ebbtide.run.observing import observe_step
 from ebbtide.run.safe import SafePolicy
 from ebbtide.run.script import Script, write_script
@@ -140,7 +140,7 @@ def under_script(script: Script, start: Tensor) -> Callable[[], None]:
         return DeviceTiers("nowhere", "disk", no_tier, lambda _: None)
 
     def act() -> None:
-        conductor = Conductor(script, Library([]), tier, SafePolicy(None, tier))
+        conductor = Conductor(script, KnownScripts([]), tier, SafePolicy(None, tier))
         with torch.autograd.graph.saved_tensors_hooks(conductor.pack, conductor.unpack):
             conductor.start()
             train(start)

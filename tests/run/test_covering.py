@@ -15,7 +15,7 @@ import ebbtide
 from ebbtide.decisions import Decision, Keep, Offload, Plan
 from ebbtide.machine import Machine
 from ebbtide.run.covering import Room, can_run
-from ebbtide.run.forks import Library
+from ebbtide.run.forks import KnownScripts
 from ebbtide.run.kinds import Kind
 from ebbtide.run.meter import PeakMeter
 from ebbtide.run.script import Script
@@ -87,8 +87,8 @@ def run_both(
         run(budget, model, EVERY, {})
     whole, part = scripts_of(budget)
     assert len(part.saves) < len(whole.saves)
-    monkeypatch.setattr(Library, "covers", lambda *_: True)
-    monkeypatch.setattr(Library, "room_to_begin", lambda *_: Room(0, 0))
+    monkeypatch.setattr(KnownScripts, "covers", lambda *_: True)
+    monkeypatch.setattr(KnownScripts, "room_to_begin", lambda *_: Room(0, 0))
     for _ in range(3):
         peak_bytes = run(budget, model, blocks, keeps)
         run(budget, model, EVERY, {})

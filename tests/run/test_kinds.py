@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import ebbtide
 from ebbtide.decisions import Plan
 from ebbtide.machine import Machine
-from ebbtide.run.forks import Library
+from ebbtide.run.forks import KnownScripts
 from ebbtide.run.keys import step_key
 from ebbtide.run.kinds import Kind
 from ebbtide.run.meter import PeakMeter
@@ -238,7 +238,7 @@ def test_where_kinds_come_in_no_order_the_largest_is_begun_with(
             model.zero_grad()
         scripts = [kind.script for kind in sorted(memory._loop.kinds.values(), key=lambda kind: -len(kind.step.saved))]
         every, some, few = (script for script in scripts if script is not None)
-        library = Library([])
+        library = KnownScripts([])
         roomy, tight = (dataclasses.replace(every, limit_bytes=times * every.limit_bytes) for times in (2, 0))
         assert [library.covers(one, some, 0) for one in (roomy, some, few, tight)] == [True, True, False, False]
         assert library.covers(roomy, few, len(few.saves))

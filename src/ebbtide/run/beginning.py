@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Iterable, Iterator
 
 from ebbtide.run.covering import Room
-from ebbtide.run.forks import Library
+from ebbtide.run.forks import KnownScripts
 from ebbtide.run.kinds import Kind
 
 
 def kind_to_begin_with(
-    likely: Kind, kinds: Iterable[Kind], latest: Iterable[Kind], library: Library, *, in_order: bool
+    likely: Kind, kinds: Iterable[Kind], latest: Iterable[Kind], library: KnownScripts, *, in_order: bool
 ) -> Kind:
     """The kind by whose plan to begin a step that is ``likely`` of one kind and may be of another.
 

@@ -29,7 +29,7 @@ from ebbtide.observe.uncompiled import never_compiled
 from ebbtide.observe.wrapped import PLAIN_TYPES, inside, is_subclass
 from ebbtide.run.allocator import Trimmer
 from ebbtide.run.capture import OFF, CaptureMode
-from ebbtide.run.forks import Library
+from ebbtide.run.forks import KnownScripts
 from ebbtide.run.garbage import expect_objects
 from ebbtide.run.holdings import Kept, View, keep, outside_inference_mode
 from ebbtide.run.safe import SafePolicy
@@ -67,7 +67,7 @@ class Conductor(Tracker):
     def __init__(
         self,
         script: Script,
-        library: Library,
+        library: KnownScripts,
         tier: Callable[[str], SlowTier],
         safe: SafePolicy,
         truth: Truth | None = None,

@@ -57,7 +57,7 @@ from ebbtide.run.versions import ChangedError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Known:
+class KnownScript:
     """A script that steps are known to follow.
 
     Attributes:
@@ -70,8 +70,8 @@ class Known:
     keeps_graphs: bool
 
 
-class Library:
-    """All that is known, as long as it stays the same: what follows from it is worked out once.
+class KnownScripts:
+    """The scripts that steps are known to follow. It never changes, so what follows from it is worked out once.
 
     Args:
         known: a script for each kind of step.
@@ -80,24 +80,24 @@ class Library:
         captures_all: whether any of them needs calls captured, with a mode that has to be on from the step's beginning.
     """
 
-    def __init__(self, known: Sequence[Known]) -> None:
+    def __init__(self, known: Sequence[KnownScript]) -> None:
         self.known = known
         self.captures_all = any(each.script.stays_on and each.script.remakes for each in known)
         self._also_held: dict[int, frozenset[int]] = {}
         self._covered: dict[tuple[int, int, int], bool] = {}
         self._rooms: dict[tuple[int, int], Room] = {}
         self._asked_again: dict[int, int] = {}
-        self._repeats: dict[int, dict[int, list[tuple[Known, int]]]] = {}
+        self._repeats: dict[int, dict[int, list[tuple[KnownScript, int]]]] = {}
 
-    def renewed(self, known: Sequence[Known]) -> Library:
+    def renewed(self, known: Sequence[KnownScript]) -> KnownScripts:
         """This one, if nothing else is ``known`` now; otherwise another."""
         same = len(known) == len(self.known) and all(
             one.script is two.script and (one.verified, one.keeps_graphs) == (two.verified, two.keeps_graphs)
             for one, two in zip(known, self.known, strict=True)
         )
-        return self if same else Library(known)
+        return self if same else KnownScripts(known)
 
-    def others(self, script: Script) -> Iterator[Known]:
+    def others(self, script: Script) -> Iterator[KnownScript]:
         """All but ``script``."""
         return (other for other in self.known if other.script is not script)
 
@@ -109,7 +109,7 @@ class Library:
             for other in self.others(script)
         )
 
-    def agreeing(self, script: Script, event: int, number: int, tensor: torch.Tensor | None) -> Known | None:
+    def agreeing(self, script: Script, event: int, number: int, tensor: torch.Tensor | None) -> KnownScript | None:
         """Another script that agrees with the events of ``script`` before ``event``, and in which ``tensor`` is saved
         next; or, without one, in which saved tensor ``number`` is asked for next. Of several, which the step may turn
         out to be, one that leaves the others enough memory until they differ, if there is one."""
@@ -117,11 +117,11 @@ class Library:
         roomy = (one for one in found if all(self._has_room(one, other) for other in found))
         return next(itertools.chain(roomy, found), None)
 
-    def _has_room(self, one: Known, other: Known) -> bool:
+    def _has_room(self, one: KnownScript, other: KnownScript) -> bool:
         """Whether steps of the other one surely stay within the limit where they begin by ``one``."""
         return one is other or self.room_to_begin(one.script, other.script).sure_bytes >= 0
 
-    def _agreeing(self, script: Script, event: int, number: int, tensor: torch.Tensor | None) -> Iterator[Known]:
+    def _agreeing(self, script: Script, event: int, number: int, tensor: torch.Tensor | None) -> Iterator[KnownScript]:
         """All such scripts."""
         expected = ((number if tensor is not None else ~number),)
         for other in self.others(script):
@@ -138,13 +138,13 @@ class Library:
         """Whether a backward pass of such steps keeps its graph; of what is not known any more nobody can tell."""
         return all(known.keeps_graphs for known in self.known if known.script is script)
 
-    def keeping(self, script: Script, event: int, number: int, *, keeps: bool) -> Known | None:
+    def keeping(self, script: Script, event: int, number: int, *, keeps: bool) -> KnownScript | None:
         """Another script that agrees with the events of ``script`` before ``event``, and in which a backward pass then
         begins that asks for ``number`` and ``keeps`` its graph, or does not."""
         found = self._agreeing(script, event, number, None)
         return next((other for other in found if self._may_keep(other, event, keeps=keeps)), None)
 
-    def _may_keep(self, other: Known, event: int, *, keeps: bool) -> bool:
+    def _may_keep(self, other: KnownScript, event: int, *, keeps: bool) -> bool:
         """Whether a backward pass that begins at ``event`` may be one that ``keeps`` its graph, or does not."""
         asks_again = self.asks_again(other.script, event)
         return asks_again or other.keeps_graphs if keeps else not asks_again
@@ -161,12 +161,12 @@ class Library:
             self._asked_again[key] = last
         return event <= self._asked_again[key]
 
-    def repeats(self, script: Script) -> Mapping[int, Sequence[tuple[Known, int]]]:
+    def repeats(self, script: Script) -> Mapping[int, Sequence[tuple[KnownScript, int]]]:
         """By the numbers of saved tensors which show new values in ``script``: other scripts, as far as they are alike,
         in which they show an earlier one, each with the number of the tensor that did so first."""
         key = id(script)
         if key not in self._repeats:
-            found: dict[int, list[tuple[Known, int]]] = {}
+            found: dict[int, list[tuple[KnownScript, int]]] = {}
             for other in self.others(script):
                 saves = other.script.saves[: alike(script, other.script)]
                 shown: dict[int, int] = {}
@@ -177,7 +177,7 @@ class Library:
             self._repeats[key] = found
         return self._repeats[key]
 
-    def larger(self, script: Script, event: int, tensor: torch.Tensor) -> Known | None:
+    def larger(self, script: Script, event: int, tensor: torch.Tensor) -> KnownScript | None:
         """Like `agreeing`, but a script that expects a larger ``tensor`` next; of several, the one of the smallest."""
         number = script.numbers[event]
         found = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 
 from ebbtide.run.beginning import kind_to_begin_with
-from ebbtide.run.forks import Known, Library
+from ebbtide.run.forks import KnownScript, KnownScripts
 from ebbtide.run.kinds import Kind
 from ebbtide.run.script import Script
 
@@ -25,16 +25,16 @@ class KnownKinds(dict[int, Kind]):
     def __init__(self) -> None:
         super().__init__()
         self.current: Kind | None = None
-        self._library = Library([])
+        self._library = KnownScripts([])
         self._due: dict[int, Kind] = {}
         self._guesses: collections.deque[tuple[Kind, bool]] = collections.deque(maxlen=GUESSES)
-        self._beginning: tuple[tuple[int, Kind, Library], Kind] | None = None
+        self._beginning: tuple[tuple[int, Kind, KnownScripts], Kind] | None = None
 
     @property
-    def library(self) -> Library:
+    def library(self) -> KnownScripts:
         """The scripts of all of them."""
         known = [
-            Known(script, kind.state != "verify", kind.keeps_graphs)
+            KnownScript(script, kind.state != "verify", kind.keeps_graphs)
             for kind in self.values()
             if (script := kind.script) is not None
         ]

@@ -19,7 +19,7 @@ import torch
 from ebbtide.decisions import Decision, Keep, Plan, Recompute
 from ebbtide.errors import StepError
 from ebbtide.run.conductor import Conductor
-from ebbtide.run.forks import Library
+from ebbtide.run.forks import KnownScripts
 from ebbtide.run.observing import observe_step
 from ebbtide.run.safe import SafePolicy
 from ebbtide.run.script import Script, write_script
@@ -86,7 +86,7 @@ def _script(step: Step, *, again: bool) -> Script:
 
 def _seconds(script: Script, start: torch.Tensor) -> float:
     """How long a step takes by ``script``."""
-    conductor = Conductor(script, Library([]), _nowhere, SafePolicy(None, _nowhere))
+    conductor = Conductor(script, KnownScripts([]), _nowhere, SafePolicy(None, _nowhere))
 
     def run() -> None:
         with torch.autograd.graph.saved_tensors_hooks(conductor.pack, conductor.unpack):

@@ -20,7 +20,7 @@ from ebbtide.observe.uncompiled import is_compiling, never_compiled, uncompiled
 from ebbtide.run import allocator, held
 from ebbtide.run.conductor import Conductor
 from ebbtide.run.device import TrainingDevice
-from ebbtide.run.forks import Library
+from ebbtide.run.forks import KnownScripts
 from ebbtide.run.held import Held
 from ebbtide.run.hooks import LightWatch, forget_failed_backward
 from ebbtide.run.kinds import Kind
@@ -139,7 +139,7 @@ class Running:
         elif loop.tunes:
             allocator.leave_regions()
 
-    def _conduct(self, kind: Kind, script: Script, plan: Plan, library: Library) -> None:
+    def _conduct(self, kind: Kind, script: Script, plan: Plan, library: KnownScripts) -> None:
         loop, memory = self._loop, self._ground.memory
         trims = plan.binds and not kind.rehearsed.serves
         self._conductor = Conductor(

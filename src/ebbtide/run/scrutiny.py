@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ebbtide.run.held import Recounts
 
 if TYPE_CHECKING:
-    from ebbtide.run.forks import Library
+    from ebbtide.run.forks import KnownScripts
     from ebbtide.run.kinds import Kind
 
 COUNTS = 4
@@ -47,7 +47,7 @@ class Scrutiny:
         tells = self._is_weighed and not kind.varies and (kind.audited is not None or kind.state == "idle")
         self._is_due = on_cpu and not tells and self._begun % UNWEIGHED == 0
 
-    def takes_close_look(self, kind: Kind, library: Library) -> bool:
+    def takes_close_look(self, kind: Kind, library: KnownScripts) -> bool:
         """Whether the step, in which nothing binds, is watched from beginning to end: it may turn out to be another
         one. If nobody weighs it, that is all that tells."""
         assert kind.script is not None

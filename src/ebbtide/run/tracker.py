@@ -22,7 +22,7 @@ import torch
 from ebbtide.observe.passes import in_pass, keeps_graph
 from ebbtide.run.capture import CaptureMode
 from ebbtide.run.covering import next_like
-from ebbtide.run.forks import Known, Library, catch_up, is_like, is_smaller, remade_alike, renumbered
+from ebbtide.run.forks import KnownScript, KnownScripts, catch_up, is_like, is_smaller, remade_alike, renumbered
 from ebbtide.run.holdings import is_plain
 from ebbtide.run.keeper import Keeper
 from ebbtide.run.safe import LEAST_MOVED_BYTES, SafePolicy
@@ -59,7 +59,7 @@ class Tracker(Keeper):
     def __init__(
         self,
         script: Script,
-        library: Library,
+        library: KnownScripts,
         tier: Callable[[str], SlowTier],
         safe: SafePolicy,
         truth: Truth | None,
@@ -148,7 +148,7 @@ class Tracker(Keeper):
             return self._same_value(tensor, save)
         return self._leaves_out(tensor, known)
 
-    def _leaves_out(self, tensor: torch.Tensor, known: Known | None) -> bool:
+    def _leaves_out(self, tensor: torch.Tensor, known: KnownScript | None) -> bool:
         """Go on at the next save of the script that is like this one, if that is the thing to do; ``known`` agrees with
         all that happened so far."""
         script = self.script
@@ -230,12 +230,12 @@ class Tracker(Keeper):
         holding = self._holding(save.value)
         return holding is None or holding.knows(version_of(tensor))
 
-    def _match(self, number: int, tensor: torch.Tensor | None) -> Known | None:
+    def _match(self, number: int, tensor: torch.Tensor | None) -> KnownScript | None:
         """Another script that agrees with all that happened so far, and with ``tensor`` or number that comes next."""
         again = self._saved_again(number, tensor) if tensor is not None else None
         return again or self._library.agreeing(self.script, self._event, number, tensor)
 
-    def _saved_again(self, number: int, tensor: torch.Tensor) -> Known | None:
+    def _saved_again(self, number: int, tensor: torch.Tensor) -> KnownScript | None:
         """A script that agrees with all that happened so far, and in which ``tensor`` shows the earlier value that it
         does, where a new one is expected."""
         others = self._library.repeats(self.script).get(number, ()) if self._exact else ()
@@ -277,7 +277,7 @@ class Tracker(Keeper):
                 self._note_smaller(other.script.saves[number])
         return other is not None and self._goes_over_to(other)
 
-    def _goes_over_to(self, other: Known) -> bool:
+    def _goes_over_to(self, other: KnownScript) -> bool:
         """Take up another script, unless it shows one value where the former one has two."""
         former, script, count = self.script, other.script, self.script.numbers[self._event]
         held = {value: holding for value in self._held if (holding := self._holding(value)) is not None}
