@@ -83,18 +83,18 @@ class ValueDraft:
     """A version of a storage, made by the op ``maker`` used at the ticks ``uses``; when it dies is known in the end.
 
     Attributes:
-        count: the version that the tensor had which was used last; -1 if none was since it came to where it is.
+        seen_version: the version that the tensor had which was used last; -1 if none was since it came to where it is.
         stays: whether it is never away, nor read by what runs again: tensors that show it count versions each by
             itself, and not alike, or it is saved as something that the runtime does not move.
     """
 
-    __slots__ = ("count", "maker", "stays", "storage", "uses")
+    __slots__ = ("maker", "seen_version", "stays", "storage", "uses")
 
     def __init__(self, storage: SeenStorage, maker: int) -> None:
         self.storage = storage
         self.maker = maker
         self.uses: list[int] = []
-        self.count = -1
+        self.seen_version = -1
         self.stays = False
 
     def value(self, moments: int) -> Value:

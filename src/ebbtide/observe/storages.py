@@ -54,9 +54,9 @@ class Storages:
         storage = self.touch(tensor)
         value = storage.versions[-1]
         if not tensor.is_inference() and not self.is_external(storage):  # those of inference count no versions
-            draft, count = self.values[value], tensor._version
-            draft.stays |= draft.count not in (-1, count)
-            draft.count = count
+            draft, version = self.values[value], tensor._version
+            draft.stays |= draft.seen_version not in (-1, version)
+            draft.seen_version = version
         return value
 
     def made(self, tensor: torch.Tensor, tick: int) -> SeenStorage | None:
@@ -136,7 +136,7 @@ class Storages:
     def evicted(self, storage: SeenStorage) -> None:
         """``storage`` leaves under the safe policy: its death is not the value's."""
         storage.evicted = True
-        self.values[storage.versions[-1]].count = -1  # what comes back is another tensor
+        self.values[storage.versions[-1]].seen_version = -1  # what comes back is another tensor
         self._watched.pop(storage.number, None)
 
     def restored(self, storage: SeenStorage, memory: torch.UntypedStorage) -> None:

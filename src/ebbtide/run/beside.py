@@ -62,7 +62,7 @@ def lost_per_byte(tier: DiskTier, source: torch.UntypedStorage) -> float:
     before = compute.rate()
     for _ in _turns(STREAM_TURNS, STREAM_SECONDS):
         for way in ways:
-            with Stream(tier, source, way) as stream:
+            with BusyLink(tier, source, way) as stream:
                 rate = compute.rate()
             after = compute.rate()
             lost.append((1 - 2 * rate / (before + after)) / stream.bytes_per_second)
@@ -158,7 +158,7 @@ class _Compute:
         return loops
 
 
-class Stream:
+class BusyLink:
     """Keeps one direction busy from a thread of its own, two transfers at a time, until it is stopped."""
 
     def __init__(self, tier: DiskTier, source: torch.UntypedStorage, way: Direction) -> None:
@@ -170,7 +170,7 @@ class Stream:
         self._thread = threading.Thread(target=self._guarded, name="ebbtide-calibrate", daemon=True)
         self.bytes_per_second = 0.0
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> BusyLink:
         self._slot = self._tier.write(self._source)
         self._slot.wait()
         self._thread.start()

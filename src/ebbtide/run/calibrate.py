@@ -30,7 +30,7 @@ from ebbtide.arguments import as_directory
 from ebbtide.errors import RecordError, SpillError
 from ebbtide.machine import Link, Machine, Tier
 from ebbtide.run import allocator, beside
-from ebbtide.run.beside import Direction, Stream
+from ebbtide.run.beside import BusyLink, Direction
 from ebbtide.run.cache import cache_path
 from ebbtide.run.replay_cost import lost_per_replay
 from ebbtide.run.tiers.disk import DiskTier, check_directory, free_bytes
@@ -180,7 +180,7 @@ def slope(seconds: dict[int, float], latency_seconds: float) -> float:
 
 
 def _duplex(tier: DiskTier, source: torch.UntypedStorage) -> dict[Direction, float]:
-    with Stream(tier, source, "out") as out, Stream(tier, source, "back") as back:
+    with BusyLink(tier, source, "out") as out, BusyLink(tier, source, "back") as back:
         time.sleep(STREAM_SECONDS)
     return {"out": out.bytes_per_second, "back": back.bytes_per_second}
 
