@@ -32,7 +32,11 @@ _CLASSES: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     ),
     ("copy", ("clone", "copy", "cat", "stack", "contiguous", "fill", "zero", "ones", "full", "constant_pad", "repeat")),
 )
-"""Words in the names of ops, the classes they tell, in the order in which they are tried."""
+"""Words in the names of ops, the classes they tell, in the order in which they are tried.
+
+A word of at most three letters must be a whole part of the name: `max` is not in `softmax_backward`, nor `mm` in
+`common`; longer ones, and those with `_`, may stand anywhere in it.
+"""
 _IDLE = ("empty", "new_empty", "empty_like", "empty_strided", "resize_", "_resize_output_", "set_", "_unsafe_view")
 """Ops that take memory or show it, but neither read nor write it, and are no views by their schema."""
 _GATHERS = ("embedding", "index_select", "index", "gather", "take")

@@ -26,6 +26,7 @@ _KEEP_ALL = 2**31 - 1
 _DEFAULT_MMAP_MAX, _DEFAULT_MMAP_THRESHOLD, _DEFAULT_TRIM_THRESHOLD = 65536, 128 * 1024, 128 * 1024
 _EXACT_THRESHOLD = 64 * 1024
 _SETTLING_STEPS = 5
+"""First steps of a loop, before each of which the resident size at rest is measured: it changes yet."""
 _STEPS_BETWEEN_RESTS = 64
 """How often the resident size at rest is measured anew, in steps."""
 
@@ -168,7 +169,8 @@ class Trimmer:
         limit_bytes: resident bytes above which holes are given back.
     """
 
-    _LEAST_GAIN = 4 << 20
+    _LEAST_GAIN_BYTES = 4 << 20
+    """A trim that gives back less gained little: see `check`."""
 
     def __init__(self, rest_bytes: int, limit_bytes: int) -> None:
         self.rest_bytes = rest_bytes
@@ -191,4 +193,5 @@ class Trimmer:
             return
         trim()
         after = rss_bytes()
-        self._backoff_bytes = after + headroom_bytes + self._LEAST_GAIN if before - after < self._LEAST_GAIN else 0
+        gained_little = before - after < self._LEAST_GAIN_BYTES
+        self._backoff_bytes = after + headroom_bytes + self._LEAST_GAIN_BYTES if gained_little else 0

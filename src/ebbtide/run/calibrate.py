@@ -44,12 +44,15 @@ Progress = Callable[[float, str], None]
 METHOD = 8
 """Part of the cache's key: higher when the measurement, or the disk tier's way of transfer, changes."""
 LATENCY_BYTES = 4096
+"""A block of the disk, of whatever size: fewer bytes would not go there. See NOTE [Direct I/O without copies]."""
 LATENCY_REPEATS = 25
+"""Round trips of so few bytes that are timed, as far as there is time."""
 SIZES_BYTES = tuple(mib << 20 for mib in (1, 4, 16, 64))
 STREAM_BYTES = 16 << 20
 STREAM_TRANSFER_SECONDS = 0.05
 """Largest transfer that streams are made of; and the longest, so that they stop soon on a slow disk, too."""
 REPEATS = 5
+"""The same of each of `SIZES_BYTES`."""
 SIZE_SECONDS = 0.3
 """Time for one size, and the longest that a pair of transfers of the next size may be expected to take."""
 STREAM_SECONDS = 0.35
@@ -124,7 +127,7 @@ def _measure(tier: DiskTier, report: Progress) -> tuple[Link, Link]:
         report(0.1 + 0.1 * len(medians), f"transfers of {format_bytes(size_bytes)}")
         times = _timed(tier, source, size_bytes, REPEATS)
         medians[size_bytes] = {way: statistics.median(times[way]) for way in times}
-        expected_seconds = 4 * sum(medians[size_bytes].values())
+        expected_seconds = 4 * sum(medians[size_bytes].values())  # each size is four times the one before
     bandwidth: dict[Direction, float] = {
         way: slope({size: times[way] for size, times in medians.items()}, latency[way]) for way in latency
     }

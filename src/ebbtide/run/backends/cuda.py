@@ -19,6 +19,7 @@ _PORTABLE = 1
 _BEHIND_CYCLES = 200_000
 """Of the device's own clock: 100 microseconds at 2 GHz. To launch one op takes the host 10 to 50."""
 _EMPTY_SPANS = 16
+"""Spans with nothing in them that are measured: their median is what the marks themselves take."""
 _GRAIN_BYTES = 512
 """``kMinBlockSize`` in c10/cuda/CUDACachingAllocator: it hands out multiples of this."""
 _StreamKey = tuple[int, int, int]

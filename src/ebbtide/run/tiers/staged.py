@@ -24,6 +24,7 @@ from ebbtide.run.tiers.transfers import QueuedLoad, Slot
 from ebbtide.units import format_bytes, round_up
 
 STAGE_BYTES = 8 << 20
+"""Size of a stage, and so of the parts in which transfers go through one."""
 WRITERS = 2
 """While one part is written, the next is copied to its stage."""
 
