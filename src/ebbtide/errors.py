@@ -70,7 +70,8 @@ class OutOfMemoryError(EbbtideError, RuntimeError, MemoryError):
 
 
 class PlanError(EbbtideError):
-    """A plan does not fit the step or the machine it is used with."""
+    """A plan does not fit the step or the machine it is used with, or breaks a rule; or one was asked for with seconds
+    that cannot be."""
 
 
 class PolicyError(EbbtideError):

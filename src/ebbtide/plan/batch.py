@@ -85,18 +85,7 @@ def largest_batch(
         ArgumentError: if ``between`` are not two positive sizes, ``overhead`` is no share, ``limit_bytes`` no whole
             number, or nothing has so much memory; it is a `ValueError`.
     """
-    limit_bytes = as_whole("limit_bytes", limit_bytes)
-    if not isinstance(between, Sequence) or isinstance(between, str) or len(between) != 2:
-        raise ArgumentError(f"between={between!r}: two batch sizes are needed, the smaller one first")
-    between = as_whole("between", between[0]), as_whole("between", between[1])
-    if not 0 < between[0] < between[1]:
-        raise ArgumentError(f"two batch sizes are needed, the smaller one first, not {between}")
-    share = as_seconds(overhead)
-    if share is None:
-        raise ArgumentError(f"the overhead is a share of the plain time, 0 or more, not {overhead!r}")
-    overhead = share
-    if limit_bytes >= MOST_BYTES:
-        raise ArgumentError(f"a batch within {format_bytes(limit_bytes)} has no end: name what a machine has")
+    limit_bytes, between, overhead = _checked(limit_bytes, between, overhead)
     say = progress or (lambda _what: None)
     steps: dict[int, Step] = {}
 
@@ -131,6 +120,22 @@ def largest_batch(
             beyond = batch
         else:
             good, best = batch, plan
+
+
+def _checked(limit_bytes: int, between: tuple[int, int], overhead: float) -> tuple[int, tuple[int, int], float]:
+    """What `largest_batch` is given, as numbers of Python's. Raises `ArgumentError` as that does."""
+    limit_bytes = as_whole("limit_bytes", limit_bytes)
+    if not isinstance(between, Sequence) or isinstance(between, str) or len(between) != 2:
+        raise ArgumentError(f"between={between!r}: two batch sizes are needed, the smaller one first")
+    between = as_whole("between", between[0]), as_whole("between", between[1])
+    if not 0 < between[0] < between[1]:
+        raise ArgumentError(f"two batch sizes are needed, the smaller one first, not {between}")
+    share = as_seconds(overhead)
+    if share is None:
+        raise ArgumentError(f"the overhead is a share of the plain time, 0 or more, not {overhead!r}")
+    if limit_bytes >= MOST_BYTES:
+        raise ArgumentError(f"a batch within {format_bytes(limit_bytes)} has no end: name what a machine has")
+    return limit_bytes, between, share
 
 
 def step_at(steps: Mapping[int, Step], batch: int) -> Step:

@@ -123,16 +123,8 @@ def run(
         blocks = _blocks(layout, n, slots, as_size("memory", memory), schedule, files)
         if schedule is not None:
             plan = _given(schedule, n, slots, layout.size_bytes, files)
-        elif callable(n):
-            plan = online(files, _trial(forward, layout, first, blocks))
         else:
-            plan = quickest(
-                n,
-                files,
-                _trial(forward, layout, first, blocks),
-                reverse_factor=REVERSE_FACTOR,
-                reverse_seconds=reverse_seconds,
-            )
+            plan = _quickest(n, files, _trial(forward, layout, first, blocks), reverse_seconds)
         chain = ArrayChain(forward, reverse, turn, layout, steps_took=plan.steps_took, check=check)
 
         def written(step: int, place: StatePlace) -> None:
@@ -200,6 +192,13 @@ def _trial(forward: Forward, layout: Layout, first: Any, blocks: Blocks) -> Tria
         return layout.checked(forward(state, 0), 1)
 
     return Trial(lambda: copies.copy(first), step, layout.pack, blocks)
+
+
+def _quickest(n: int | More, files: SpillFiles, trial: Trial, reverse_seconds: float | None) -> Course:
+    """What to do where no schedule is given."""
+    if callable(n):
+        return online(files, trial)
+    return quickest(n, files, trial, reverse_factor=REVERSE_FACTOR, reverse_seconds=reverse_seconds)
 
 
 def _given(
