@@ -16,7 +16,7 @@ import ebbtide
 from ebbtide.decisions import Recompute
 from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
-from ebbtide.run import held
+from ebbtide.run import held_bytes
 from ebbtide.run.kinds import GIVEN_UP
 from ebbtide.run.meter import PeakMeter
 from ebbtide.run.native import find_compiler
@@ -378,13 +378,13 @@ def test_what_other_threads_hold_meanwhile_does_not_count(tmp_path: Path) -> Non
 
 @pytest.mark.skipif(find_compiler() is None, reason="without the arena nobody counts what planned steps hold")
 def test_a_count_that_another_thread_took_over_is_none() -> None:
-    first, second = held.begin(), held.begin()
-    assert held.end(first) is None
-    assert held.end(second) is not None
-    thread = threading.Thread(target=held.begin)
+    first, second = held_bytes.begin(), held_bytes.begin()
+    assert held_bytes.end(first) is None
+    assert held_bytes.end(second) is not None
+    thread = threading.Thread(target=held_bytes.begin)
     thread.start()
     thread.join()
-    assert held.end(second) is None
+    assert held_bytes.end(second) is None
 
 
 def test_a_step_beside_another_budgets_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

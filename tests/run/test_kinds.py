@@ -408,7 +408,7 @@ def test_a_step_that_leaves_some_out_is_known_by_what_is_left() -> None:
 
 
 def test_the_kind_that_came_longest_ago_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbtide.run.known.MOST_KINDS", 2)
+    monkeypatch.setattr("ebbtide.run.known_kinds.MOST_KINDS", 2)
     limit_bytes = int(0.8 * plain_peak(EVERY))
     found = run(mixed([(EVERY, 0), (EVERY[:-1], 0), (EVERY[:-3], 0)]), limit_bytes, FAST_DISK, tmp_path)
     assert_within(found, limit_bytes, steps=10)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ebbtide
-from ebbtide.run.held import Held
+from ebbtide.run.held_bytes import Held
 from ebbtide.run.kinds import Kind
 from ebbtide.run.meter import PeakMeter
 from ebbtide.run.observing import observe_step

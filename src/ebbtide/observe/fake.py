@@ -40,7 +40,7 @@ from ebbtide.machine import Kernels, Machine
 from ebbtide.observe.clock import Span
 from ebbtide.observe.cuda_choices import cuda_choices
 from ebbtide.observe.hooks import hooks_on
-from ebbtide.observe.known import UNKNOWN, KnownValues
+from ebbtide.observe.known_values import UNKNOWN, KnownValues
 from ebbtide.observe.ledger import has_storage, tensors_in
 from ebbtide.observe.recorder import Recorder
 from ebbtide.observe.uncompiled import uncompiled

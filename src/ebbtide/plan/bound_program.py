@@ -72,12 +72,12 @@ import numpy as np
 
 from ebbtide.arrays import Floats, Ints
 from ebbtide.machine import Link
-from ebbtide.plan.absent import Absences, absences_of, needed_absences
-from ebbtide.plan.blocks import AFTER, CLOSING, WITHIN, Blocks, memory_rows
+from ebbtide.plan.bound_absences import Absences, absences_of, needed_absences
+from ebbtide.plan.bound_blocks import AFTER, CLOSING, WITHIN, Blocks, memory_rows
 from ebbtide.plan.bound_reads import Parts, Read, Reading, reads_of
+from ebbtide.plan.bound_recipes import Returns, computed_again
 from ebbtide.plan.bound_rows import NARROW, Given
 from ebbtide.plan.linear import Assembled
-from ebbtide.plan.necessary import Returns, computed_again
 from ebbtide.plan.problem import Problem
 
 LARGE = 0.5

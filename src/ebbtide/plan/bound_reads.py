@@ -10,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ebbtide.arrays import Floats, Ints, Mask
-from ebbtide.plan.absent import Absences, Needed
+from ebbtide.plan.bound_absences import Absences, Needed
+from ebbtide.plan.bound_recipes import Again
 from ebbtide.plan.bound_rows import Given
 from ebbtide.plan.bound_single import Single
-from ebbtide.plan.necessary import Again
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.replay import is_replayable
 

@@ -12,10 +12,10 @@ import numpy as np
 
 from ebbtide.arrays import Floats, Ints, Mask
 from ebbtide.machine import Link
-from ebbtide.plan.absent import Absences, Needed
-from ebbtide.plan.blocks import Blocks
+from ebbtide.plan.bound_absences import Absences, Needed
+from ebbtide.plan.bound_blocks import Blocks
+from ebbtide.plan.bound_recipes import Returns
 from ebbtide.plan.linear import Program
-from ebbtide.plan.necessary import Returns
 from ebbtide.plan.problem import Problem
 
 NARROW = 64

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence, Set
 import numpy as np
 
 from ebbtide.arrays import Floats, Ints
+from ebbtide.plan.bound_crowds import crowds_of
 from ebbtide.plan.bound_rows import NARROW, Given, Rows
-from ebbtide.plan.crowded import crowds_of
 
 
 class Single(Rows):

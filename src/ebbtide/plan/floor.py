@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ebbtide.compiled import compiled
-from ebbtide.plan.lower import lower
+from ebbtide.plan.lower_peak import lower
 from ebbtide.plan.needs import KEEP, OFFLOAD, RECOMPUTE, Modes
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.profile import Candidates

@@ -13,7 +13,7 @@ from ebbtide.machine import Machine
 from ebbtide.measured import State
 from ebbtide.plan import Caution, lower_bound, simulate
 from ebbtide.run.comings import Comings
-from ebbtide.run.held import Audited, Held, holding_more
+from ebbtide.run.held_bytes import Audited, Held, holding_more
 from ebbtide.run.keys import step_key
 from ebbtide.run.looks import CHANGED_LOOKS
 from ebbtide.run.pace import Pace, without_slowdown

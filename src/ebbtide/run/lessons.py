@@ -9,7 +9,7 @@ from ebbtide.errors import BudgetError
 from ebbtide.measured import Measured, State
 from ebbtide.observe.recorder import Recorder
 from ebbtide.run.conductor import Conductor
-from ebbtide.run.held import Audited, Held, Rest
+from ebbtide.run.held_bytes import Audited, Held, Rest
 from ebbtide.run.hooks import LightWatch
 from ebbtide.run.keys import step_key
 from ebbtide.run.kinds import Kind

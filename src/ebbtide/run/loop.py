@@ -20,9 +20,9 @@ from ebbtide.run.device import TrainingDevice
 from ebbtide.run.drift import Drift
 from ebbtide.run.footprint import growth_bytes_of
 from ebbtide.run.gauges import likely_device
-from ebbtide.run.held import Held
+from ebbtide.run.held_bytes import Held
 from ebbtide.run.kinds import Kind
-from ebbtide.run.known import KnownKinds
+from ebbtide.run.known_kinds import KnownKinds
 from ebbtide.run.looks import Looks
 from ebbtide.run.parts import Parts
 from ebbtide.run.roomy import MOST_SIZES, in_place_of, latest_and_largest

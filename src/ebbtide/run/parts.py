@@ -7,7 +7,7 @@ import weakref
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from ebbtide.run.held import Held
+    from ebbtide.run.held_bytes import Held
     from ebbtide.run.kinds import Kind
     from ebbtide.run.script import Script
 

@@ -17,11 +17,11 @@ from ebbtide.observe.hooks import Pack, Show, disabled, drop_hooks, push_hooks, 
 from ebbtide.observe.inductor import compiled_as_ops
 from ebbtide.observe.recorder import Recorder
 from ebbtide.observe.uncompiled import is_compiling, never_compiled, uncompiled
-from ebbtide.run import allocator, held
+from ebbtide.run import allocator, held_bytes
 from ebbtide.run.conductor import Conductor
 from ebbtide.run.device import TrainingDevice
 from ebbtide.run.forks import KnownScripts
-from ebbtide.run.held import Held
+from ebbtide.run.held_bytes import Held
 from ebbtide.run.hooks import LightWatch, forget_failed_backward
 from ebbtide.run.kinds import Kind
 from ebbtide.run.lessons import Ended, learn_from, spare_rewritten
@@ -126,7 +126,7 @@ class Running:
         else:
             library = loop.kinds.library
             if loop.tunes:
-                self._turn = held.begin()
+                self._turn = held_bytes.begin()
             kind.scrutiny.step_begins(kind, is_weighed=self._turn is not None, on_cpu=memory is None)
             if self._state == "idle" and not kind.scrutiny.takes_close_look(kind, library):
                 self._light = LightWatch(next(iter(kind.step.saved), None))
@@ -251,7 +251,7 @@ class Running:
                 stack.callback(self._conductor.stop)
 
     def _leave_places(self, *, exact: bool) -> None:
-        self._held = held.end(self._turn)
+        self._held = held_bytes.end(self._turn)
         if self._places is not None:
             self._places.end(exact=exact and self._went_through() and self._meter is None)
 

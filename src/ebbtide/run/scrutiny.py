@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ebbtide.run.held import Recounts
+from ebbtide.run.held_bytes import Recounts
 
 if TYPE_CHECKING:
     from ebbtide.run.forks import KnownScripts

@@ -23,7 +23,7 @@ from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ebbtide.errors import SequenceError
-from ebbtide.observe.known import LIFTS
+from ebbtide.observe.known_values import LIFTS
 from ebbtide.observe.ledger import has_storage, tensors_in, written_by
 from ebbtide.observe.mode import DispatchMode, run_op
 from ebbtide.observe.schema import operator_info, running_statistics, trains

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from ebbtide.arrays import Floats, Ints
-from ebbtide.plan.absent import Absences
+from ebbtide.plan.bound_absences import Absences
 from ebbtide.plan.problem import Problem
 
 MOST_HELD = 3

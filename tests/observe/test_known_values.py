@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ebbtide.errors import StepError
 from ebbtide.observe.fake import record_fake
-from ebbtide.observe.known import MOST_BYTES
+from ebbtide.observe.known_values import MOST_BYTES
 from ebbtide.run.observing import observe_step
 from tests.observe.test_fake import assert_same
 

@@ -11,7 +11,7 @@ from collections.abc import Set
 import numpy as np
 
 from ebbtide.arrays import Floats, Ints, Mask
-from ebbtide.plan.necessary import Gone, computed_again, recompute_moments
+from ebbtide.plan.bound_recipes import Gone, computed_again, recompute_moments
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.profile import first_slots
 

@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from ebbtide.compiled import compiled
-from ebbtide.plan.lower import lower
+from ebbtide.plan.lower_peak import lower
 from ebbtide.plan.needs import Modes, Needs
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.profile import needs_of, profile
