@@ -95,7 +95,10 @@ Move = Trip | Replay | None
 
 @dataclasses.dataclass(frozen=True)
 class Course:
-    """What `follow` found: memory with and without workspaces per moment, start of each moment, and the end."""
+    """What `follow` found: memory with and without workspaces per moment, start of each moment, and the end.
+
+    How a step went under a plan; how a chain will be run is an `ebbtide.sequence.planning.Course`.
+    """
 
     memory: Ints
     physical: Ints

@@ -19,6 +19,8 @@ class Pace:
     Where compute waits for the disk in most intervals, the disk has become slower, and the interval longer. All of it
     goes by medians: a disk that stands still once is no slower for it.
 
+    It chooses how often a chain stores a state; `ebbtide.run.pace.Pace` refines how long the ops of a step take.
+
     Args:
         interval: as planned.
         step_seconds: for which it was.

@@ -57,7 +57,7 @@ Records = Callable[[Callable[[int], bool]], Iterator[Record]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Course:
-    """How a chain will be run.
+    """How a chain will be run; how a step went under a plan is an `ebbtide.plan.follow.Course`.
 
     Attributes:
         records: makes the records.
