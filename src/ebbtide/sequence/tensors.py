@@ -294,7 +294,9 @@ def apart_from(state: State, grads: list[Tensor | None]) -> list[Tensor | None]:
     memory = [(storage.data_ptr(), storage.nbytes()) for storage in map(Tensor.untyped_storage, state)]
     low, high = min(memory)[0], max(start + size for start, size in memory)
     for place, grad in enumerate(grads):
-        if grad is None or (grad.layout is torch.strided and type(grad) is Tensor and not low <= grad.data_ptr() < high):
+        if grad is None or (
+            grad.layout is torch.strided and type(grad) is Tensor and not low <= grad.data_ptr() < high
+        ):
             continue
         if has_storage(grad) and any(start <= grad.data_ptr() < start + size for start, size in memory):
             grads[place] = grad.clone()
