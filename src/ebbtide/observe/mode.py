@@ -1,8 +1,8 @@
-"""What our dispatch modes have in common: they see every op, and leave no trace.
+"""The base of our dispatch modes, which come and go in the middle of users' code.
 
-They are put on and taken off in any order, among modes of the user's, whatever interrupts that; ops that they are shown
-run as they would without them; a forked child has none of them. `torch.inference_mode` is changed so that modes may
-come and go within it.
+They are put on and taken off in any order, among modes of the user's, whatever interrupts that; a forked child has none
+of them. Ops that they are shown count versions, and have autocast and autograd, as they do without them.
+`torch.inference_mode` is changed so that modes may come and go within it.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ Progress = Callable[[float, str], None]
 METHOD = 8
 """Part of the cache's key: higher when the measurement, or the disk tier's way of transfer, changes."""
 LATENCY_BYTES = 4096
-"""A block of the disk, of whatever size: fewer bytes would not go there. See NOTE [Direct I/O without copies]."""
+"""A whole block of any disk: fewer bytes would not go there. See NOTE [Direct I/O without copies]."""
 LATENCY_REPEATS = 25
 """Round trips of so few bytes that are timed, as far as there is time."""
 SIZES_BYTES = tuple(mib << 20 for mib in (1, 4, 16, 64))
