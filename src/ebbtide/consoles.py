@@ -16,7 +16,7 @@ _WIDTH = 100
 
 
 def console_beside(*files: Path | None) -> Console:
-    """Standard output; standard error if one of ``files`` goes to the former, whose reader wants that and nothing else."""
+    """Standard output; standard error if one of ``files`` goes to the former, whose reader wants nothing else."""
     stderr = any(file is not None and is_standard_output(file) for file in files)
     stream = sys.stderr if stderr else sys.stdout
     shown = stream is not None and stream.isatty()  # there is none where it was closed: nobody wants to know

@@ -25,7 +25,6 @@ DEVICE_SHARE = 0.9
 not known before they run, and for holes that the allocator leaves."""
 
 
-
 def _directory(text: str) -> Path:
     if not text:  # as of a variable that is not set: `Path` would take it for the working directory
         raise typer.BadParameter("it is empty; name a directory")

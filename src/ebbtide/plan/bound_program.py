@@ -116,7 +116,7 @@ def formulate(problem: Problem, limit_bytes: int | Ints, banned: Set[int], most_
     needed = needed_absences(problem, absences, plain - limit_bytes)
     again = computed_again(problem.facts, banned, needed.gone(absences), more_seconds=problem.machine.replay_seconds)
     replay = np.array([one.seconds for one in again])[absences.number]
-    absences = dataclasses.replace(absences, replay=replay)
+    absences = dataclasses.replace(absences, replay_seconds=replay)
     returns = Returns(problem.facts, banned, needed.gone(absences), _load_seconds(problem, absences))
     blocks = Blocks(problem, most_groups)
     reads = [] if blocks.merged else reads_of(problem, absences, needed, again, banned)

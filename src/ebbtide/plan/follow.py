@@ -246,6 +246,12 @@ def follow(problem: Problem, moves: Sequence[Move]) -> Course:
     Raises:
         PlanError: if a recipe reads what is not there any more.
     """
+    follower, columns = prepared(problem, moves)
+    return follower.follow(columns)
+
+
+def prepared(problem: Problem, moves: Sequence[Move]) -> tuple[Follower, Moves]:
+    """What carries out ``moves``, as often as it is asked to, and these as columns."""
     # Long steps have tens of thousands of moves: each column is made at once.
     recomputed = {number: move for number, move in enumerate(moves) if isinstance(move, Replay)}
     sent = {number: move for number, move in enumerate(moves) if isinstance(move, Trip)}
@@ -255,7 +261,7 @@ def follow(problem: Problem, moves: Sequence[Move]) -> Course:
     columns.tier[numbers] = [follower.tiers[trip.tier] for trip in trips]
     for name in ("out", "release", "load"):
         getattr(columns, name)[numbers] = _column(trips, name)
-    return follower.follow(columns)
+    return follower, columns
 
 
 def _leaves(replays: Sequence[Replay], storages: Mapping[int, int]) -> tuple[Ints, Ints]:

@@ -8,6 +8,7 @@ from collections.abc import Set
 import numpy as np
 
 from ebbtide.arguments import as_seconds, as_whole, check_instance
+from ebbtide.arrays import Ints
 from ebbtide.decisions import Keep, Plan
 from ebbtide.errors import BudgetError, PlanError, PolicyError
 from ebbtide.machine import Machine
