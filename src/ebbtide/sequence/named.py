@@ -56,7 +56,7 @@ class NamedDisk(StateDisk):
 
     Raises:
         SequenceError: if the name cannot be one of a folder, the run is under way elsewhere, or it was another one.
-        SpillError: if the directory cannot be used.
+        SpillError: if the directory cannot be used, or what is there cannot be read now.
     """
 
     def __init__(
@@ -190,13 +190,22 @@ class NamedDisk(StateDisk):
         return place
 
     def _is_whole(self, place: StatePlace, state_bytes: int) -> bool:
-        """Whether a state can be read back. If not, its place is given back."""
+        """Whether a state is whole. If not, its place is given back.
+
+        Raises:
+            SpillError: if it cannot be read now, which does not say that it is torn.
+        """
         slot = self.recall(place, self._like(state_bytes))
         try:
             self.read(slot).wait()
-        except SpillError:
+        except SpillError as fault:
             self.free(slot)
-            return False
+            if fault.__cause__ is None:  # the checksum differs, or the file ends before
+                return False
+            raise SpillError(
+                f"{fault}; nothing in {self.folder} was touched: start the run again once it can be read, or delete "
+                "that folder to begin anew"
+            ) from fault.__cause__
         return self.park(slot) is not None
 
     def _like(self, state_bytes: int) -> torch.UntypedStorage:
