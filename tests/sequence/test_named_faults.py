@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import threading
@@ -14,7 +15,8 @@ import pytest
 
 from ebbtide.errors import SpillError
 from ebbtide.run.tiers import DiskTier, queued
-from tests.sequence.test_named import attempt, check_whole, killed_at, lines
+from ebbtide.run.tiers.lanes import Lane
+from tests.sequence.test_named import Array, attempt, check_whole, killed_at, lines
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -47,3 +49,55 @@ def test_what_cannot_be_read_now_is_not_taken_for_torn(
             attempt(tmp_path)
     assert str(fault.args[-1]) in str(caught.value)
     assert check_whole(tmp_path).resumed_step == newest > 50
+
+
+def is_locked(directory: Path) -> bool:
+    """Whether another process could not take up the run."""
+    with (directory / "ebbtide-wave" / "journal").open() as journal:
+        try:
+            fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def test_the_lock_is_held_until_the_last_write_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that went on from then had its states written over."""
+    begun, closing, locked = threading.Event(), threading.Event(), list[bool]()
+    write, close = DiskTier._pwrite, Lane.close
+
+    def slow(disk: DiskTier, fd: int, view: memoryview, offset_bytes: int) -> int:
+        begun.set()
+        assert closing.wait(30)
+        locked.append(is_locked(tmp_path))
+        return write(disk, fd, view, offset_bytes)
+
+    def closed(lane: Lane) -> None:
+        closing.set()
+        close(lane)
+
+    def broken(u: Array, step: int) -> Array:
+        assert begun.wait(30)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(DiskTier, "_pwrite", slow)
+    monkeypatch.setattr(Lane, "close", closed)
+    with pytest.raises(ZeroDivisionError):
+        attempt(tmp_path, forward=broken)
+    assert locked == [True]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_others_are_locked_out_until_all_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that had its own journal before that opened the states of this run, and lost what it added to them."""
+    unlink, locked = Path.unlink, list[bool]()
+
+    def deleted(path: Path, **options: Any) -> None:
+        if path.name == "states":
+            locked.append(is_locked(tmp_path))
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", deleted)
+    attempt(tmp_path)
+    assert locked == [True]
+    assert list(tmp_path.iterdir()) == []

@@ -118,7 +118,7 @@ class NamedDisk(StateDisk):
 
     def remove(self) -> None:
         """Delete the files: the run has ended."""
-        for name in ("journal", "states"):  # in this order: without a journal there is nothing to go on from
+        for name in ("states", "journal"):  # in this order: while there is a journal, others are locked out
             with contextlib.suppress(FileNotFoundError):
                 (self.folder / name).unlink()
         with contextlib.suppress(OSError):  # the user's own files, if there are some
@@ -126,12 +126,14 @@ class NamedDisk(StateDisk):
 
     def close(self) -> None:
         """See `SlowTier.close`. A folder in which there is no state goes, too."""
-        if self._journal >= 0:
-            if self._is_empty:
-                self.remove()
-            os.close(self._journal)
-            self._journal = -1
-        super().close()
+        try:
+            super().close()
+        finally:
+            if self._journal >= 0:  # last: with it goes the lock, and a copy out may have been under way
+                if self._is_empty:
+                    self.remove()
+                os.close(self._journal)
+                self._journal = -1
 
     def abandon(self) -> None:
         """See `QueuedTier.abandon`. The lock is the parent's alone: a child may outlive it."""
