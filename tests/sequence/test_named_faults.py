@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import re
 import threading
@@ -100,4 +101,31 @@ def test_others_are_locked_out_until_all_is_deleted(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(Path, "unlink", deleted)
     attempt(tmp_path)
     assert locked == [True]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_lines_that_are_written_a_part_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a disk is about to be full. Lines were torn, and what came after them was passed over."""
+    write = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda fd, line: write(fd, line[: (len(line) + 1) // 2]))
+        killed_at(tmp_path, 77)
+    newest = lines(tmp_path)[-1]["step"]
+    assert check_whole(tmp_path).resumed_step == newest > 50
+
+
+@pytest.mark.parametrize("written", [0, 1])
+def test_no_room_for_the_journal(written: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for its first line nor for that of the first state: there is nothing to go on from."""
+    write, count = os.write, itertools.count()
+
+    def full(fd: int, line: bytes) -> int:
+        if next(count) >= written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(fd, line)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(SpillError, match="No space left on device"):
+            attempt(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -70,12 +70,13 @@ class NamedDisk(StateDisk):
         self.orders: dict[int, Orders] = {}
         self._newest = -1
         self._kept_bytes = 0  # the file up to here is not given back
-        self._is_empty = False
+        self._is_empty = False  # whether there is surely nothing to go on from
         self._journal = -1
         try:
             self.folder.mkdir(mode=0o700, exist_ok=True)
             self._journal = os.open(self.folder / "journal", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._lock_run(run)
+            self._is_empty = not os.fstat(self._journal).st_size
             self._take_file()
             self._take_up(run, identity, state_bytes)
         except OSError as fault:
@@ -103,14 +104,20 @@ class NamedDisk(StateDisk):
         }
         self._take_in(step, place)
         try:
-            os.write(self._journal, _line(entry))
+            self._write(entry)
         except OSError as fault:
             raise SpillError(f"the journal in {self.folder} cannot be written: {fault.strerror}") from fault
+        self._is_empty = False
+
+    def _write(self, content: Any) -> None:
+        """Add a line to the journal. The system may write less at a time than it was asked to."""
+        left = memoryview(_line(content))
+        while left:
+            left = left[os.write(self._journal, left) :]
 
     def _take_in(self, step: int, place: StatePlace) -> None:
         self._newest = step
         self._kept_bytes = max(self._kept_bytes, place.offset_bytes + place.size_bytes)
-        self._is_empty = False
 
     def _release(self, place: DiskPlace) -> None:
         if place.offset_bytes >= self._kept_bytes:  # what is in the journal stays
@@ -169,12 +176,12 @@ class NamedDisk(StateDisk):
         self._places.take(max((place.offset_bytes + place.size_bytes for _, _, place in places), default=0))
         while places and not self._is_whole(places[-1][2], state_bytes):
             places.pop()
+        self._is_empty = not places
         end = places[-1][0] if places else lines[0][0] if lines else 0
         os.ftruncate(self._journal, end)
         os.lseek(self._journal, end, os.SEEK_SET)
         if not lines:
-            os.write(self._journal, _line(identity))
-        self._is_empty = not places
+            self._write(identity)
         for _, entry, place in places:
             self.there[entry["step"]] = place
             self.orders[entry["step"]] = tuple(map(tuple, entry["orders"]))
