@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,9 @@ from ebbtide.sequence.codec import paying_share
 from ebbtide.sequence.disk import PART_BYTES, StateDisk
 from ebbtide.sequence.named import resumed
 from ebbtide.sequence.pace import Pace
-from ebbtide.sequence.schedules import DISK, MEMORY, Multistage, Online, OnlineInMemory, Record, Schedule
+from ebbtide.sequence.schedules import DISK, MEMORY, DiskCosts, Multistage, Online, OnlineInMemory, Record, Schedule
+from ebbtide.sequence.schedules.continued import Continued
+from ebbtide.sequence.schedules.disk_revolve import TABLE_STEPS
 from ebbtide.sequence.spill import SpillFiles
 from ebbtide.sequence.store import unnoted
 from ebbtide.sequence.transfers import time_transfers
@@ -108,7 +111,7 @@ def quickest(
     def chosen(tiers: Sequence[SlowMemory]) -> Choice:
         step_seconds = step.seconds
         reverse = reverse_factor * step_seconds if reverse_seconds is None else reverse_seconds
-        return _best(n, trial, ways, step_seconds, reverse + RECORDS_SECONDS, tiers, resume=bool(there))
+        return _best(n, trial, ways, step_seconds, reverse + RECORDS_SECONDS, tiers, there)
 
     def expected(choice: Choice) -> Choice:
         """``choice`` with the time that choosing has taken, and that of blocks used for the first time."""
@@ -164,21 +167,45 @@ def _best(
     step_seconds: float,
     reverse_seconds: float,
     tiers: Sequence[SlowMemory],
-    *,
-    resume: bool,
+    there: Sequence[int],
 ) -> Choice:
-    """The quickest choice over ``ways``; to ``resume`` from states on a disk it must be a multistage schedule."""
+    """The quickest choice over ``ways``; of a run that goes on, one that uses the states that are ``there``."""
     choices = []
     for states, copy_seconds in ways:
         times = (step_seconds, reverse_seconds + copy_seconds)
         best = None
-        if resume and tiers and states >= 2:
+        if there and tiers and states >= 2:
             best = best_multistage(n, states, trial.state_bytes, *times, tiers[0])
-        if best is None:
-            choices.append(choose(n, trial.state_bytes, *times, _memory(states, trial), tiers))
-        else:
+        if best is not None:
             choices.append(predicted(best[0], trial.state_bytes, best[1]))
+        elif tiers and _can_continue(there):
+            choices.append(_continued(n, trial, states, *times, tiers, there))
+        else:
+            choices.append(choose(n, trial.state_bytes, *times, _memory(states, trial), tiers))
     return min(choices, key=lambda choice: choice.seconds)
+
+
+def _can_continue(there: Sequence[int]) -> bool:
+    """Whether what led to these states can be reversed from them alone: those of a given schedule may lie anywhere."""
+    parts = (stop - start for start, stop in itertools.pairwise(there))
+    return bool(there) and there[0] == 0 and max(parts, default=0) <= TABLE_STEPS
+
+
+def _continued(
+    n: int,
+    trial: Trial,
+    states: int,
+    step_seconds: float,
+    reverse_seconds: float,
+    tiers: Sequence[SlowMemory],
+    there: Sequence[int],
+) -> Choice:
+    """What is quickest after the last state that is ``there``: no other schedule would have stored just these."""
+    times = (step_seconds, reverse_seconds)
+    tail = choose(n - there[-1], trial.state_bytes, *times, _memory(states, trial), tiers)
+    costs = DiskCosts(*times, *(way.seconds(trial.state_bytes) for way in (tiers[0].out, tiers[0].back)))
+    schedule = Continued(tuple(there), tail.schedule, states, costs, tiers[0].name)
+    return predicted(schedule, trial.state_bytes, schedule.seconds(tail.seconds))
 
 
 def _memory(slots: int, trial: Trial) -> int:
