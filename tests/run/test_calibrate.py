@@ -118,6 +118,13 @@ def test_a_slow_disk_takes_bounded_time(tmp_path: Path, monkeypatch: pytest.Monk
         assert 0.5 * rate < link.bandwidth_bytes_per_second < 1.1 * rate
 
 
+def test_what_is_timed_begins_where_a_block_of_any_disk_may() -> None:
+    """Of 4 KiB that began elsewhere nothing went to a disk with blocks of 4 KiB: its latency was that of Python."""
+    source = module._random_storage(1 << 20)
+    parts = [module._part(source, module.LATENCY_BYTES + 512) for _ in range(8)]
+    assert [part.data_ptr() % 4096 for part in parts] == [0] * 8
+
+
 def test_slope_finds_the_rate_behind_the_latency() -> None:
     sizes = [1 << 20, 4 << 20, 16 << 20]
     assert module.slope({size: 2e-3 + size / 1.5e9 for size in sizes}, 2e-3) == pytest.approx(1.5e9)

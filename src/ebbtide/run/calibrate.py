@@ -33,7 +33,7 @@ from ebbtide.run import allocator, beside
 from ebbtide.run.beside import BusyLink, Direction
 from ebbtide.run.cache import cache_path
 from ebbtide.run.replay_cost import lost_per_replay
-from ebbtide.run.tiers.disk import DiskTier, check_directory, free_bytes
+from ebbtide.run.tiers.disk import PLACE_ALIGNMENT_BYTES, DiskTier, check_directory, free_bytes
 from ebbtide.run.tiers.memory import bytes_of, take_memory
 from ebbtide.run.tiers.queued import QueuedTier
 from ebbtide.units import format_bytes
@@ -41,7 +41,7 @@ from ebbtide.units import format_bytes
 Progress = Callable[[float, str], None]
 """Called with the fraction that is done, 0 to 1, and what is being measured."""
 
-METHOD = 8
+METHOD = 9
 """Part of the cache's key: higher when the measurement, or the disk tier's way of transfer, changes."""
 LATENCY_BYTES = 4096
 """A whole block of any disk: fewer bytes would not go there. See NOTE [Direct I/O without copies]."""
@@ -197,8 +197,8 @@ def _random_storage(size_bytes: int) -> torch.UntypedStorage:
 
 
 def _part(storage: torch.UntypedStorage, size_bytes: int) -> torch.UntypedStorage:
-    """A storage of the first ``size_bytes`` of another."""
-    part = take_memory(size_bytes)
+    """A storage of the first ``size_bytes`` of another, from where a block of any disk may begin."""
+    part = take_memory(size_bytes, 0, PLACE_ALIGNMENT_BYTES)
     part.copy_(storage[:size_bytes])
     return part
 
