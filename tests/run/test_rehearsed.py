@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ebbtide
-from ebbtide.run import allocator
+from ebbtide.run import allocator, held
 from ebbtide.run.native import arena_library, find_compiler
 from ebbtide.run.rehearsed import FAILURES, STEADY, STRAYS, Rehearsed
 from ebbtide.run.resident import rss_bytes
@@ -95,6 +95,33 @@ def test_what_comes_back_from_a_disk_lies_where_it_was_planned(block_bytes: int)
             assert library.ebbtide_arena_unfollow() == 0
         places.end(exact=True)
     assert serves
+
+
+@pytest.mark.parametrize("block_bytes", [512, 4096])
+def test_what_comes_back_has_its_place_wherever_in_a_block_it_begins(block_bytes: int) -> None:
+    """Tensors of less than 64 KiB lie elsewhere in each step. What they take is counted without the room for that."""
+    places, size, served = Rehearsed(), 40 * KIB, []
+    for step in range(3):
+        served.append(places.serves)
+        turn = held.begin()
+        places.begin()
+        alive: list[torch.UntypedStorage] = []
+        for number in range(20):
+            offset = 16 * (11 * step + 7 * number) % block_bytes
+            alive = [*alive[-2:], take_memory(size, offset, block_bytes)]
+            assert alive[-1].data_ptr() % block_bytes == offset
+            bytes_of(alive[-1]).fill_(number)
+            assert [int(bytes_of(block).max()) for block in alive] == list(range(max(number - 2, 0), number + 1))
+        found = held.end(turn)
+        assert found is not None
+        assert found.taken_bytes == 4 * size
+        alive.clear()
+        if places.serves:
+            library = arena_library()
+            assert library is not None
+            assert library.ebbtide_arena_unfollow() == 0
+        places.end(exact=True)
+    assert served == [False, True, True]
 
 
 def test_a_place_that_is_taken_is_left_alone() -> None:

@@ -55,7 +55,7 @@ constexpr int kSteps = 64;                // planned steps for which a size that
 constexpr std::size_t kLookahead = 16;  // blocks that a step may leave out without losing its place in the plan
 constexpr std::size_t kLost = 8;         // a step has lost its way when one part in so many of its region went astray
 
-// A block of a recorded step. Times count what is taken and given back; -1: still there.
+// A block of a recorded step, with its room. Times count what is taken and given back; -1: still there.
 struct Recorded {
   std::int64_t size, born, dies, written;
 };
@@ -148,10 +148,16 @@ struct Arena {
     return note(at, size);
   }
 
+  // What a block takes of a plan: one that has to lie like another may begin further on, and each step elsewhere.
+  static std::size_t room(std::size_t size, std::size_t alignment) {
+    return alignment > kGrain ? size + alignment : size;
+  }
+
   // The place that the plan has for the next block, if it is free.
   void* take_planned(std::size_t size, std::size_t alignment, std::size_t offset) {
+    const std::size_t wanted = room(size, alignment);
     for (std::size_t i = next; i < plan.size() && i < next + kLookahead; ++i) {
-      if (size < plan[i].least || size > plan[i].most) continue;
+      if (wanted < plan[i].least || wanted > plan[i].most) continue;
       next = i + 1;
       Address at = place(plan[i].place, alignment, offset);
       auto hole = holes.upper_bound(at);
@@ -203,7 +209,9 @@ struct Arena {
     if (memory == nullptr) memory = take_hole(size, alignment, offset, false);
     if (memory == nullptr) memory = take_top(size, alignment, offset);
     // What stays within a region takes planned blocks their places: only where no addresses are left.
-    return memory != nullptr || following ? memory : take_hole(size, alignment, offset, true);
+    if (memory == nullptr && !following) memory = take_hole(size, alignment, offset, true);
+    if (memory != nullptr && recording) records.back().size = std::int64_t(room(size, alignment));
+    return memory;
   }
 
   void* note(Address at, std::size_t size) {
