@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ebbtide
-from ebbtide.run import allocator, held
+from ebbtide.run import allocator, held_bytes
 from ebbtide.run.native import arena_library, find_compiler
 from ebbtide.run.rehearsed import FAILURES, STEADY, STRAYS, Rehearsed
 from ebbtide.run.resident import rss_bytes
@@ -103,7 +103,7 @@ def test_what_comes_back_has_its_place_wherever_in_a_block_it_begins(block_bytes
     places, size, served = Rehearsed(), 40 * KIB, []
     for step in range(3):
         served.append(places.serves)
-        turn = held.begin()
+        turn = held_bytes.begin()
         places.begin()
         alive: list[torch.UntypedStorage] = []
         for number in range(20):
@@ -112,7 +112,7 @@ def test_what_comes_back_has_its_place_wherever_in_a_block_it_begins(block_bytes
             assert alive[-1].data_ptr() % block_bytes == offset
             bytes_of(alive[-1]).fill_(number)
             assert [int(bytes_of(block).max()) for block in alive] == list(range(max(number - 2, 0), number + 1))
-        found = held.end(turn)
+        found = held_bytes.end(turn)
         assert found is not None
         assert found.taken_bytes == 4 * size
         alive.clear()
