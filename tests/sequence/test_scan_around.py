@@ -95,6 +95,70 @@ class TestAutocastOfTheCellsOwn:
         compare(program, memory="60KiB")
         assert torch.is_autocast_cache_enabled()
 
+    @pytest.mark.parametrize("backward", ["outside", "inside"])
+    @pytest.mark.parametrize("uses", ["twice", "as input"])
+    def test_a_context_that_each_step_makes(self, uses: str, backward: str) -> None:
+        """It keeps weights, and state 0 and inputs that are leaves, but no later state, as in a plain loop."""
+
+        def program(loop: Loop) -> tuple[Any, list[Tensor]]:
+            weight, other = (torch.randn(WIDTH, WIDTH).div_(WIDTH**0.5).requires_grad_() for _ in range(2))
+            start, leaf = torch.randn(SHAPE, requires_grad=True), torch.randn(SHAPE, requires_grad=True)
+            rest = torch.randn(11, *SHAPE, requires_grad=True)
+
+            def cell(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+                with torch.autocast("cpu", torch.bfloat16):
+                    found = h @ weight + torch.sin(h @ other)
+                    if uses == "as input":
+                        found = h @ weight + torch.sin(x @ other) + x @ weight
+                return torch.tanh(found.float() + x), None
+
+            final, _ = loop(cell, start, [leaf, *(rest * 1.0)])
+            outer = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+            with outer if backward == "inside" else contextlib.nullcontext():
+                final.square().sum().backward()
+            return [final], [weight, other, start, leaf, rest]
+
+        compare(program, memory="60KiB")
+        assert torch.is_autocast_cache_enabled()
+
+
+def test_what_the_callers_contexts_keep_stays() -> None:
+    """A layer before and after a scan is converted once."""
+
+    def program(loop: Loop) -> tuple[Any, list[Tensor]]:
+        head, weight = (torch.randn(WIDTH, WIDTH).div_(WIDTH**0.5).requires_grad_() for _ in range(2))
+
+        def cell(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):  # as in the steps of a scan
+                return torch.tanh(h @ weight + x), None
+
+        with torch.autocast("cpu", torch.bfloat16):
+            before = torch.randn(8, WIDTH) @ head
+            final, _ = loop(cell, torch.randn(SHAPE), torch.randn(12, *SHAPE))
+            after = torch.randn(8, WIDTH) @ head
+        (before.float().sin().sum() + after.float().cos().sum() + final.float().square().sum()).backward()
+        return [before, final, after], [head, weight]
+
+    compare(program, memory="60KiB")
+
+
+def test_a_backward_pass_in_inference_mode() -> None:
+    def program(loop: Loop) -> tuple[Any, list[Tensor]]:
+        weight = torch.randn(WIDTH, WIDTH).div_(WIDTH**0.5).requires_grad_()
+        start, xs = torch.randn(SHAPE, requires_grad=True), torch.randn(12, *SHAPE, requires_grad=True)
+
+        def cell(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = torch.tanh(h @ weight + x)
+            return h, h.mean()
+
+        final, ys = loop(cell, start, xs)
+        loss = final.square().sum() + torch.stack(ys).sum()
+        with torch.inference_mode():
+            loss.backward()
+        return [final, *ys], [weight, start, xs]
+
+    compare(program, memory="30KiB")
+
 
 class Halving(TorchFunctionMode):
     """Products are half as large."""

@@ -130,6 +130,12 @@ def is_within_op() -> bool:
         return _is_excluded("AutogradFunctionality")
 
 
+def is_within_autocast() -> bool:
+    """Whether autocast was on, for any device, as the op was called that a mode is shown."""
+    with _AsCalled():
+        return torch._C._is_any_autocast_enabled()
+
+
 @functools.cache
 def _writes_lists(func: Any) -> bool:
     """Whether it is one of the ops that work on lists of tensors, in place."""

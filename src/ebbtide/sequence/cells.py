@@ -148,7 +148,8 @@ class CellChain:
         given = {key: leaf(part, kept=self.converts is None or is_kept(part)) for key, part in inputs.items()}
         state_before = versions_of(state)
         found = self._cell(self._layout.unflatten(state), unflatten([given.get(id(p), p) for p in parts], spec))
-        torch.clear_autocast_cache()  # contexts of the cell's own may keep what they convert: it is this step's
+        if self.converts is not None:
+            torch.clear_autocast_cache()  # what contexts of the cell's own keep is this step's
         if not (isinstance(found, tuple) and len(found) == 2):
             raise SequenceError(
                 f"the cell must return (state, y), but returned a {type(found).__name__} in step {step}"

@@ -30,7 +30,7 @@ from ebbtide.sequence.leaves import detached, is_kept
 from ebbtide.sequence.planning import Course, quickest
 from ebbtide.sequence.progress import is_wanted, watch
 from ebbtide.sequence.results import refuse_batched
-from ebbtide.sequence.scene import Scene
+from ebbtide.sequence.scene import Scene, keeping_conversions, keeps_conversions
 from ebbtide.sequence.schedules import Record, Reverse
 from ebbtide.sequence.spill import Spill, SpillFiles, open_spill
 from ebbtide.sequence.steps import versions_of
@@ -161,8 +161,12 @@ def _survey(
     own = (*start, *tree_leaves(first))
     cached = Watch(own)
     if parametrize._cache_enabled:
-        with layout.surroundings.preserved(), cached:  # what it caches is to be made outside the steps, which share it
+        keeping = keeping_conversions(keeps_conversions(layout.device_types))
+        with keeping, layout.surroundings.preserved(), cached:
+            # What it caches is to be made outside the steps, which share it.
             draws.noted(cell, layout.surroundings, cached)(layout.unflatten(start), first)
+        if cached.converts:
+            torch.clear_autocast_cache()
     scene, watch = Scene(layout.device_types), Watch(own)
     noting = draws.noted(cell, layout.surroundings, watch)
     chain = CellChain(noting, (first,) if isinstance(inputs, (tuple, Tensor)) else [first], layout)
@@ -182,13 +186,12 @@ def _survey(
 
 def _watched_step(chain: CellChain, start: State, scene: Scene, watch: Watch, before: Watch) -> Written:
     """Step 0, run under ``watch``, and what it wrote to; that is undone, also what it wrote there under ``before``."""
-    keeps = torch.is_autocast_cache_enabled()
     try:
         with scene.set():
-            torch.set_autocast_cache_enabled(False)  # a context of the cell's may enable it
             chain.trial(start, watch)
     finally:
-        torch.set_autocast_cache_enabled(keeps)
+        if watch.converts:
+            torch.clear_autocast_cache()
         written = watch.put_back()
         before.put_back(written)
     return written

@@ -36,6 +36,8 @@ class Scene:
         self.converts = False
         self._device_types = device_types
         self._autocast = _autocast_on(device_types)
+        self._keeps = keeps_conversions(device_types)
+        self._inference = torch.is_inference_mode_enabled()
         self._current = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._device, self._dtype = torch.get_default_device(), torch.get_default_dtype()
         self._attention = _cur_sdpa_kernel_backends(with_priority=True)
@@ -61,6 +63,8 @@ class Scene:
         """Inside, steps run under what there was when this was made."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._cached())
+            if torch.is_inference_mode_enabled() != self._inference:  # as in a backward pass that one is around
+                stack.enter_context(torch.inference_mode(self._inference))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(uncompiled())
             stack.enter_context(without_saved_tensor_hooks())
@@ -77,6 +81,7 @@ class Scene:
             if any(enabled for _, enabled, _ in self._autocast) or _autocast_on(self._device_types) != self._autocast:
                 # Elsewhere contexts of the cell's are the outermost ones, which let go of what they have converted.
                 stack.enter_context(_autocast(self._autocast))
+            stack.enter_context(keeping_conversions(self._keeps))
             on = set(map(id, _function_modes()))
             for mode in self._function_modes:
                 if id(mode) not in on:  # as in a backward pass that one on the way has intercepted
@@ -91,6 +96,22 @@ class Scene:
         """
         now = _autocast_on(self._device_types)
         return (lambda: _NO_CONTEXT) if now == self._autocast else (lambda: _autocast(now))
+
+
+def keeps_conversions(device_types: list[str]) -> bool:
+    """Whether contexts of autocast that a cell makes keep what they convert: if there is none around it."""
+    return torch.is_autocast_cache_enabled() and not any(enabled for _, enabled, _ in _autocast_on(device_types))
+
+
+@contextlib.contextmanager
+def keeping_conversions(keeps: bool) -> Iterator[None]:
+    """Contexts of autocast that are made inside keep what they convert, or not."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(keeps)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def _function_modes() -> list[TorchFunctionMode]:

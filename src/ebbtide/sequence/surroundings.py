@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ebbtide.errors import SequenceError
 from ebbtide.observe.known_values import LIFTS
 from ebbtide.observe.ledger import has_storage, tensors_in, written_by
-from ebbtide.observe.mode import DispatchMode, run_op
+from ebbtide.observe.mode import DispatchMode, is_within_autocast, run_op
 from ebbtide.observe.schema import operator_info, running_statistics, trains
 from ebbtide.observe.uncompiled import never_compiled
 from ebbtide.observe.wrapped import AsOrdinary, wraps
@@ -249,7 +249,7 @@ class Watch(DispatchMode):
         if func in LIFTS:
             self._note_made(args)
         self._note(func, args, kwargs)
-        self.converts |= torch.is_autocast_cache_enabled()
+        self.converts |= torch.is_autocast_cache_enabled() and is_within_autocast()
         result = run_op(func, args, kwargs)
         self._note_made((result,))
         return result
