@@ -160,6 +160,40 @@ def test_a_backward_pass_in_inference_mode() -> None:
     compare(program, memory="30KiB")
 
 
+class Noisy(torch.autograd.Function):
+    """Changes nothing, but adds noise to gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, generator: torch.Generator | None) -> Tensor:
+        ctx.generator = generator
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad + 0.1 * torch.randn(grad.shape, generator=ctx.generator), None
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["PyTorch's generator", "its own"])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_formulas_draw_on(passes: int, own: bool) -> None:
+    """From step to step, and so does what comes after the backward pass; steps draw again what they drew."""
+
+    def program(loop: Loop) -> tuple[Any, list[Tensor]]:
+        weight = torch.randn(WIDTH, WIDTH).div_(WIDTH**0.5).requires_grad_()
+        generator = torch.Generator().manual_seed(7) if own else None
+
+        def cell(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+            h = torch.tanh(h @ weight + x * torch.rand(SHAPE, generator=generator))
+            return Noisy.apply(h, generator), None  # type: ignore[no-untyped-call]
+
+        final, _ = loop(cell, torch.zeros(SHAPE), torch.randn(12, *SHAPE))
+        for number in range(passes):
+            final.square().sum().backward(retain_graph=number + 1 < passes)
+        return (final, torch.rand(4, generator=generator)), [weight]
+
+    compare(program, memory="40KiB")
+
+
 class Halving(TorchFunctionMode):
     """Products are half as large."""
 

@@ -119,6 +119,40 @@ def test_generators_of_the_cell_s_own(passes: int, cached: bool) -> None:
     compare(program, memory="60KiB")
 
 
+class Seeded:
+    """Inputs, each with a generator that is made anew."""
+
+    def __init__(self, xs: Tensor) -> None:
+        self.xs = xs
+
+    def __len__(self) -> int:
+        return len(self.xs)
+
+    def __getitem__(self, step: int) -> tuple[Tensor, torch.Generator]:
+        return self.xs[step], torch.Generator().manual_seed(step)
+
+
+@pytest.mark.parametrize("who", ["the cell", "the cell, which keeps it", "the input"])
+def test_generators_that_are_made_in_each_step(who: str) -> None:
+    def program(loop: Loop) -> tuple[Any, list[Tensor]]:
+        weight, last = weights(), list[torch.Generator]()
+
+        def cell(h: Tensor, item: tuple[Tensor, torch.Generator]) -> tuple[Tensor, None]:
+            x, generator = item
+            if who != "the input":
+                generator = torch.Generator().manual_seed(3)
+            if who == "the cell, which keeps it":
+                last[:] = [generator]
+            mask = torch.rand(SHAPE, generator=generator) < 0.7
+            return torch.tanh((h * mask) @ weight + x), None
+
+        final, _ = loop(cell, torch.randn(SHAPE), Seeded(torch.randn(20, *SHAPE)))
+        final.square().sum().backward()
+        return final, [weight]
+
+    compare(program, memory="40KiB")
+
+
 def test_attention_s_kernels_are_those_of_the_forward_pass() -> None:
     def program(loop: Loop) -> tuple[Any, list[Tensor]]:
         weight, start = weights(), torch.randn(2, 2, 40, WIDTH)

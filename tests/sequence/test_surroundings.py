@@ -158,7 +158,8 @@ def test_weights_are_made_once() -> None:
     compare(trained(both, 9, around=parametrize.cached), memory="40KiB")
 
 
-def test_graphs_elsewhere_may_hold_what_is_written() -> None:
+@pytest.mark.parametrize("losses", ["one", "one twice", "two"])
+def test_graphs_elsewhere_may_hold_what_is_written(losses: str) -> None:
     """As nothing is written after the loop, autograd has nothing to say."""
 
     def program(loop: Loop) -> tuple[Any, list[Tensor]]:
@@ -170,7 +171,9 @@ def test_graphs_elsewhere_may_hold_what_is_written() -> None:
             return (state * weight + mean.clone()).sin(), None
 
         final, _ = loop(cell, torch.zeros(WIDTH), torch.randn(20, WIDTH))
-        (final.sum() + (other * mean).sum()).backward()
+        first, second = final.sum(), (other * mean).sum()
+        for loss in (first, second) if losses == "two" else [first + second] * (1 + (losses == "one twice")):
+            loss.backward(retain_graph=losses == "one twice")
         return (final, mean), [weight, other]
 
     compare(program, memory=states(4, torch.zeros(WIDTH), torch.zeros(WIDTH)))

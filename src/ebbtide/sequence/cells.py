@@ -31,6 +31,7 @@ from ebbtide.sequence.steps import (
     has_gradient,
     needs_grad,
     other_graph,
+    returned,
     unflatten,
     versions_of,
 )
@@ -98,7 +99,7 @@ class CellChain:
         self._just_passed_on: dict[int, int] = {}  # by the last step, which may have made some for itself
         self._start_passed_on: list[tuple[int, int]] = []
         # While steps are reversed:
-        self._around_formulas: Callable[[], AbstractContextManager[object]] = lambda: _NO_CONTEXT
+        self._around_formulas: AbstractContextManager[object] = _NO_CONTEXT
         self._grads: list[Tensor | None] = []
         self._position = 0
         self._adjoint: list[Tensor | None] = []
@@ -150,11 +151,7 @@ class CellChain:
         found = self._cell(self._layout.unflatten(state), unflatten([given.get(id(p), p) for p in parts], spec))
         if self.converts is not None:
             torch.clear_autocast_cache()  # what contexts of the cell's own keep is this step's
-        if not (isinstance(found, tuple) and len(found) == 2):
-            raise SequenceError(
-                f"the cell must return (state, y), but returned a {type(found).__name__} in step {step}"
-            )
-        following = self._layout.flatten(found[0], step + 1)
+        following = self._layout.flatten(returned(found, step)[0], step + 1)
         if state_before != versions_of(state):
             raise SequenceError(f"the cell has altered its state in place in step {step}; it must return a new one")
         if self._inputs_stay and inputs_before != versions_of(parts):
@@ -242,10 +239,8 @@ class CellChain:
 
     # --- back ----------------------------------------------------------------------------------------------------
 
-    def begin_reverse(
-        self, grads: Sequence[Tensor | None], around: Callable[[], AbstractContextManager[object]]
-    ) -> None:
-        """Take the gradients of the results. What ``around`` gives is entered to run a step's graph back."""
+    def begin_reverse(self, grads: Sequence[Tensor | None], around: AbstractContextManager[object]) -> None:
+        """Take the gradients of the results. ``around`` is entered for each step's graph, to run it back."""
         self._around_formulas = around
         self._sums, self._own_sums = [None] * len(self.outside.tensors), set()
         self._grads = list(grads)
@@ -348,7 +343,7 @@ class CellChain:
         sums = [*(seeds[place] for place in places), *(self._sums[number] for number in record.inputs)]
         sums += [None if add else self._sums[k] for k, add in zip(record.uses, added, strict=True)]
         keep = any(tensors[number].grad_fn is not None for number in record.uses)
-        with self._around_formulas():
+        with self._around_formulas:
             found = apart_from(state, local_gradients(roots, targets, sums, keep=keep))
         for place, grad in zip(places, found, strict=False):
             seeds[place] = grad

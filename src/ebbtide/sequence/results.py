@@ -10,7 +10,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedte
 from ebbtide.errors import SequenceError
 from ebbtide.observe.ledger import has_storage
 from ebbtide.observe.wrapped import AsOrdinary
-from ebbtide.sequence.surroundings import unseen
+from ebbtide.sequence.surroundings import counter_of, unseen
 
 
 class Hazards:
@@ -40,7 +40,7 @@ class Hazards:
         with unseen(), AsOrdinary():
             for result in filter(has_storage, results):
                 together.setdefault(result.untyped_storage()._cdata, []).append(result)
-            self._counters = [_counter(group[0]) for group in together.values() if _overlap(group)]
+            self._counters = [counter_of(group[0]) for group in together.values() if _overlap(group)]
         self._versions = [counter._version for counter in self._counters]
 
     def check(self) -> None:
@@ -65,13 +65,6 @@ def refuse_batched(grads: Iterable[Tensor | None]) -> None:
             "gradients of a scan cannot be batched: ask for them one after another, without is_grads_batched=True or "
             "vectorize=True"
         )
-
-
-def _counter(result: Tensor) -> Tensor:
-    """An empty tensor that is altered whenever ``result`` is."""
-    counter = result.detach()
-    counter.data = result.new_empty(0)
-    return counter
 
 
 def _overlap(group: list[Tensor]) -> bool:

@@ -23,7 +23,7 @@ from ebbtide.observe.uncompiled import never_compiled
 from ebbtide.sequence.blocks import blocks_within
 from ebbtide.sequence.cells import Cell, CellChain
 from ebbtide.sequence.choose import memory_slots
-from ebbtide.sequence.draws import FirstDraws
+from ebbtide.sequence.draws import CallersDraws, FirstDraws
 from ebbtide.sequence.executor import Executor
 from ebbtide.sequence.inputs import Inputs, in_turn, indexed
 from ebbtide.sequence.leaves import detached, is_kept
@@ -169,12 +169,16 @@ def _survey(
             torch.clear_autocast_cache()
     scene, watch = Scene(layout.device_types), Watch(own)
     noting = draws.noted(cell, layout.surroundings, watch)
-    chain = CellChain(noting, (first,) if isinstance(inputs, (tuple, Tensor)) else [first], layout)
+    stay = isinstance(inputs, (tuple, Tensor))
+    chain = CellChain(noting, (first,) if stay else [first], layout)
     written = _watched_step(chain, start, scene, watch, cached)
     made = watch.made()
-    if made:
-        again = Watch(own)
-        _watched_step(chain, start, scene, again, cached)
+    if made or written.generators:
+        if written.generators and not stay:  # it may make one, too
+            first = inputs[0]
+            chain = CellChain(noting, [first], layout)
+        again = Watch((*start, *tree_leaves(first)))
+        written = written.drawn_again(_watched_step(chain, start, scene, again, cached))
         if again.wrote_to(made):
             raise SequenceError(
                 "the cell makes a tensor in its first step that it writes to in the next ones, such as a running mean; "
@@ -285,7 +289,7 @@ class _Sweep:
 
     def back(self, grads: tuple[Tensor | None, ...]) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Reverse every step; gradients of what is outside and of state 0. Nothing is left after it."""
-        around = self._scene.callers_autocast()
+        draws = CallersDraws(self._layout.surroundings, self._scene.callers_autocast())
         with self._scene.set(), self._layout.surroundings.preserved(), self.chain.outside.fenced():
             try:
                 self.chain.hazards.check()
@@ -297,13 +301,15 @@ class _Sweep:
                 else:
                     self._layout.surroundings.set(self._turn_surroundings)
                 assert self._executor is not None
-                self.chain.begin_reverse(grads, around)
+                self.chain.begin_reverse(grads, draws)
                 self._executor.run(self._watched(self._records, forward=False))
                 if self._files is not None:
                     self._files.drain()
-                return self.chain.end_reverse()
+                found = self.chain.end_reverse()
             finally:
                 self.close()
+        draws.put()
+        return found
 
     def close(self) -> None:
         """Give back memory and files."""

@@ -130,6 +130,13 @@ def versions_of(parts: Iterable[Any]) -> tuple[int, ...]:
     return tuple(part._version for part in parts if type(part) is Tensor and not part.is_inference())
 
 
+def returned(found: Any, step: int) -> tuple[Any, Any]:
+    """The state and the output that a cell has returned. Raises `SequenceError` if that is something else."""
+    if not (isinstance(found, tuple) and len(found) == 2):
+        raise SequenceError(f"the cell must return (state, y), but returned a {type(found).__name__} in step {step}")
+    return found
+
+
 def has_gradient(part: Any) -> bool:
     """Whether it is a tensor that requires grad."""
     return isinstance(part, Tensor) and part.requires_grad

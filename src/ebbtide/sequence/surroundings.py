@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ebbtide.errors import SequenceError
@@ -46,6 +47,13 @@ def unseen() -> contextlib.AbstractContextManager[object]:
     return _disable_current_modes() if there else _NO_MODES
 
 
+def counter_of(tensor: Tensor) -> Tensor:
+    """An empty tensor that is altered whenever ``tensor`` is."""
+    counter = tensor.detach()
+    counter.data = tensor.new_empty(0)
+    return counter
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Written:
     """What a cell writes to outside. See NOTE [What a cell writes to].
@@ -54,11 +62,22 @@ class Written:
         carried: storages that it reads, too: each state has its own bytes of them.
         restored: storages that it only writes over.
         generators: of random numbers, besides PyTorch's own: each state has their states.
+        counters: `counter_of` the tensors through which it writes.
     """
 
     carried: tuple[torch.UntypedStorage, ...] = ()
     restored: tuple[torch.UntypedStorage, ...] = ()
     generators: tuple[torch.Generator, ...] = ()
+    counters: tuple[Tensor, ...] = ()
+
+    def drawn_again(self, again: Written) -> Written:
+        """The same, without generators of its own that a step makes anew each time, as its run ``again`` has shown.
+
+        One that it draws from in its first run alone, and for which the other run has no new one, stays.
+        """
+        stay = tuple(one for one in self.generators if one in again.generators)
+        are_replaced = len(again.generators) == len(self.generators)
+        return dataclasses.replace(self, generators=stay) if are_replaced else self
 
     def drawing_from(self, generators: Iterable[torch.Generator]) -> Written:
         """The same, with these generators as well."""
@@ -103,22 +122,28 @@ class Surroundings:
     def set(self, states: Sequence[Tensor]) -> None:
         """Go back to ``states``. Raises `SequenceError` if a storage has another size now."""
         rest = iter(states)
+        self.set_generators(rest)
+        _put(self._written.carried, list(rest))
+
+    def set_generators(self, states: Iterable[Tensor]) -> None:
+        """Go back to ``states``, which are those that `generators` gave, or begin with them."""
+        rest = iter(states)
         torch.set_rng_state(next(rest))
         for device in self._devices:
             torch.cuda.set_rng_state(next(rest), device)
         for generator in self._written.generators:
             generator.set_state(next(rest))
-        _put(self._written.carried, list(rest))
 
     @contextlib.contextmanager
     def preserved(self) -> Iterator[None]:
-        """What is drawn and written inside is as if it had not been."""
+        """What is drawn and written inside is as if it had not been, also to autograd."""
         before, restored = self.read(), _copies(self._written.restored)
-        try:
-            yield
-        finally:
-            self.set(before)
-            _put(self._written.restored, restored)
+        with _unsafe_preserve_version_counter(self._written.counters):  # it may have saved the same bytes elsewhere
+            try:
+                yield
+            finally:
+                self.set(before)
+                _put(self._written.restored, restored)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
@@ -154,12 +179,14 @@ class _Found:
     Attributes:
         storage: it.
         before: its bytes before that.
+        through: tensors through which that is done; for views, their bases.
         is_certain: whether an op is known to write there; else its bytes must show it.
         is_covered: whether all of it has been written over, so that no step finds what another left.
     """
 
     storage: torch.UntypedStorage
     before: Tensor
+    through: list[Tensor] = dataclasses.field(default_factory=list)
     is_certain: bool = False
     is_covered: bool = False
 
@@ -207,17 +234,20 @@ class Watch(DispatchMode):
         drawn = {key: one for key, one in self._generators.items() if among is None or one[0] in among.generators}
         for generator, state in drawn.values():
             generator.set_state(state)
-        with torch.no_grad(), unseen():
+        with torch.no_grad(), unseen(), AsOrdinary():
             found = {
                 key: one
                 for key, one in self._found.items()
                 if (known is None or key in known) and (one.is_certain or one.is_altered)
             }
+            through = [tensor for one in found.values() for tensor in one.through if not tensor.is_inference()]
+            counters = tuple(map(counter_of, through))
         _put([one.storage for one in found.values()], [one.before for one in found.values()])
         return Written(
             carried=tuple(one.storage for key, one in found.items() if key in self._read),
             restored=tuple(one.storage for key, one in found.items() if key not in self._read),
             generators=tuple(generator for generator, _ in drawn.values()),
+            counters=counters,
         )
 
     def made(self) -> list[torch.UntypedStorage]:
@@ -277,6 +307,9 @@ class Watch(DispatchMode):
             if storage._cdata not in self._found:
                 self._found[storage._cdata] = _Found(storage, _bytes_of(storage).clone())
             found = self._found[storage._cdata]
+            base = tensor if tensor._base is None else tensor._base  # their versions are counted together
+            if all(base is not known for known in found.through):
+                found.through.append(base)
             found.is_certain |= not statistics or trains(func, args)
             is_whole = tensor.numel() * tensor.element_size() == storage.nbytes()
             found.is_covered |= overwrites and is_whole and name not in _IN_PARTS
