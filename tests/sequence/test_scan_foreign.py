@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -96,6 +97,31 @@ def test_tangents_are_refused(dual: str) -> None:
             found, expected = (loop(cell, start, xs)[0] for loop in (ebbtide.scan, plain))
         assert forward_ad.unpack_dual(found).tangent is not None
         assert torch.equal(forward_ad.unpack_dual(found).tangent, forward_ad.unpack_dual(expected).tangent)
+
+
+def test_tangents_of_another_thread_are_no_fault() -> None:
+    """PyTorch counts levels for all threads together."""
+    entered, done = threading.Event(), threading.Event()
+
+    def derive() -> None:
+        with forward_ad.dual_level():
+            entered.set()
+            done.wait(60)
+
+    def program(loop: Loop) -> tuple[Any, list[Tensor]]:
+        weight, xs = weights(), torch.randn(12, *SHAPE, requires_grad=True)
+        final, _ = loop(lambda h, x: (torch.tanh(h @ weight + x), x.sum()), torch.randn(SHAPE), xs)
+        final.square().sum().backward()
+        return final, [weight, xs]
+
+    thread = threading.Thread(target=derive)
+    thread.start()
+    try:
+        assert entered.wait(60)
+        compare(program, memory="60KiB")
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_transforms_are_refused() -> None:

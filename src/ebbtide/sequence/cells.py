@@ -21,7 +21,7 @@ from ebbtide.sequence.checksums import Checksums
 from ebbtide.sequence.graphs import Outside, close_off, is_dense, local_gradients
 from ebbtide.sequence.inputs import Inputs
 from ebbtide.sequence.leaves import as_in_loop, detached, is_kept, leaf, place_of
-from ebbtide.sequence.results import Hazards
+from ebbtide.sequence.results import Hazards, refuse_transforms
 from ebbtide.sequence.steps import (
     LEAF,
     Ran,
@@ -124,6 +124,7 @@ class CellChain:
         ran = self._run(state, step)
         if step == len(self._steps):
             self._note(ran, state, step, since)
+            refuse_transforms((*ran.inputs, *ran.following, *ran.parts))
             self.hazards.note_hooks(state, step)
             close_off((*state, *ran.given))
             if step == 0:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
+from torch.autograd import forward_ad
 
 from ebbtide.errors import SequenceError
 from ebbtide.observe.ledger import has_storage
@@ -65,6 +68,23 @@ def refuse_batched(grads: Iterable[Tensor | None]) -> None:
             "gradients of a scan cannot be batched: ask for them one after another, without is_grads_batched=True or "
             "vectorize=True"
         )
+
+
+def refuse_transforms(parts: Iterable[Any]) -> None:
+    """Raise `SequenceError` within a transform of `torch.func`, and where a tensor among ``parts`` has a tangent."""
+    if torch._C._are_functorch_transforms_active() or _has_tangent(parts):
+        raise SequenceError(
+            "neither forward-mode derivatives nor transforms of torch.func go through a scan: take a plain loop or, "
+            "for tangents alone, torch.no_grad()"
+        )
+
+
+def _has_tangent(parts: Iterable[Any]) -> bool:
+    if forward_ad._current_level < 0:  # of any thread: there is one for all of them
+        return False
+    with unseen():
+        tensors = [part for part in parts if isinstance(part, Tensor) and part.layout is torch.strided]
+        return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def _overlap(group: list[Tensor]) -> bool:

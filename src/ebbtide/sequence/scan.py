@@ -13,7 +13,6 @@ from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
@@ -29,7 +28,7 @@ from ebbtide.sequence.inputs import Inputs, in_turn, indexed
 from ebbtide.sequence.leaves import detached, is_kept
 from ebbtide.sequence.planning import Course, quickest
 from ebbtide.sequence.progress import is_wanted, watch
-from ebbtide.sequence.results import refuse_batched
+from ebbtide.sequence.results import refuse_batched, refuse_transforms
 from ebbtide.sequence.scene import Scene, keeping_conversions, keeps_conversions
 from ebbtide.sequence.schedules import Record, Reverse
 from ebbtide.sequence.spill import Spill, SpillFiles, open_spill
@@ -84,8 +83,8 @@ def scan(
 
     Raises:
         SequenceError: if memory takes less than two states, a state is not like state 0, the cell misbehaves, what it
-            writes to outside has another size than in step 0, or forward-mode derivatives or a transform of
-            `torch.func` are under way; also from the backward pass.
+            writes to outside has another size than in step 0, or tensors have tangents of forward-mode derivatives or a
+            transform of `torch.func` is under way; also from the backward pass.
         ArgumentError: if memory is no size, or spill no path; it is a `ValueError`.
         SpillError: if the spill directory is missing, full or faulty; also from the backward pass.
     """
@@ -96,11 +95,7 @@ def scan(
     directories = as_directories("spill", spill)
     if not torch.is_grad_enabled():
         return _plain(cell, state, inputs)
-    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
-        raise SequenceError(
-            "neither forward-mode derivatives nor transforms of torch.func go through a scan: take a plain loop or, "
-            "for tangents alone, torch.no_grad()"
-        )
+    refuse_transforms(tree_leaves(state))
     steps = indexed(inputs)
     if len(steps) == 0:
         return state, []
