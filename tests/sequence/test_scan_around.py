@@ -6,12 +6,13 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -261,6 +262,67 @@ class TestHooksOnTheGivenState:
             final, _ = ebbtide.scan(lambda h, x: (model(h) + x, None), torch.zeros(SHAPE), torch.randn(12, *SHAPE))
             with pytest.raises(ebbtide.SequenceError, match="let the cell call them with a result of an op"):
                 final.sum().backward()
+
+
+class TestHooksOnGivenInputs:
+    """They see the whole gradient, wherever the input is used, as in a plain loop."""
+
+    def program(
+        self, used: str, *, leaf: bool, removed: bool = False, passes: int = 1
+    ) -> Callable[[Loop], tuple[Any, list[Tensor]]]:
+        def program(loop: Loop) -> tuple[Any, list[Tensor]]:
+            weight = torch.randn(WIDTH, WIDTH).div_(WIDTH**0.5).requires_grad_()
+            sources = [torch.randn(SHAPE, requires_grad=True) for _ in range(12)]
+            xs = sources if leaf else [source * 2 for source in sources]
+            last, seen, handles = xs[0 if used == "in all steps" else -1], list[Tensor](), list[Any]()
+            last.register_hook(lambda grad: grad * 0.5)  # one that is there before
+
+            def clip(grad: Tensor) -> Tensor:
+                seen.append(grad.clone())
+                return grad.clamp(-0.05, 0.05)
+
+            def cell(h: Tensor, item: tuple[Tensor, int]) -> tuple[Tensor, None]:
+                x, step = item
+                if step == 11:
+                    handles.append(x.register_hook(clip))
+                    x.register_hook(lambda grad: grad * 3)
+                h = h + last.sin() if used == "closed over" else h
+                return torch.tanh(h @ weight + x), None
+
+            given = [(last if used == "in all steps" else x, step) for step, x in enumerate(xs)]
+            final, _ = loop(cell, torch.zeros(SHAPE), given)
+            loss = final.square().sum() + (sum(x.square().sum() for x in xs) if used == "elsewhere" else 0)
+            for handle in handles if removed else ():
+                handle.remove()
+            for number in range(passes):
+                loss.backward(retain_graph=number + 1 < passes)
+            return (final, seen), [weight, *sources]
+
+        return program
+
+    @pytest.mark.parametrize("leaf", [True, False], ids=["a leaf", "a result"])
+    @pytest.mark.parametrize("used", ["once", "elsewhere", "in all steps", "closed over"])
+    def test_run_once(self, used: str, leaf: bool) -> None:
+        compare(self.program(used, leaf=leaf), memory="30KiB")
+        compare(self.program(used, leaf=leaf, passes=2), memory="30KiB")
+
+    @pytest.mark.parametrize("leaf", [True, False], ids=["a leaf", "a result"])
+    def test_may_be_removed(self, leaf: bool) -> None:
+        compare(self.program("elsewhere", leaf=leaf, removed=True), memory="30KiB")
+
+    def test_where_weights_are_cached(self) -> None:
+        """The cell runs once more then, with what it is given itself."""
+        with parametrize.cached():
+            compare(self.program("elsewhere", leaf=True), memory="30KiB")
+
+    def test_of_a_counter(self) -> None:
+        """It waits for the node of what a step was given, which nobody goes through."""
+        model, xs = torch.nn.Linear(WIDTH, WIDTH), torch.randn(12, *SHAPE, requires_grad=True)
+        with FlopCounterMode(display=False) as counter:
+            final, _ = ebbtide.scan(lambda h, x: (torch.tanh(h) + model(x), None), torch.zeros(SHAPE), xs)
+            forward = counter.get_total_flops()
+            final.sum().backward()
+        assert counter.get_total_flops() > forward > 0
 
 
 def test_batched_gradients_are_refused() -> None:

@@ -20,7 +20,7 @@ from ebbtide.sequence.blocks import Block
 from ebbtide.sequence.checksums import Checksums
 from ebbtide.sequence.graphs import Outside, close_off, is_dense, local_gradients
 from ebbtide.sequence.inputs import Inputs
-from ebbtide.sequence.leaves import as_in_loop, detached, is_kept, leaf, place_of
+from ebbtide.sequence.leaves import as_in_loop, detached, drop_hooks, hand_over_hooks, is_kept, leaf, place_of
 from ebbtide.sequence.results import Hazards, refuse_transforms
 from ebbtide.sequence.steps import (
     LEAF,
@@ -126,6 +126,7 @@ class CellChain:
             self._note(ran, state, step, since)
             refuse_transforms((*ran.inputs, *ran.following, *ran.parts))
             self.hazards.note_hooks(state, step)
+            hand_over_hooks(ran.given, ran.inputs)
             close_off((*state, *ran.given))
             if step == 0:
                 self._began()
@@ -277,6 +278,7 @@ class CellChain:
         if own or any(grad is not None for grad in self._adjoint):
             since = nodes_made()
             ran = self._run(state, step, whole)
+            drop_hooks((*ran.given, *(self.outside.tensors[number] for number in whole)))
             roots = [(part, grad) for part, grad in zip(ran.following, self._adjoint, strict=True) if grad is not None]
             if own:
                 found = [ran.parts[place] for place in record.outputs if place < len(ran.parts)]

@@ -25,14 +25,14 @@ from ebbtide.sequence.choose import memory_slots
 from ebbtide.sequence.draws import CallersDraws, FirstDraws
 from ebbtide.sequence.executor import Executor
 from ebbtide.sequence.inputs import Inputs, in_turn, indexed
-from ebbtide.sequence.leaves import detached, is_kept
+from ebbtide.sequence.leaves import detached, hooks_dropped, is_kept
 from ebbtide.sequence.planning import Course, quickest
 from ebbtide.sequence.progress import is_wanted, watch
 from ebbtide.sequence.results import refuse_batched, refuse_transforms
 from ebbtide.sequence.scene import Scene, keeping_conversions, keeps_conversions
 from ebbtide.sequence.schedules import Record, Reverse
 from ebbtide.sequence.spill import Spill, SpillFiles, open_spill
-from ebbtide.sequence.steps import versions_of
+from ebbtide.sequence.steps import has_gradient, versions_of
 from ebbtide.sequence.store import StateStore
 from ebbtide.sequence.surroundings import Watch, Written
 from ebbtide.sequence.tensors import State, TensorLayout
@@ -157,7 +157,7 @@ def _survey(
     cached = Watch(own)
     if parametrize._cache_enabled:
         keeping = keeping_conversions(keeps_conversions(layout.device_types))
-        with keeping, layout.surroundings.preserved(), cached:
+        with hooks_dropped(filter(has_gradient, tree_leaves(first))), keeping, layout.surroundings.preserved(), cached:
             # What it caches is to be made outside the steps, which share it.
             draws.noted(cell, layout.surroundings, cached)(layout.unflatten(start), first)
         if cached.converts:
