@@ -6,9 +6,11 @@ import collections
 from collections.abc import Callable, Iterator, MutableSequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import ebbtide
 from tests.sequence.loops import WIDTH, Loop, compare, plain
@@ -80,3 +82,61 @@ class TestOneTensorRefilled:
     def test_one_that_stays_as_it_is_is_fine(self) -> None:
         same = torch.randn(WIDTH)
         compare(summed(lambda: (same for _ in range(N))), memory="30KiB")
+
+
+class Rows:
+    """Rows of an array as they lie there, as copies, or each in the same memory; or tensors over these."""
+
+    def __init__(self, rows: Any, way: str = "", *, tensors: bool = True) -> None:
+        self.rows, self.way, self.tensors, self.memory = rows, way, tensors, np.empty_like(rows[0])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, step: int) -> Any:
+        row = self.rows[step]
+        if self.way:
+            memory = self.memory if self.way == "filled anew" else np.empty_like(row)
+            memory[:] = row
+            row = memory
+        return torch.from_numpy(row) if self.tensors else row
+
+
+class TestAlteredInPlace:
+    """What is indexed anew for each run of a step must be the same again."""
+
+    def program(self, made: Callable[[Any], Any]) -> Callable[[Loop], Any]:
+        def program(loop: Loop) -> tuple[Any, list[Tensor]]:
+            weight, rows = torch.randn(WIDTH, requires_grad=True), torch.randn(N, WIDTH).numpy()
+            rows[0] = 0  # which altering leaves as it is
+
+            def cell(h: Tensor, x: Any) -> tuple[Tensor, None]:
+                x = torch.as_tensor(x[0] if isinstance(x, tuple) else x).mul_(0.5)
+                return torch.tanh(h * weight + x), None
+
+            final, _ = loop(cell, torch.zeros(WIDTH), made(rows))
+            final.sum().backward()
+            return final, [weight]
+
+        return program
+
+    @pytest.mark.parametrize(
+        "made",
+        [
+            lambda rows: TensorDataset(torch.from_numpy(rows + 1)),
+            lambda rows: TensorDataset(torch.from_numpy(rows)),
+            lambda rows: rows + 1,
+            lambda rows: list(rows + 1),
+            lambda rows: Rows(rows + 1),
+        ],
+        ids=["dataset", "dataset, as it was", "array", "list of arrays", "tensors over rows"],
+    )
+    def test_what_stays_so_is_refused(self, made: Callable[[Any], Any]) -> None:
+        with pytest.raises(ebbtide.SequenceError, match=r"altered its input in place in step 0; it must alter a copy"):
+            self.program(made)(ebbtide.scan)
+
+    @pytest.mark.parametrize("tensors", [True, False])
+    @pytest.mark.parametrize("offset", [0, 1])
+    @pytest.mark.parametrize("way", ["filled anew", "made anew"])
+    def test_others_are_fine(self, way: str, offset: int, tensors: bool) -> None:
+        compare(self.program(lambda rows: Rows(rows + offset, way, tensors=tensors)), memory="30KiB")

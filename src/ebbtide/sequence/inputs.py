@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableSequence
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, MutableSequence
 from typing import Any, Protocol, cast
 
+import numpy as np
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
 from ebbtide.errors import SequenceError
 from ebbtide.observe.ledger import has_storage
+from ebbtide.sequence.surroundings import unseen
+from ebbtide.sequence.tensors import bytes_of
 
 
 class Inputs(Protocol):
@@ -19,6 +24,55 @@ class Inputs(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, step: int, /) -> Any: ...
+
+
+class FirstInput:
+    """Sees whether a cell alters input 0 in place where that stays so.
+
+    What inputs give by index may lie in memory of theirs, as rows of an array do, which is the same in each run of a
+    step: it may be altered only if it is filled anew each time. In steps PyTorch tells of tensors that stay.
+
+    Args:
+        inputs: what the scan takes them from.
+        first: what they gave for step 0.
+    """
+
+    def __init__(self, inputs: Inputs, first: Any) -> None:
+        is_told = isinstance(inputs, (tuple, Tensor))
+        self._inputs = inputs
+        self._parts = {
+            place: part
+            for place, part in enumerate(tree_leaves(first))
+            if isinstance(part, np.ndarray) or (not is_told and _is_plain(part))
+        }
+        with unseen():
+            self._before = {place: _contents(part) for place, part in self._parts.items()}
+
+    def watched(self, cell: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        """``cell``, of which a run with it raises `SequenceError` if it leaves it altered."""
+
+        def looking(state: Any, x: Any) -> Any:
+            found = cell(state, x)
+            with unseen():
+                self._check()
+            return found
+
+        return looking
+
+    def _check(self) -> None:
+        found = {place: _contents(part) for place, part in self._parts.items() if self._may_differ(place)}
+        altered = {place: now for place, now in found.items() if now != self._before[place]}
+        again = tree_leaves(self._inputs[0]) if altered else []
+        for place, now in altered.items():
+            part, other = self._parts[place], again[place] if place < len(again) else None
+            # Where only the version tells, another storage may have been filled anew with what the cell has left of it.
+            is_same = _lies_as(part, other, alike=now.data == self._before[place].data)
+            if is_same and _contents(part) == now:
+                raise SequenceError("the cell has altered its input in place in step 0; it must alter a copy of it")
+
+    def _may_differ(self, place: int) -> bool:
+        part = self._parts[place]
+        return isinstance(part, np.ndarray) or part._version != self._before[place].version
 
 
 def indexed(inputs: Iterable[Any]) -> Inputs:
@@ -76,3 +130,32 @@ def _counted(item: Any) -> Iterator[Tensor]:
 
 def _place(tensor: Tensor) -> tuple[int, int]:
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Contents:
+    """The bytes of a tensor on the CPU or of an array, and the version of a tensor."""
+
+    version: int
+    data: bytes
+
+
+def _contents(part: Any) -> _Contents:
+    if isinstance(part, np.ndarray):
+        return _Contents(0, part.tobytes())
+    return _Contents(part._version, bytes(*bytes_of([part])) if part.device.type == "cpu" else b"")
+
+
+def _is_plain(part: Any) -> bool:
+    """Whether it is an ordinary tensor, of which PyTorch counts how often it is altered."""
+    return type(part) is Tensor and part.layout is torch.strided and not (part.is_inference() or part.is_quantized)
+
+
+def _lies_as(part: Any, other: Any, *, alike: bool) -> bool:
+    """Whether one that is like ``part`` lies in the same memory; if they are ``alike``, in the same storage."""
+    if type(other) is not type(part):
+        return False
+    if isinstance(part, np.ndarray):
+        return bool(part.ctypes.data == other.ctypes.data)
+    storages = part.untyped_storage()._cdata, other.untyped_storage()._cdata
+    return bool(part.data_ptr() == other.data_ptr()) and (not alike or storages[0] == storages[1])

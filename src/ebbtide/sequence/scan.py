@@ -24,7 +24,7 @@ from ebbtide.sequence.cells import Cell, CellChain
 from ebbtide.sequence.choose import memory_slots
 from ebbtide.sequence.draws import CallersDraws, FirstDraws
 from ebbtide.sequence.executor import Executor
-from ebbtide.sequence.inputs import Inputs, in_turn, indexed
+from ebbtide.sequence.inputs import FirstInput, Inputs, in_turn, indexed
 from ebbtide.sequence.leaves import detached, hooks_dropped, is_kept
 from ebbtide.sequence.planning import Course, quickest
 from ebbtide.sequence.progress import is_wanted, watch
@@ -154,7 +154,7 @@ def _survey(
     """What the cell writes to besides in step 0, with the ``first`` of the inputs, and the rest of `_surveyed`."""
     draws = FirstDraws()
     own = (*start, *tree_leaves(first))
-    cached = Watch(own)
+    cached, given = Watch(own), FirstInput(inputs, first)
     if parametrize._cache_enabled:
         keeping = keeping_conversions(keeps_conversions(layout.device_types))
         with hooks_dropped(filter(has_gradient, tree_leaves(first))), keeping, layout.surroundings.preserved(), cached:
@@ -163,7 +163,7 @@ def _survey(
         if cached.converts:
             torch.clear_autocast_cache()
     scene, watch = Scene(layout.device_types), Watch(own)
-    noting = draws.noted(cell, layout.surroundings, watch)
+    noting = given.watched(draws.noted(cell, layout.surroundings, watch))
     stay = isinstance(inputs, (tuple, Tensor))
     chain = CellChain(noting, (first,) if stay else [first], layout)
     written = _watched_step(chain, start, scene, watch, cached)
