@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.files import write_whole
+from ebbtide.files import is_standard_output, write_whole
 
 
 def test_a_file_is_replaced_with_its_permissions_and_through_links(tmp_path: Path) -> None:
@@ -48,6 +48,14 @@ def test_errors_name_what_was_given(tmp_path: Path) -> None:
         write_whole(tmp_path, b"")
     with pytest.raises(OSError, match="/dev/full"):
         write_whole("/dev/full", b"some")
+
+
+def test_names_of_standard_output(tmp_path: Path) -> None:
+    link, file = tmp_path / "page.html", tmp_path / "1"
+    link.symlink_to("/dev/stdout")
+    file.write_bytes(b"")
+    assert all(is_standard_output(name) for name in ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1", link))
+    assert not any(is_standard_output(name) for name in ("/dev/stderr", "/dev/fd/2", file, tmp_path / "none"))
 
 
 @pytest.mark.parametrize("name", ["/dev/fd", "/proc/self/fd"])

@@ -142,6 +142,20 @@ def test_a_script_with_classes_of_its_own(fake: tuple[str, ...], script: Path, t
     assert Step.load(tmp_path / "step.json").absences
 
 
+@pytest.mark.parametrize("fake", [(), ("--fake", "--machine", "h200")], ids=["real", "fake"])
+def test_a_script_finds_no_arguments(
+    fake: tuple[str, ...], script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of this process are ebbtide's; `parse_args` would take them for the script's own, or end with them."""
+    given = ["ebbtide", "observe", str(script)]
+    monkeypatch.setattr(sys, "argv", given)
+    looks = f"import sys\n\nassert sys.argv == [{str(script)!r}]\n"
+    script.write_text(f"{looks}{SCRIPT}\ndef looking():\n    assert sys.argv == [{str(script)!r}]\n    one_step()\n")
+    run("observe", f"{script}:looking", *fake, "-o", tmp_path / "step.json")
+    assert Step.load(tmp_path / "step.json").absences
+    assert sys.argv is given
+
+
 def test_files_that_are_not_ours(machine: Path, tmp_path: Path, failure: Failure) -> None:
     page = tmp_path / "page.html"
     assert "cannot be read" in failure("report", tmp_path / "missing.json", "-o", page)
@@ -410,6 +424,15 @@ def test_calibrate_prints_both_links(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert f"{link.source} to {link.target}" in output
 
 
+def test_a_directory_without_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a variable that is not set: it would be the working directory, measured for good."""
+    monkeypatch.setattr("ebbtide.run.calibrate.calibrate", lambda *_, **__: pytest.fail("measured"))
+    result = CliRunner().invoke(app, ["calibrate", "--spill", "", "-o", str(tmp_path / "machine.json")])
+    assert result.exit_code == 2
+    assert "--spill" in result.output
+    assert "it is empty; name a directory" in result.output
+
+
 def test_a_directory_with_a_colon_in_its_name(script: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run-10:30"
     folder.mkdir()
@@ -432,12 +455,20 @@ def test_a_plan_on_standard_output(script: Path, machine: Path, tmp_path: Path) 
     step = tmp_path / "step.json"
     run("observe", script, "-o", step)
     command = [sys.executable, "-m", "ebbtide", "plan", str(step), "--machine", str(machine), "--budget", "90%"]
-    done = subprocess.run([*command, "-o", "/dev/stdout"], stdout=subprocess.PIPE, check=True)
-    assert b'"ebbtide-plan"' in done.stdout
+    done = subprocess.run([*command, "-o", "/dev/stdout"], capture_output=True, check=True)
+    assert json.loads(done.stdout)["plan"]["format"] == "ebbtide-plan"
+    assert b"written to /dev/stdout" in done.stderr
 
 
 def test_version() -> None:
     assert run("--version") == f"ebbtide {ebbtide.__version__}\n"
+
+
+def test_models_may_have_spaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("ebbtide.demo.run.run_demo", lambda *_, models, **__: asked.extend(models) or [])
+    run("demo", "--models", "gpt2, vgg19 ,")
+    assert asked == ["gpt2", "vgg19"]
 
 
 def test_a_list_of_models_that_names_none() -> None:

@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import functools
 import io
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -65,6 +67,24 @@ def test_a_case_that_fails_says_why() -> None:
         process.wait()
         with pytest.raises(EbbtideError, match=complaint):
             process.begin(10**9)
+
+
+def test_a_case_finds_no_modules_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does the command: a project may have a ``statistics.py``."""
+    start = subprocess.Popen
+
+    def imports_alone(command: list[str], **more: Any) -> subprocess.Popen[str]:
+        return start([*command[: command.index("-m")], "-c", "import statistics"], **more)
+
+    (tmp_path / "statistics.py").write_text("raise RuntimeError('of the user')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)  # it may have the working directory
+    monkeypatch.setattr(subprocess, "Popen", imports_alone)
+    with (
+        CaseProcess("gpt2", 1, None, lambda: None) as process,
+        pytest.raises(EbbtideError, match="after 0 steps: it said nothing"),
+    ):
+        process.wait()
 
 
 def test_processes_of_a_case_end_together() -> None:
