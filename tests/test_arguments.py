@@ -27,9 +27,10 @@ from ebbtide.errors import (
     StepError,
 )
 from ebbtide.observe.fake import observe_fake
-from ebbtide.plan import least_peak_bytes, lower_bound, plain_peak_bytes, simulate, solve
+from ebbtide.plan import least_peak_bytes, lower_bound, plain_peak_bytes, simulate, solve, whole_bound
 from ebbtide.plan.batch import largest_batch
 from ebbtide.plan.frontier import frontier
+from ebbtide.plan.published.registry import POLICIES
 from ebbtide.run.calibrate import calibrate, machine_for
 from tests.plan.random_steps import disk_machine, network_step
 
@@ -213,7 +214,9 @@ def test_what_is_of_another_type() -> None:
         ("step", lambda: solve("step.json", machine, 10**9)),  # type: ignore[arg-type]
         ("machine", lambda: least_peak_bytes(step, "h200")),  # type: ignore[arg-type]
         ("decisions", lambda: simulate(step, machine, plan)),  # type: ignore[arg-type]
+        ("step", lambda: POLICIES["capuchin"]("step.json", machine, 10**9)),  # type: ignore[arg-type]
         ("limit_bytes", lambda: lower_bound(step, machine, "6GiB")),  # type: ignore[arg-type]
+        ("limit_bytes", lambda: whole_bound(step, machine, "6GiB", 1.0)),  # type: ignore[arg-type]
         ("limit_bytes", lambda: largest_batch(network_step, machine, "60GiB")),  # type: ignore[arg-type]
         ("overhead", lambda: largest_batch(network_step, machine, 10**9, overhead="5%")),  # type: ignore[arg-type]
         ("between", lambda: largest_batch(network_step, machine, 10**9, between=(8,))),  # type: ignore[arg-type]
@@ -234,6 +237,12 @@ def test_what_is_of_another_type() -> None:
 def test_a_device_by_its_name() -> None:
     step = ebbtide.observe_step(lambda: (weight * weight).sum().backward(), "cpu")
     assert step.device == "cpu"
+
+
+def test_a_device_that_is_not_there() -> None:
+    name = f"cuda:{torch.cuda.device_count()}" if torch.cuda.is_available() else "cuda"
+    with pytest.raises(ArgumentError, match=f"^device='{name}' is no device of PyTorch's: "):
+        ebbtide.observe_step(lambda: (weight * weight).sum().backward(), name)
 
 
 def test_a_meter_counts_over_one_block() -> None:

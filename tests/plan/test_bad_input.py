@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import gzip
 import json
 import math
 import os
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from ebbtide.decisions import Plan
 from ebbtide.errors import BudgetError, EbbtideError, PlanError, PolicyError, RecordError
 from ebbtide.machine import Machine
 from ebbtide.machines import load_machine
-from ebbtide.plan import least_peak_bytes, lower_bound, plain_peak_bytes, simulate, solve
+from ebbtide.plan import least_peak_bytes, lower_bound, plain_peak_bytes, simulate, solve, whole_bound
+from ebbtide.plan.frontier import frontier
 from ebbtide.plan.published.registry import POLICIES
 from ebbtide.step import Step
 from tests.plan.random_steps import KIB, Tape, disk_machine, lone_machine, network_step, random_step
@@ -177,6 +179,8 @@ def test_files_of_another_kind(text: str, tmp_path: Path) -> None:
         (("absences", "rows", 0, 2), 10**6, "absence 0 is impossible"),
         (("absences", "rows", 0, 2), 42, "absence 0 is impossible"),  # an op, where nobody asks for anything
         (("absences", "rows", 0, 0), 2, "absence 0 is impossible"),  # nobody saved that value
+        (("absences", "rows", 0, 1), 0, "absence 0 is impossible"),  # it is made then
+        (("values", "rows", 3, 4), 0, "value 3 is impossible: it dies before it is made"),
         (("saved", "rows", 0, 2), deep(900), "not a whole step: RecursionError"),
         (("absences", "rows"), {}, "not a whole step"),
         (("ops",), None, "not a whole step"),
@@ -246,6 +250,32 @@ def test_durations_made_in_memory(duration: float) -> None:
     for planner in (solve, lower_bound, POLICIES["capuchin"], POLICIES["rotor"]):
         with pytest.raises(RecordError, match="has duration"):
             planner(wrong, MACHINE, limit_bytes)
+
+
+@pytest.mark.parametrize("value", [10**6, -(10**6), "x", None])
+def test_absences_of_values_that_there_are_not(value: Any) -> None:
+    """Which of them are final was asked before anybody looked."""
+    step = network_step(3)
+    limit_bytes = int(0.9 * plain_peak_bytes(step))
+    decisions = solve(step, MACHINE, limit_bytes, seconds=0).decisions
+    wrong = dataclasses.replace(step, absences=(dataclasses.replace(step.absences[0], value=value), *step.absences[1:]))
+    calls: list[Callable[[], Any]] = [
+        lambda: solve(wrong, MACHINE, limit_bytes, seconds=0),
+        lambda: simulate(wrong, MACHINE, decisions),
+        lambda: lower_bound(wrong, MACHINE, limit_bytes),
+        lambda: whole_bound(wrong, MACHINE, limit_bytes, 1.0),
+        lambda: least_peak_bytes(wrong, MACHINE),
+        lambda: frontier(wrong, MACHINE, points=2, seconds=0),
+        *(functools.partial(policy, wrong, MACHINE, limit_bytes) for policy in POLICIES.values()),
+    ]
+    for call in calls:
+        with pytest.raises(RecordError, match=r"^step: "):
+            call()
+
+
+@pytest.mark.parametrize("planner", [solve, simulate, lower_bound, whole_bound, least_peak_bytes, frontier])
+def test_planners_say_that_they_refuse_such_steps(planner: Callable[..., Any]) -> None:
+    assert "RecordError: " in (planner.__doc__ or "")
 
 
 @pytest.mark.parametrize("bandwidth", [0.0, -1.0, math.nan, math.inf])

@@ -102,7 +102,7 @@ def frontier(
         progress: told the share that is done, 0 to 1, and what is being planned.
 
     Raises:
-        RecordError: as `check_trains`.
+        RecordError: as `check_trains`, or if the step or the machine cannot be.
         ArgumentError: if ``points`` is no whole number of at least two, or ``policies`` no mapping: a `ValueError`.
     """
     points = as_whole("points", points)
@@ -159,7 +159,11 @@ def check_trains(step: Step, name: str = "the step") -> None:
 
 
 def least_peak_bytes(step: Step, machine: Machine) -> int:
-    """The least peak, in bytes, that a plan found for ``step`` on ``machine`` has; `solve` can plan for it."""
+    """The least peak, in bytes, that a plan found for ``step`` on ``machine`` has; `solve` can plan for it.
+
+    Raises:
+        RecordError: if the step or the machine cannot be.
+    """
     try:
         solve(step, machine, -1, seconds=0.0)
     except BudgetError as error:

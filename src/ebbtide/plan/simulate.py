@@ -46,6 +46,7 @@ def simulate(step: Step, machine: Machine, decisions: Sequence[Decision]) -> Out
 
     Raises:
         PlanError: if the decisions do not fit the step or the machine, naming the first absence that does not.
+        RecordError: if the step or the machine cannot be.
     """
     problem = Problem.of(step, machine)
     course = follow(problem, moves_of(problem, decisions))

@@ -9,6 +9,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import get_args
 
+from ebbtide.arguments import check_instance
 from ebbtide.decisions import Plan
 from ebbtide.errors import PolicyError
 from ebbtide.machine import Machine
@@ -21,10 +22,13 @@ from ebbtide.plan.published.checkpointing import every_block, square_root
 from ebbtide.plan.published.hascoet import hascoet
 from ebbtide.plan.published.offload_all import offload_all
 from ebbtide.plan.published.pofo import pofo
+from ebbtide.plan.published.remembered import remembered
 from ebbtide.plan.published.rotor import rotor
 from ebbtide.plan.published.superneurons import superneurons
 from ebbtide.plan.published.vdnn import vdnn
 from ebbtide.step import Step, check_step
+
+_check_step = remembered(check_step)
 
 
 def _about_what_is_asked_for(policy: Callable[..., Plan]) -> Planner:
@@ -32,7 +36,8 @@ def _about_what_is_asked_for(policy: Callable[..., Plan]) -> Planner:
 
     @functools.wraps(policy.func if isinstance(policy, partial) else policy)
     def planned(step: Step, machine: Machine, limit_bytes: int) -> Plan:
-        check_step(step)
+        check_instance("step", step, Step)
+        _check_step(step)
         plan = policy(without_finals(step), machine, limit_bytes)
         return dataclasses.replace(plan, decisions=with_finals_kept(step, plan.decisions))
 
