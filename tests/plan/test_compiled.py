@@ -17,14 +17,15 @@ import pytest
 from numba.core.caching import CacheImpl, IndexDataCacheFile
 
 from ebbtide.compiled import NOTICE, _interrupts_held, compiled, dispatcher_of
-from ebbtide.plan import find_recipes
+from ebbtide.plan import find_recipes, solve
 from ebbtide.plan.course import run_course
 from ebbtide.plan.follow import Follower, Moves, Trip, follow
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.replay import Replay, check_recipe
 from ebbtide.plan.simulate import moves_of
 from ebbtide.plan.walk import walk
-from tests.plan.random_steps import random_step
+from tests.plan.limits import limit_at
+from tests.plan.random_steps import disk_machine, random_step, tiny_step
 from tests.plan.reference import Walk
 from tests.plan.test_simulate import MACHINE, random_decisions
 
@@ -222,3 +223,23 @@ dispatcher_of(lambda x: x)(3)
 """
     done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=True)
     assert done.stdout == b"interrupted\n"
+
+
+def test_a_process_that_compiles_nothing() -> None:
+    """As who debugs functions of numba of their own runs it: what it takes for them are plain ones then."""
+    program = (
+        "from ebbtide.plan import solve\nfrom tests.plan.limits import limit_at\n"
+        "from tests.plan.random_steps import disk_machine, tiny_step\nstep = tiny_step(1, 4)\n"
+        "print(solve(step, disk_machine(), limit_at(step, 0.6), seconds=0.0).decisions)"
+    )
+    step = tiny_step(1, 4)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"NUMBA_DISABLE_JIT": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr == ""
+    assert done.stdout.strip() == str(solve(step, disk_machine(), limit_at(step, 0.6), seconds=0.0).decisions)

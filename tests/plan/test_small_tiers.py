@@ -84,6 +84,29 @@ def test_a_tier_is_for_those_at_the_peak_first() -> None:
     assert solve(step, SMALL, peak, seconds=0.05).peak_bytes == peak
 
 
+def test_a_tier_is_left_to_what_can_only_be_moved() -> None:
+    """A larger value, which can be computed again, would take all of it."""
+    tape = Tape()
+    (a,) = tape.op([tape.external(KIB)], [6 * MIB], seconds=1e-2)
+    saved = [tape.pack(a)]
+    (b,) = tape.op([a], [4 * MIB], seconds=1e-2, replay="random")
+    saved.append(tape.pack(b))
+    u = _op(tape, [b], KIB)
+    tape.pack(u)
+    g = _op(tape, [_op(tape, [u], 16 * MIB)], KIB)
+    for number, value in zip(reversed(saved), (b, a), strict=True):
+        tape.unpack(number)
+        g = _op(tape, [g, value], KIB, phase="backward")
+    step = tape.step()
+    limit = plain_peak_bytes(step) - 10 * MIB
+    plan = solve(step, SMALL, limit, seconds=0.05)
+    assert [type(decision) for decision in plan.decisions] == [Recompute, Offload]
+    assert least_peak_bytes(step, SMALL) == limit == plan.peak_bytes
+    with pytest.raises(BudgetError) as raised:
+        solve(step, SMALL, limit - 1, seconds=0.05)
+    assert raised.value.reachable_bytes == limit
+
+
 def test_final_values_that_are_banned_are_not_made_on_the_way() -> None:
     tape = Tape()
     (h,) = tape.op([tape.external(KIB)], [MIB], seconds=1e-2)

@@ -13,8 +13,9 @@ import pytest
 from ebbtide.decisions import Decision, Keep, Offload, Recompute
 from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
-from ebbtide.plan import NO_CAUTION, find_recipes, plain_peak_bytes, simulate, solve
+from ebbtide.plan import NO_CAUTION, find_recipes, least_peak_bytes, plain_peak_bytes, simulate, solve
 from ebbtide.plan.search import Search
+from ebbtide.plan.solve import _largest
 from ebbtide.step import Step
 from tests.plan.limits import limit_at, solve_or_least
 from tests.plan.random_steps import KIB, MIB, Tape, disk_machine, lone_machine, network_step, random_step, tiny_step
@@ -159,3 +160,40 @@ def test_the_search_is_given_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     solve(step, machine, limit_at(step, 0.6), seconds=0.0, seed=7, caution=NO_CAUTION)
     assert states
     assert all(state == np.random.default_rng(7).bit_generator.state for state in states)
+
+
+def equal_values(count: int, size_bytes: int) -> Step:
+    """A chain of ops, each of whose results is saved."""
+    tape = Tape()
+    value, saved = tape.external(KIB), []
+    for _ in range(count):
+        value = tape.op([value], [size_bytes])[0]
+        saved.append(tape.pack(value))
+    gradient = tape.op([value], [KIB], replay="opaque", phase="backward")[0]
+    for number in reversed(saved):
+        tape.unpack(number)
+        inputs = [gradient, tape.saved[number][0]]
+        gradient = tape.op(inputs, [KIB], seconds=2e-3, replay="opaque", phase="backward")[0]
+    return tape.step()
+
+
+def test_the_least_peak_of_many_equal_values() -> None:
+    """None of them is 1 % of all that has to leave, and deeper recipes are looked for all the same."""
+    assert least_peak_bytes(equal_values(120, MIB), lone_machine()) < 12 * MIB
+
+
+def test_of_equal_values_some_all_over_the_step() -> None:
+    sizes = np.array([5, 1, 5, 5, 9, 5, 5])
+    assert sorted(_largest(sizes, 3).tolist()) == [0, 4, 6]
+    assert _largest(sizes, 0).tolist() == []
+    assert sorted(_largest(sizes, 9).tolist()) == [*range(7)]
+
+
+def test_budget_error_says_that_small_values_stay() -> None:
+    said = []
+    for size_bytes in (31 * KIB, 33 * KIB):
+        with pytest.raises(BudgetError, match="cannot be met") as caught:
+            solve(equal_values(60, size_bytes), lone_machine(), 40 * KIB, seconds=0.0)
+        said.append(str(caught.value))
+    assert "Tensors below 32.0 KiB stay, and are 1.79 MiB there: for long loops over small states, see" in said[0]
+    assert "stay" not in said[1]

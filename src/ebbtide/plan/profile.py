@@ -44,6 +44,7 @@ class Candidates:
         replay_seconds: per recipe its time, 0 without one.
         replay_bytes: per recipe the most bytes that it holds, and the same with workspaces.
         order: candidates by moment of need.
+        stuck_first: whether slow tiers with a limit are for those without a recipe first, whatever their size.
     """
 
     absence: Ints
@@ -63,6 +64,7 @@ class Candidates:
     replay_seconds: Floats
     replay_bytes: Ints
     order: Ints
+    stuck_first: bool
 
     @classmethod
     def of(cls, problem: Problem, tier: str | None, recipes: Sequence[tuple[int, ...] | None]) -> Candidates:
@@ -89,6 +91,7 @@ class Candidates:
             ops=ops,
             first_deeper=np.full(len(numbers) + 1, len(numbers), dtype=np.int64),
             order=np.argsort(closes, kind="stable"),
+            stuck_first=False,
             **_recipe_columns(problem, numbers, _replays(problem, numbers, ops)),
         )
 
@@ -157,7 +160,14 @@ class Trips:
             out_seconds=out_seconds,
             in_seconds=in_seconds,
             compute_seconds=lost_seconds.sum(axis=1),
-            possible=_possible(problem, tiers, sizes, in_time, (outs, candidates.closes)),
+            possible=_possible(
+                problem,
+                tiers,
+                sizes,
+                in_time,
+                (outs, candidates.closes),
+                candidates.can_recompute if candidates.stuck_first else None,
+            ),
         )
 
 
@@ -181,12 +191,19 @@ def _transfer_seconds(link: Link | None, sizes: Ints) -> Floats:
     return np.array([link.seconds(size) for size in sizes.tolist()], dtype=np.float64)
 
 
-def _possible(problem: Problem, tiers: Sequence[str], sizes: Ints, in_time: Mask, spans: tuple[Ints, Ints]) -> Mask:
+def _possible(
+    problem: Problem,
+    tiers: Sequence[str],
+    sizes: Ints,
+    in_time: Mask,
+    spans: tuple[Ints, Ints],
+    later: Mask | None = None,
+) -> Mask:
     """Per tier and candidate, whether it may go there. A tier takes first what none before it may take."""
     possible = np.zeros((len(tiers), len(sizes)), dtype=np.bool_)
     for row, tier in enumerate(tiers):
         elsewhere = np.logical_or.reduce(possible[:row], axis=0, dtype=np.bool_)
-        possible[row] = _offloadable(problem, tier, sizes, in_time, spans, elsewhere)
+        possible[row] = _offloadable(problem, tier, sizes, in_time, spans, elsewhere, later)
     return possible
 
 
@@ -197,6 +214,7 @@ def _offloadable(
     in_time: Mask,
     spans: tuple[Ints, Ints],
     elsewhere: Mask | None = None,
+    later: Mask | None = None,
 ) -> Mask:
     """Candidates that may go to ``tier``: from the largest down, each that still fits beside those before it.
 
@@ -205,6 +223,7 @@ def _offloadable(
 
     Args:
         spans: per candidate the first moment of its copy out, and the one at which it is needed.
+        later: candidates that come behind the others of their sort, if not only their sizes count.
     """
     if tier is None:
         return np.zeros(len(sizes), dtype=np.bool_)
@@ -213,7 +232,9 @@ def _offloadable(
         return in_time
     peak, (outs, closes) = int(np.argmax(problem.plain)) if len(problem.plain) else 0, spans
     off_peak = (peak <= outs) | (closes <= peak)
-    largest = np.lexsort((-sizes, off_peak, np.zeros(len(sizes)) if elsewhere is None else elsewhere))
+    none = np.zeros(len(sizes), dtype=np.bool_)
+    sorts = (none if later is None else later, off_peak, none if elsewhere is None else elsewhere)
+    largest = np.lexsort((-sizes, *sorts))
     fits, left = np.zeros(len(sizes), dtype=np.bool_), capacity
     for place in largest[in_time[largest]].tolist():
         size = int(sizes[place])

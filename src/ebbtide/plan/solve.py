@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Set
+from collections.abc import Sequence, Set
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from ebbtide.plan.judged import budget_error, judged
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.profile import Candidates
 from ebbtide.plan.recipes import deeper_recipes, find_recipes
-from ebbtide.plan.search import Search
+from ebbtide.plan.search import Found, Search
 from ebbtide.plan.select import Room
 from ebbtide.plan.simulate import decisions_of, moves_of
 from ebbtide.step import Step
@@ -51,8 +51,9 @@ FAR = 1.05
 DEEPEN_FAR, DEEPENED = 1.02, 0.01
 """How many times the bound first plans take where deeper recipes are worth the search that they make slower; and which
 share of the bytes that have to be absent a value has for which they are looked for."""
-MOST_DEEPENED = 200
-"""For how many of the largest values they are looked for, whatever their share, where no plan was found without."""
+MOST_DEEPENED = 50
+"""For how many of the largest values they are looked for, whatever their share, where no plan was found without. In
+chains of 120 and 220 equal values 100 took twice the time, and the least peak found was higher."""
 
 SECONDS, SECONDS_PER_OP, MOST_SECONDS = 0.5, 3e-4, 5.0
 """How long to search unless told otherwise: half a second, for steps of more than 1,700 ops in proportion, at most five
@@ -145,14 +146,8 @@ def _solved(
     search = Search(problem, candidates, tiers, Room.of(problem, limit_bytes, ceiling), seed, caution)
     search.start()
     if search.best is None:
-        least = least_peak(problem, candidates, tiers)
-        lowest = lowest_peak(problem, candidates)
-        if limit_bytes < int(least.course.memory.max()) > lowest:
-            # What no slow tier takes is computed again: by deeper recipes, less of what they read is there meanwhile.
-            deeper = _deeper(problem, candidates, lowest, banned, MOST_DEEPENED)
-            candidates = candidates.deepened(problem, deeper)
-            least = min(least, least_peak(problem, candidates, tiers), key=lambda found: int(found.course.memory.max()))
-        if int(least.course.memory.max()) > limit_bytes:
+        candidates, least = _least(problem, candidates, tiers, limit_bytes, banned)
+        if _peak(least) > limit_bytes:
             raise budget_error(problem, least.course, limit_bytes)
         room = Room.of(problem, limit_bytes, np.maximum(ceiling, least.course.physical))
         search = Search(problem, candidates, tiers, room, seed, caution)
@@ -173,6 +168,30 @@ def _solved(
     chosen = [search.candidates.ops[recipe] if recipe >= 0 else None for recipe in moves.replay.tolist()]
     decisions = decisions_of(problem, search.follower.listed(moves), chosen)
     return judged(problem, limit_bytes, decisions, METHOD, is_policy=False, bound_seconds=bound.seconds)
+
+
+def _least(
+    problem: Problem, candidates: Candidates, tiers: Sequence[str], limit_bytes: int, banned: Set[int]
+) -> tuple[Candidates, Found]:
+    """The plan of least peak found, and the candidates that it is of; more is tried where it is above the limit."""
+    least, lowest = least_peak(problem, candidates, tiers), lowest_peak(problem, candidates)
+    if limit_bytes < _peak(least) > lowest:
+        # What no slow tier takes is computed again: by deeper recipes, less of what they read is there meanwhile.
+        deeper = _deeper(problem, candidates, lowest, banned, MOST_DEEPENED)
+        candidates = candidates.deepened(problem, deeper)
+        least = min(least, least_peak(problem, candidates, tiers), key=_peak)
+    limited = any(problem.machine.tier(tier).capacity_bytes is not None for tier in tiers)
+    if limited and limit_bytes < _peak(least) > lowest:
+        # What can be computed again may have taken the room of what can only be moved.
+        others = dataclasses.replace(candidates, stuck_first=True)
+        found = least_peak(problem, others, tiers)
+        if _peak(found) < _peak(least):
+            return others, found
+    return candidates, least
+
+
+def _peak(found: Found) -> int:
+    return int(found.course.memory.max())
 
 
 def _deepened(search: Search, bound: Bound, limit_bytes: int, seed: int, banned: Set[int]) -> Search:
