@@ -243,3 +243,29 @@ def test_the_vote_counts_the_weighted_duration_too() -> None:
     assert swapped(step, limit_bytes, "voting") == [1]
     assert swapped(step, limit_bytes, "doa") == [0, 1]
     assert swapped(step, limit_bytes, "aoa") == swapped(step, limit_bytes, "wdoa") == [1]
+
+
+@pytest.mark.parametrize("behind", [2, 10], ids=["out", "back"])
+@pytest.mark.parametrize("score", SCORES)
+def test_what_stays_leaves_the_link_to_the_others(score: str, behind: int) -> None:
+    """64 MiB take 16 ms each way. They are away for 12, less than their way out, or for 20, and would be late: they
+    stay. The 4 MiB behind them, for which 1 ms each way is time enough, go as if they were alone."""
+    tape = Tape()
+    x = tape.external(KIB)
+    (first,) = tape.op([x], [64 * MIB], replay="opaque")
+    saved = [tape.pack(first)]
+    (second,) = tape.op([first], [4 * MIB], replay="opaque")
+    saved.append(tape.pack(second))
+    value = second
+    for size_bytes in (*[KIB] * 7, 8 * MIB, *[KIB] * (1 + behind)):
+        (value,) = tape.op([value], [size_bytes], replay="opaque")
+        tape.pack(x)
+    for number, held in ((saved[1], second), (saved[0], first)):
+        tape.unpack(number)
+        (value,) = tape.op([value, held], [KIB], replay="opaque", phase="backward")
+    step, machine = tape.step(), disk_machine(4 * MIB / 1e-3, 4 * MIB / 1e-3, latency=0.0)
+    limit_bytes = plain_peak_bytes(step) - 4 * MIB + SLACK_BYTES
+    assert least_zero_overhead_limit(step, machine, score=score) <= limit_bytes  # type: ignore[arg-type]
+    plan = autoswap(step, machine, limit_bytes, score=score, mode="zero overhead", trials=2)  # type: ignore[arg-type]
+    assert [type(decision) for decision in plan.decisions] == [Keep, Offload]
+    assert plan.seconds == pytest.approx(plan.plain_seconds)

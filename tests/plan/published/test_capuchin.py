@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 
 from ebbtide.decisions import Keep, Offload, Recompute
@@ -131,3 +133,50 @@ def test_a_value_whose_last_use_is_just_before_the_peak_is_a_candidate() -> None
     tape.op([gradient, value], [KIB], replay="opaque", phase="backward")
     step = tape.step()
     assert capuchin(step, lone_machine(), plain_peak_bytes(step) - 4 * MIB).decisions == (Recompute((0,)),)
+
+
+def around_a_peak(behind: tuple[float, ...], later_bytes: int = KIB) -> Step:
+    """``w`` of 20 MiB, and ``v`` of 20 MiB whose last use is right before the peak: nothing happens in between at which
+    it could be released. Behind the peak ops of these milliseconds run before ``w`` is wanted. Before ``v`` is, an op
+    holds ``later_bytes``."""
+    tape = Tape()
+    x = tape.external(KIB)
+
+    def op(inputs: list[int], size_bytes: int, ms: float, phase: Literal["forward", "backward"] = "forward") -> int:
+        return tape.op(inputs, [size_bytes], seconds=ms * 1e-3, replay="opaque", phase=phase)[0]
+
+    w = op([x], 20 * MIB, 1.0)
+    saved = [tape.pack(w)]
+    small = op([w], KIB, 0.1)
+    tape.pack(x)
+    small = op([small], KIB, 0.5)
+    tape.pack(x)
+    v = op([small], 20 * MIB, 0.5)
+    saved.append(tape.pack(v))
+    small = op([op([v], KIB, 0.1)], 40 * MIB, 0.2)
+    for ms in behind:
+        tape.pack(x)
+        small = op([small], KIB, ms)
+    tape.unpack(saved[0])
+    later = op([op([small, w], KIB, 2.0, "backward")], later_bytes, 1e-3, "backward")
+    small = op([later], KIB, 1e-3, "backward")
+    tape.unpack(saved[1])
+    op([small, v], KIB, 1.0, "backward")
+    return tape.step()
+
+
+def test_what_cannot_be_away_at_the_peak_is_not_swapped() -> None:
+    """20 MiB take 5 ms back. ``v`` has more free time than ``w``, but lowers nothing, and would take the link from it:
+    compute would wait for 2.4 ms of 13."""
+    step, machine = around_a_peak((0.2, *[5.6 / 6] * 6)), disk_machine(4e11, 20 * MIB / 5e-3, latency=0.0)
+    plan = capuchin(step, machine, plain_peak_bytes(step) - 16 * MIB)
+    assert [type(decision) for decision in plan.decisions] == [Offload, Keep]
+    assert plan.seconds == pytest.approx(plan.plain_seconds)
+
+
+def test_what_cannot_be_away_at_the_peak_is_swapped_for_what_is_behind_it() -> None:
+    step, machine = around_a_peak((0.2, 1.0), 50 * MIB), disk_machine(4e11, 4e11, latency=0.0)
+    limit_bytes = plain_peak_bytes(step) - 16 * MIB
+    plan = capuchin(step, machine, limit_bytes)
+    assert [type(decision) for decision in plan.decisions] == [Offload, Offload]
+    assert plan.peak_bytes <= limit_bytes

@@ -31,8 +31,9 @@ def capuchin(step: Step, machine: Machine, limit_bytes: int, *, recompute: bool 
     Candidates are the absences that span the peak, by falling free time: seconds between the end of the copy out and
     the start of the copy back, each queued behind the others'. They are swapped while no free time is negative. The
     rest follow by falling memory saved per second of recomputation, each by what costs less: its recomputation, or the
-    free time that its swap lacks. A load starts its own transfer time before the value is needed; then every load that
-    compute waited for starts earlier by the wait, if there is room, and the step is looked at again.
+    free time that its swap lacks. What no event lets go before the peak is swapped last, for what memory lacks behind
+    it. A load starts its own transfer time before the value is needed; then every load that compute waited for starts
+    earlier by the wait, if there is room, and the step is looked at again.
 
     Args:
         step, machine, limit_bytes: the problem.
@@ -50,6 +51,7 @@ def capuchin(step: Step, machine: Machine, limit_bytes: int, *, recompute: bool 
     choice = _Choice(ground, limit_bytes)
     choice.swap_what_is_hidden()
     choice.take_the_cheaper(recompute)
+    choice.swap_behind_the_peak()
     moves = choice.moves()
     for _ in range(feedback):
         if not _loads_earlier(ground, limit_bytes, moves):
@@ -68,12 +70,13 @@ class _Choice:
         self.found: Profile = profile(self._needs, self.modes)
         peak = int(np.argmax(problem.plain)) if problem.plain.size else 0
         self.places: list[int] = np.flatnonzero((candidates.opens <= peak) & (peak < candidates.closes)).tolist()
+        self.can_swap = candidates.can_offload & (candidates.release < peak)
         self.swapped: list[int] = []
         self.lacking_seconds = 0.0
 
     def swap_what_is_hidden(self) -> None:
         """Swap by falling free time while that costs nothing."""
-        able = [place for place in self.places if self.candidates.can_offload[place]]
+        able = [place for place in self.places if self.can_swap[place]]
         alone = {place: float(self._free_seconds([place])[0]) for place in able}
         for place in sorted(able, key=lambda place: (-alone[place], place)):
             if self._fits():
@@ -93,12 +96,20 @@ class _Choice:
             if self._fits():
                 return
             swap_seconds = float("inf")
-            if candidates.can_offload[place]:
+            if self.can_swap[place]:
                 swap_seconds = self._lacking([*self.swapped, place]) - self.lacking_seconds
             if again.get(place, float("inf")) <= swap_seconds:
                 if place in again:
                     self._set(place, RECOMPUTE)
             else:
+                self._set(place, OFFLOAD)
+
+    def swap_behind_the_peak(self) -> None:
+        """Swap what can only be released after the peak, if memory is short there still."""
+        for place in self.places:
+            if self._fits():
+                return
+            if self.modes[place] == KEEP and self.candidates.can_offload[place]:
                 self._set(place, OFFLOAD)
 
     def moves(self) -> dict[int, Move]:

@@ -146,7 +146,8 @@ class Queues:
             early: copy out as soon as the value is saved, not only after its last use.
         """
         self._send_out(chosen, early)
-        self._bring_back()
+        if self._bring_back():
+            self._send_out(self.loads, early)  # what stays after all leaves the link to the others: they go sooner
         return {
             place: self.ground.trip(self.outs[place], release, self.loads[place])
             for place, release in self.releases.items()
@@ -157,8 +158,8 @@ class Queues:
         ready = {place: self._ready(place, early) for place in chosen}
         free_seconds = 0.0
         for place in sorted(ready, key=lambda place: (ready[place], place)):
-            free_seconds = max(free_seconds, self.starts[ready[place]]) + float(candidates.out_seconds[place])
-            position = bisect.bisect_left(self.slot_seconds, free_seconds)
+            copied_seconds = max(free_seconds, self.starts[ready[place]]) + float(candidates.out_seconds[place])
+            position = bisect.bisect_left(self.slot_seconds, copied_seconds)
             position = max(position, bisect.bisect_right(self.slots, ready[place]))
             first, end = int(candidates.release[place]), int(self.end[place])
             release = max(first, self.slots[position] if position < len(self.slots) else end)
@@ -166,7 +167,8 @@ class Queues:
                 latest = end - 1 if self.peak is None else min(self.peak, end - 1)
                 release = self._pulled_forward(first, min(release, latest))
             elif release >= end:
-                continue
+                continue  # it stays, and leaves the link to those behind it
+            free_seconds = copied_seconds
             self.releases[place] = release
             before = self.slots[bisect.bisect_left(self.slots, release) - 1]
             self.outs[place] = min(ready[place], before)
@@ -184,8 +186,9 @@ class Queues:
             release = first + int(without_room[0])
         return max(first, self.slots[bisect.bisect_right(self.slots, release) - 1])
 
-    def _bring_back(self) -> None:
-        until_seconds = float("inf")
+    def _bring_back(self) -> bool:
+        """Place the copies back. Returns whether there is no time for some, which then stay."""
+        until_seconds, some_stay = float("inf"), False
         for place in sorted(self.releases, key=lambda place: (int(self.end[place]), place), reverse=True):
             end = int(self.end[place])
             start_seconds = min(until_seconds, self.starts[end]) - float(self.candidates.in_seconds[place])
@@ -196,10 +199,12 @@ class Queues:
             elif load <= self.releases[place]:
                 # There is no time for the way back: compute would wait. The value stays.
                 del self.releases[place]
+                some_stay = True
                 continue
             until_seconds = start_seconds
             self.loads[place] = load if load < end else int(self.candidates.closes[place])
             self.level[load:end] += self.candidates.size_bytes[place]
+        return some_stay
 
     def _put_off(self, place: int, load: int) -> int:
         """The first slot from ``load`` on from which there is room for the value; its end if there is none."""
