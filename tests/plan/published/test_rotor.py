@@ -204,3 +204,24 @@ def test_actions_take_what_the_table_says_where_bytes_stay(seed: int) -> None:
             assert seconds_of(chain, plan.actions) == pytest.approx(plan.seconds)
             assert peak_of(chain, plan.actions) <= memory
     assert swept > 3
+
+
+@pytest.mark.parametrize("stays_bytes", [0, 5])
+@pytest.mark.parametrize("seed", range(4))
+def test_memory_for_everything_is_the_least_one(seed: int, stays_bytes: int) -> None:
+    """Sizes are rounded up to slots of it, also those of what stays: a byte less, and something is computed again."""
+    dice, bare = random.Random(seed), random_chain(seed, 20, overheads=True)
+    stages = tuple(dataclasses.replace(stage, fixed_bytes=dice.randrange(stays_bytes + 1)) for stage in bare.stages)
+    chain, slots = Chain(stages, bare.input_bytes), 90
+    whole = rounded_up(chain, slots)
+    assert chain.plain_bytes < whole < 2 * chain.plain_bytes
+    plans = [table(chain, memory, slots).plan(memory) for memory in (whole, whole - 1)]
+    seconds = [math.inf if plan is None else plan.seconds for plan in plans]
+    assert seconds[0] == pytest.approx(chain.plain_seconds)
+    assert seconds[1] > seconds[0]
+
+
+def test_slots_of_long_chains_are_not_too_coarse() -> None:
+    """Rounded up to a slot, each of 400 sizes would take several times as much."""
+    chain = Chain((Stage(1, 2, 1, 1),) * 400, 1)
+    assert rounded_up(chain) < 2 * chain.plain_bytes

@@ -131,11 +131,7 @@ def table(chain: Chain, memory_bytes: float, slots: int = SLOTS) -> Table:
             " ask for fewer slots, or plan with pofo, which joins neighbouring stages"
         )
     slot_bytes = max(memory_bytes, 1) / slots
-    x = _in_slots([*chain.boundary_bytes, 0], slot_bytes)
-    xb = _in_slots([*(stage.saved_bytes for stage in chain.stages), 0], slot_bytes)
-    f = _in_slots([*(stage.forward_overhead_bytes for stage in chain.stages), 0], slot_bytes)
-    b = _in_slots([*(stage.backward_overhead_bytes for stage in chain.stages), 0], slot_bytes)
-    fixed = _in_slots([*(stage.fixed_bytes for stage in chain.stages), 0], slot_bytes)
+    x, xb, f, b, fixed = _sizes(chain, slot_bytes)
     forward = np.array([*(stage.forward_seconds for stage in chain.stages), 0.0])
     own = forward + np.array([*(stage.backward_seconds for stage in chain.stages), 0.0])
     count, memory = len(own), np.arange(slots + 1)
@@ -178,14 +174,48 @@ def _options(seconds: Floats, right: Floats, s: int, t: int, saved: int, later: 
     return options
 
 
+def _sizes(chain: Chain, slot_bytes: float) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """``x``, ``xb``, ``f``, ``b`` and what stays of each stage, and of the loss behind them, in slots."""
+    stages = chain.stages
+    return (
+        _in_slots([*chain.boundary_bytes, 0], slot_bytes),
+        _in_slots([*(stage.saved_bytes for stage in stages), 0], slot_bytes),
+        _in_slots([*(stage.forward_overhead_bytes for stage in stages), 0], slot_bytes),
+        _in_slots([*(stage.backward_overhead_bytes for stage in stages), 0], slot_bytes),
+        _in_slots([*(stage.fixed_bytes for stage in stages), 0], slot_bytes),
+    )
+
+
 def _in_slots(sizes: list[int], slot_bytes: float) -> Ints:
     """Sizes in slots, rounded up."""
     return np.ceil(np.array(sizes, dtype=np.float64) / slot_bytes - 1e-9).astype(np.int64)
 
 
 def rounded_up(chain: Chain, slots: int = SLOTS) -> int:
-    """Memory in which ``chain`` fits with nothing computed again, each size rounded up to a slot of it."""
-    return math.ceil(chain.plain_bytes * (1 + (len(chain.stages) + 4) / slots))
+    """The least memory in which ``chain`` fits with nothing computed again, each size rounded up to a slot of it.
+
+    Where that would be more than twice what the chain holds, as for some hundreds of stages, slots would be too coarse
+    for all that is planned with less: then it is less, and no schedule of a table keeps everything.
+    """
+    low, high = chain.plain_bytes - 1, 2 * chain.plain_bytes
+    if _plain_slots(chain, high, slots) > slots:
+        return math.ceil(chain.plain_bytes * (1 + (len(chain.stages) + 4) / slots))
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _plain_slots(chain, middle, slots) <= slots else (middle, high)
+    return high
+
+
+def _plain_slots(chain: Chain, memory_bytes: int, slots: int) -> int:
+    """How many slots of ``memory_bytes / slots`` each `Table.plan` needs to keep everything: the conditions of
+    NOTE [The recurrence] along ``F_all`` alone."""
+    x, xb, f, b, fixed = _sizes(chain, max(memory_bytes, 1) / slots)
+    before = np.cumsum(xb) - xb
+    alone = np.maximum(x[1:] + xb + f, x[:-1] + x[1:] + xb + b) + np.cumsum(fixed)
+    sweep = x[:-2] + x[1:-1] + f[:-1]
+    later = np.append(np.maximum.accumulate(sweep[:0:-1])[::-1], 0)
+    onwards = np.maximum(x[1:-1] + f[:-1], later) + fixed.sum()
+    return int(x[0] + max((before + alone).max(), (before[:-1] + onwards).max()))
 
 
 def rotor(step: Step, machine: Machine, limit_bytes: int, *, slots: int = SLOTS) -> Plan:
