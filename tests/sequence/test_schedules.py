@@ -42,6 +42,7 @@ from ebbtide.sequence.schedules import (
     interpret,
 )
 from ebbtide.sequence.schedules.binomial import forward_steps, forward_steps_table
+from ebbtide.sequence.schedules.disk_revolve import once_times
 from tests.sequence.brute_force import least_time
 
 # papers.md F3: least time for l steps forward and l + 1 reversed, all steps costing 1, by slots.
@@ -173,11 +174,25 @@ class TestDiskRevolve:
         levels = (Level(MEMORY, states), Level(DISK, None, write, read))
         assert HRevolve(n, levels, 1, reverse).seconds <= best.seconds
 
-    def test_periodic_is_nearly_as_good(self) -> None:
-        costs = DiskCosts(write=20, read=20)
-        judge = Costs(1, 1, {DISK: 20}, {DISK: 20})
-        periodic = judged(PeriodicDiskRevolve(3000, 5, costs), judge).seconds
-        assert periodic < 1.01 * DiskRevolve(3000, 5, costs).seconds
+    @pytest.mark.parametrize(
+        ("states", "write", "read"), [(1, 1e4, 0.0), (1, 1e4, 40.0), (2, 300.0, 0.0), (2, 10.0, 5.0)]
+    )
+    def test_the_best_period_of_all(self, states: int, write: float, read: float) -> None:
+        """Where states are cheap to read again, it is many times longer than if each were read once."""
+        costs = DiskCosts(1.0, 1.0, write, read)
+        each = (write + read + once_times(2999, states, costs)[0]) / np.arange(1, 3001)
+        period = PeriodicDiskRevolve(10**6, states, costs).period
+        assert each[period - 1] == pytest.approx(each.min())
+        assert 2 * period < 3000
+
+    @pytest.mark.parametrize(("states", "write", "read"), [(5, 20, 20), (1, 10_000, 0)])
+    def test_periodic_is_nearly_as_good(self, states: int, write: int, read: int) -> None:
+        """Also where the last part is a long one, and there is little memory for it."""
+        costs = DiskCosts(write=write, read=read)
+        judge = Costs(1, 1, {DISK: write}, {DISK: read})
+        periodic = PeriodicDiskRevolve(3000, states, costs)
+        assert judged(periodic, judge).seconds == periodic.seconds
+        assert periodic.seconds < 1.01 * DiskRevolve(3000, states, costs).seconds
 
     def test_too_long_a_chain_is_refused(self) -> None:
         with pytest.raises(SequenceError, match="take PeriodicDiskRevolve"):
@@ -217,6 +232,8 @@ class TestMultistage:
         schedule = Multistage(n, states, interval)
         count = judged(schedule)
         assert count.most.get(DISK, 0) == schedule.slots[DISK]
+        if not schedule.parts:
+            assert count.most.get(MEMORY, 0) == schedule.slots[MEMORY]
         assert schedule.forward_steps <= Revolve(n, states).forward_steps
 
     @given(st.integers(100, 800), st.integers(2, 20), st.integers(1, 40), st.integers(0, 60), st.integers(0, 60))
@@ -316,6 +333,40 @@ class TestJudge:
         # 10: the first is out. 11: step 1 done. 12: reversed. 20: the second is out; 23: back; 24; 27: back; 28.
         assert interpret(records, 3, {MEMORY: 1, DISK: None}, costs).seconds == 28
 
+    def test_compute_waits_for_all_transfers_of_a_synchronous_tier(self) -> None:
+        """Those into memory, too."""
+        schedule = Multistage(60, 4, 5)
+        count = judged(schedule, Costs(1, 1, {DISK: 7}, {DISK: 11}))
+        assert count.loads[DISK] > 5
+        assert count.seconds == schedule.forward_steps + 60 + 7 * count.stores[DISK] + 11 * count.loads[DISK]
+
+    def test_the_earliest_copy_out_frees_a_slot(self) -> None:
+        """Which is not that which began first, where one of two tiers is slow."""
+        records: list[Record] = [Store(0, DISK), Advance(0, 1), Store(1, "ssd"), Advance(1, 2), Store(2, "ssd")]
+        records += [Advance(2, 3), Reverse(3)]
+        for step, tier in ((2, "ssd"), (1, "ssd"), (0, DISK)):
+            records += [Load(step, tier), Drop(step, tier), Reverse(step)]
+        costs = Costs(1, 1, {DISK: 100, "ssd": 5}, {DISK: 1, "ssd": 1}, frozenset({DISK, "ssd"}))
+        # 6: state 1 is out. 7; 8. 11: state 2 is out; 12: back; 13; 14; 15. 100: state 0 is out; 101: back; 102.
+        assert interpret(records, 4, {MEMORY: 2, DISK: None, "ssd": None}, costs).seconds == 102
+
+    def test_a_copy_back_begins_once_there_is_a_slot_for_it(self) -> None:
+        records: list[Record] = [Store(0, "ssd"), Advance(0, 1), Store(1, DISK), Advance(1, 2), Reverse(2)]
+        records += [Load(0, "ssd", into=MEMORY), Load(1, DISK), Drop(1, DISK), Reverse(1), Load(0, MEMORY)]
+        records += [Drop(0, MEMORY), Drop(0, "ssd"), Reverse(0)]
+        costs = Costs(1, 1, {DISK: 10, "ssd": 1}, {"ssd": 5}, frozenset({DISK, "ssd"}))
+        # 11: state 1 is out, and state 0 begins to come back; 12: step 1 is reversed. 16: state 0 is there; 17.
+        assert interpret(records, 3, {MEMORY: 1, DISK: None, "ssd": None}, costs).seconds == 17
+
+    def test_a_copy_out_needs_a_slot(self) -> None:
+        """`run` has no other memory for it."""
+        records: list[Record] = [Store(0, MEMORY), Advance(0, 1), Store(1, DISK), Advance(1, 2), Reverse(2)]
+        records += [Load(1, DISK), Drop(1, DISK), Reverse(1), Load(0, MEMORY), Drop(0, MEMORY), Reverse(0)]
+        costs = Costs(overlaps=frozenset({DISK}))
+        assert interpret(records, 3, {MEMORY: 2, DISK: 1}, costs).reversed_steps == 3
+        with pytest.raises(SequenceError, match=r"record 2, .*: memory has 1 slots"):
+            interpret(records, 3, {MEMORY: 1, DISK: 1}, costs)
+
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_shortest_chains(n: int) -> None:
@@ -329,7 +380,14 @@ def test_shortest_chains(n: int) -> None:
         Multistage(n, 2, 1),
     ):
         judged(schedule)
-    assert list(Revolve(1, 0).records()) == [Reverse(0)]
+
+
+def test_a_single_step_needs_no_slot() -> None:
+    """Nor a period: one was looked for without end."""
+    costs = (DiskCosts(), DiskCosts(1, 1, 5, 5), DiskCosts(forward=0.0))
+    disks = [kind(1, 0, cost) for kind in (DiskRevolve, PeriodicDiskRevolve) for cost in costs]
+    for schedule in (Revolve(1, 0), HRevolve(1, (Level(MEMORY, 0),)), *disks):
+        assert list(schedule.records()) == [Reverse(0)]
 
 
 @pytest.mark.parametrize("n", [0, -1])
@@ -394,6 +452,9 @@ def test_too_few_slots() -> None:
         Revolve(2, 0)
     with pytest.raises(SequenceError, match="at least 1 slot"):
         HRevolve(2, (Level(MEMORY, 0),))
+    for n in (1, 2):
+        with pytest.raises(SequenceError, match="needs a level"):
+            HRevolve(n, ())
     with pytest.raises(SequenceError, match="2 slots"):
         Multistage(2, 1, 1)
 

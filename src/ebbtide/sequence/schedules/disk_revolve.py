@@ -180,6 +180,8 @@ class DiskRevolve(Schedule):
 class PeriodicDiskRevolve(Schedule):
     """Every ``period``-th state on a synchronous disk, 1D-Revolve between them: near optimal for chains of any length.
 
+    The last part, which may be shorter, goes by Revolve in memory where that takes less than to store its first state.
+
     Attributes:
         n: number of steps.
         states: slots in memory.
@@ -200,24 +202,27 @@ class PeriodicDiskRevolve(Schedule):
     def __post_init__(self) -> None:
         take_whole(self, "n", "states", "period")
         check_slots(self.n, self.states)
-        period = min(self.period or best_period(self.states, self.costs), self.n)
+        period = min(self.period or best_period(self.states, self.costs, self.n), self.n)
         if not 1 <= period <= TABLE_STEPS:
             raise SequenceError(f"a period of {period} steps cannot be planned for: it may be 1 to {TABLE_STEPS}")
         object.__setattr__(self, "period", period)
         once, advance = once_times(period - 1, self.states, self.costs)
         object.__setattr__(self, "_advance", advance)
-        costs, rest = self.costs, self.n - self.parts * period
+        costs, rest = self.costs, self.n - self.full_parts * period
         part = costs.write + period * costs.forward + costs.read + once[-1]
-        seconds = self.parts * part + memory_times(rest - 1, self.states, costs)[-1]
-        object.__setattr__(self, "seconds", float(seconds))
+        in_memory, stored = memory_times(rest - 1, self.states, costs)[-1], costs.write + once[rest - 1]
+        object.__setattr__(self, "parts", self.full_parts + int(stored < in_memory))
+        object.__setattr__(self, "seconds", float(self.full_parts * part + min(in_memory, stored)))
 
     seconds: float = dataclasses.field(init=False, compare=False)
     """Time of all steps and transfers, in the unit of the costs."""
+    parts: int = dataclasses.field(init=False, compare=False, repr=False)
+    """How many states go to the disk."""
     _advance: Ints = dataclasses.field(init=False, compare=False, repr=False)
 
     @property
-    def parts(self) -> int:
-        """How many states go to the disk."""
+    def full_parts(self) -> int:
+        """How many parts are ``period`` steps long and have others behind them."""
         return (self.n - 1) // self.period
 
     @property
@@ -229,33 +234,49 @@ class PeriodicDiskRevolve(Schedule):
     def forward_steps(self) -> int:
         """See `Schedule.forward_steps`. Time O(period)."""
         part = self.period + steps_from_disk(self.period, self.states, self._advance)
-        return self.parts * part + forward_steps(self.n - self.parts * self.period, self.states)
+        rest = self.n - self.full_parts * self.period
+        stored = self.parts > self.full_parts
+        last = steps_from_disk(rest, self.states, self._advance) if stored else forward_steps(rest, self.states)
+        return self.full_parts * part + last
 
     def records(self) -> Iterator[Record]:
         """See `Schedule.records`."""
-        for part in range(self.parts):
+        for part in range(self.full_parts):
             yield Store(part * self.period, self.tier)
             yield Advance(part * self.period, (part + 1) * self.period)
-        yield from revolve(self.parts * self.period, self.n, self.states)
-        for part in range(self.parts - 1, -1, -1):
-            start = part * self.period
+        start, stop = self.full_parts * self.period, self.n
+        if self.parts > self.full_parts:
+            yield Store(start, self.tier)
+            yield from reverse_from_disk(start, stop, self.states, self.tier, self._advance)
+            yield Drop(start, self.tier)
+        else:
+            yield from revolve(start, stop, self.states)
+        while start:
+            start, stop = start - self.period, start
             yield Load(start, self.tier)
-            yield from reverse_from_disk(start, start + self.period, self.states, self.tier, self._advance)
+            yield from reverse_from_disk(start, stop, self.states, self.tier, self._advance)
             yield Drop(start, self.tier)
 
 
-def best_period(states: int, costs: DiskCosts) -> int:
+def best_period(states: int, costs: DiskCosts, n: int = TABLE_STEPS) -> int:
     """The period ``m`` with the least ``(write + read + once[m - 1]) / m``, transfers of a part per step of it.
 
     If a part is read only once, that is ``C(states + t, t)`` with the smallest ``t`` for which ``C(states + 1 + t, t)``
-    is more than the steps that a write and a read take. Reading again can only help longer parts: they are searched.
+    is more than the steps that a write and a read take. Reading again can only help longer parts: they are searched,
+    ever longer ones until the best is far from the longest, or is that of a chain of ``n`` steps in any case.
     """
+    if states == 0:
+        return 1  # of a chain of one step, which stores nothing
     transfers = costs.write + costs.read
     t = 0
     while reach(states + 1, t) * costs.forward <= transfers and reach(states, t) < TABLE_STEPS:
         t += 1
     shortest = min(reach(states, t), TABLE_STEPS)
     longest = min(4 * shortest, TABLE_STEPS)
-    per_step = (transfers + once_times(longest - 1, states, costs)[0]) / np.arange(1, longest + 1)
-    # Of equally good periods the longest: it needs the least disk.
-    return int(np.flatnonzero(per_step <= per_step.min() * (1 + 1e-12))[-1]) + 1
+    while True:
+        per_step = (transfers + once_times(longest - 1, states, costs)[0]) / np.arange(1, longest + 1)
+        # Of equally good periods the longest: it needs the least disk.
+        best = int(np.flatnonzero(per_step <= per_step.min() * (1 + 1e-12))[-1]) + 1
+        if 2 * best <= longest or best >= n or longest == TABLE_STEPS:
+            return best
+        longest = min(2 * longest, TABLE_STEPS)

@@ -86,7 +86,8 @@ class HRevolve(Schedule):
         forward, reverse: time of one step.
 
     Raises:
-        SequenceError: if ``n < 1``, there is no slot for more than one step, or the tables would be too large.
+        SequenceError: if ``n < 1``, there is no level, or no slot for more than one step, or the tables would be too
+            large.
     """
 
     n: int
@@ -98,6 +99,8 @@ class HRevolve(Schedule):
         take_whole(self, "n")
         check_length(self.n)
         check_times(forward=self.forward, reverse=self.reverse)
+        if not self.levels:
+            raise SequenceError("H-Revolve needs a level at least: Level(MEMORY, slots), say")
         if self.n > 1 and all(level.slots == 0 for level in self.levels):
             raise SequenceError(f"a chain of {self.n} steps needs at least 1 slot besides the working state")
         if (work := table_work(self.n, self.levels)) > TABLE_WORK:

@@ -6,6 +6,7 @@ each direction and in issue order; those of a synchronous one make compute wait.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Iterable, Mapping
 
@@ -86,7 +87,7 @@ class _Machine:
         self.held: dict[str, dict[tuple[int, bool], float]] = {tier: {} for tier in slots}
         self.now = 0.0
         self.link_free: dict[tuple[str, str], float] = {}
-        self.writes_under_way: list[float] = []
+        self.writes_under_way: list[float] = []  # when each is done, ascending
 
     def follow(self, record: Record) -> None:
         match record:
@@ -118,15 +119,16 @@ class _Machine:
     def _store(self, record: Store) -> None:
         if record.step != (self.tape if record.tape else self.working):
             raise SequenceError(f"the working state is {self.working}, the tape that of {self.tape}")
+        key = (record.step, record.tape)
+        self._make_way(record.tier, key)
         write = self.costs.write.get(record.tier, 0.0)
         if record.tier in self.costs.overlaps:
-            self._wait_for_slot()
             done = self._transfer("out", record.tier, self.now, write)
-            self.writes_under_way.append(done)
+            bisect.insort(self.writes_under_way, done)
         else:
             self.now += write
             done = self.now
-        self._take(record.tier, (record.step, record.tape), done)
+        self._take(record.tier, key, done)
         self.count.stores[record.tier] = self.count.stores.get(record.tier, 0) + 1
 
     def _load(self, record: Load) -> None:
@@ -134,17 +136,19 @@ class _Machine:
         there = self._tier(record.tier).get(key)
         if there is None:
             raise SequenceError("it is not there")
+        if record.into is not None:
+            self._make_way(record.into, key)
         read = self.costs.read.get(record.tier, 0.0)
         if record.tier in self.costs.overlaps:
             done = self._transfer("back", record.tier, max(self.now, there), read)
         else:
             done = max(self.now, there) + read
         self.count.loads[record.tier] = self.count.loads.get(record.tier, 0) + 1
+        if record.into is None or record.tier not in self.costs.overlaps:
+            self.now = max(self.now, done)
         if record.into is not None:
             self._take(record.into, key, done)
-            return
-        self.now = max(self.now, done)
-        if record.tape:
+        elif record.tape:
             self.tape, self.working = record.step, None
         else:
             self.tape, self.working = None, record.step
@@ -166,12 +170,15 @@ class _Machine:
             raise SequenceError(f"there is no tier {tier!r}")
         return self.held[tier]
 
+    def _make_way(self, tier: str, key: tuple[int, bool]) -> None:
+        """Before a copy to ``tier`` begins: it needs a slot in memory, be it on its way out or for good."""
+        if key in self._tier(tier):
+            raise SequenceError("it is there already")
+        if tier == MEMORY or tier in self.costs.overlaps:
+            self._wait_for_slot()
+
     def _take(self, tier: str, key: tuple[int, bool], done: float) -> None:
         held = self._tier(tier)
-        if key in held:
-            raise SequenceError("it is there already")
-        if tier == MEMORY:
-            self._wait_for_slot()
         held[key] = done
         most = self.slots[tier]
         if most is not None and len(held) > most:
@@ -179,13 +186,15 @@ class _Machine:
         self.count.most[tier] = max(self.count.most.get(tier, 0), len(held))
 
     def _wait_for_slot(self) -> None:
-        """Copies out hold slots in memory: wait for the earliest if all are taken."""
+        """Copies out hold slots in memory: wait for the earliest if all are taken. Raises if states hold all."""
         most = self.slots.get(MEMORY)
         self.writes_under_way = [done for done in self.writes_under_way if done > self.now]
         while (
             most is not None and self.writes_under_way and len(self.held[MEMORY]) + len(self.writes_under_way) >= most
         ):
             self.now = max(self.now, self.writes_under_way.pop(0))
+        if most is not None and len(self.held[MEMORY]) >= most:
+            raise SequenceError(f"{MEMORY} has {most} slots")
 
     def _transfer(self, direction: str, tier: str, earliest: float, seconds: float) -> float:
         end = max(earliest, self.link_free.get((tier, direction), 0.0)) + seconds

@@ -108,7 +108,8 @@ class Multistage(Schedule):
     @property
     def slots(self) -> Mapping[str, int]:
         """See `Schedule.slots`."""
-        return {MEMORY: self.states, self.tier: self.parts - self.kept_parts}
+        states = self.states if self.parts else min(self.states, self.n - 1)  # as those of Revolve
+        return {MEMORY: states, self.tier: self.parts - self.kept_parts}
 
     def seconds(self, forward: float, reverse: float, write: float, read: float) -> float:
         """Predicted time: compute, and what it waits for where a part takes less than the transfer beside it.
