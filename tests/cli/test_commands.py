@@ -466,7 +466,12 @@ def test_version() -> None:
 
 def test_models_may_have_spaces(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr("ebbtide.demo.run.run_demo", lambda *_, models, **__: asked.extend(models) or [])
+
+    def nothing(*_: object, models: list[str], **__: object) -> list[str]:
+        asked.extend(models)
+        return []
+
+    monkeypatch.setattr("ebbtide.demo.run.run_demo", nothing)
     run("demo", "--models", "gpt2, vgg19 ,")
     assert asked == ["gpt2", "vgg19"]
 
