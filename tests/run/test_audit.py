@@ -6,6 +6,8 @@ import contextlib
 import threading
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from ebbtide.run import held_bytes
 from ebbtide.run.kinds import GIVEN_UP
 from ebbtide.run.meter import PeakMeter
 from ebbtide.run.native import find_compiler
-from ebbtide.run.scrutiny import CLOSE_LOOKS
+from ebbtide.run.scrutiny import CLOSE_LOOKS, Scrutiny
 from tests.run.harness import FAST_DISK, HELD_MORE, SLOW_DISK
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
@@ -200,6 +202,21 @@ def test_steps_that_hold_more_where_nothing_binds(before: int, tmp_path: Path) -
         above = [peak_bytes > limit_bytes for peak_bytes in loop.peaks[before:]]
         assert above == [True] * passed + [False] * (len(above) - passed)
         assert len(above) >= 4
+
+
+def test_where_nothing_binds_ever_more_steps_are_looked_at() -> None:
+    """Of those that seldom hold more, none may be among the first ones."""
+    kind: Any = SimpleNamespace(script=object(), samples=(), varies=False, audited=object(), state="idle")
+    library: Any = SimpleNamespace(has_like=lambda _: False)
+    scrutiny, found, each = Scrutiny(), list[bool](), CLOSE_LOOKS + 4
+    for number in range(1, 4 * each + 1):
+        scrutiny.step_begins(kind, is_weighed=True, on_cpu=True)
+        looks = scrutiny.takes_close_look(kind, library)
+        if number % each == 0:
+            found.append(looks)
+            if not looks:
+                scrutiny.look_again()
+    assert found == [False, True, False, True]
 
 
 @pytest.mark.skipif(find_compiler() is None, reason="without the arena nobody counts what planned steps hold")

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import ebbtide
+from ebbtide.measured import Measured
 from ebbtide.run.held_bytes import Held
 from ebbtide.run.kinds import Kind
+from ebbtide.run.lessons import _weigh_late
+from ebbtide.run.loop import COUNTS_LATE, TIMES_LATE
 from ebbtide.run.meter import PeakMeter
 from ebbtide.run.observing import observe_step
 from ebbtide.run.parts import Parts
@@ -21,7 +26,7 @@ from tests.run.test_kinds import BATCH, EVERY, WIDTH, Dropped, plain_peak
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def kind() -> Kind:
     model, data = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))), torch.randn(256, 64)
     step = observe_step(lambda: model(data).square().mean().backward(), torch.device("cpu"))
@@ -62,6 +67,65 @@ def test_one_that_holds_more_later_is_counted_again(kind: Kind) -> None:
     assert counted(parts, 32, 60) == []
     parts.met(kind, 1, 60, None, Held(2 * above_rest, 2 * above_rest))
     assert counted(parts, 61, 100) == [89]
+
+
+def test_ones_that_hold_more_now_and_then(kind: Kind) -> None:
+    """That the next one of their kind is within the limit tells nothing: the one after as many is counted."""
+    parts = Parts()
+    assert kind.plan is not None
+    parts.met(kind, 1, 10, limit_of(kind))
+    above_rest, found = kind.plan.limit_bytes - kind.plan.resting_bytes, list[int]()
+    for number in range(11, 61):
+        holds_more = number % 12 == 0
+        taken_bytes = (2 if holds_more else 0.9) * above_rest
+        if not parts.take(number):
+            parts.met(kind, 1, number, None, Held(int(taken_bytes), int(taken_bytes)))
+        else:
+            found.append(number)
+            parts.met(kind, 1, number, limit_of(kind))
+    assert found == [13, 36]
+
+
+def test_ones_that_are_compared_with_none_and_hold_more_now_and_then(kind: Kind) -> None:
+    """As those that are smaller than the audited one: that the next ones are within the limit tells nothing."""
+    counted, held = list[int](), Held(limit_of(kind), limit_of(kind))
+    for number in range(50):
+        kind.comings.count = number
+        if kind.scrutiny.recounts.take(number):
+            counted.append(number)
+        elif number >= 20 and number % 12 == 8:
+            kind.may_pass(held)
+    assert counted == [21, 22, 23, 24, 44]
+
+
+def test_ones_that_are_never_begun_as_and_hold_more_now_and_then(kind: Kind) -> None:
+    """That the next one of their kind is within the limit tells nothing: the one after as many is counted."""
+    asked, more = list[tuple[str, int]](), limit_of(kind)
+    loop: Any = SimpleNamespace(
+        count_next=lambda: asked.append(("next", kind.comings.count)),
+        count_next_of=lambda _: asked.append(("one", kind.comings.count)),
+    )
+    for number in range(1, 18):
+        kind.comings.count = number
+        held = Held(more, more) if number in (8, 13) else Held(1, 1)
+        step: Any = SimpleNamespace(held=held)
+        _weigh_late(loop, step, kind, None)
+    assert asked == [("next", 8), ("next", 13), ("one", 17)]
+
+
+def test_around_which_steps_one_is_looked_for_that_none_is_begun_as(kind: Kind, tmp_path: Path) -> None:
+    """Around the one that comes as long after the last as that came after the one before; a few times."""
+    with ebbtide.Budget("1GiB", spill=tmp_path, machine=FAST_DISK) as memory:
+        loop, counted = memory._loop, list[int]()
+        for number in range(800):
+            if number % 80 == 39:
+                kind.comings.came_at(number)
+                loop.count_next_of(kind)
+            if loop.take_count_of_parts():
+                counted.append(number)
+            loop.measured.add(Measured("planned", None, None))
+    assert counted[:16] == list(range(71, 87))  # 40 from the loop's begin on, and then as many
+    assert 2 * COUNTS_LATE <= len(counted) <= TIMES_LATE * COUNTS_LATE
 
 
 def test_one_that_is_counted_and_passes_the_limit_no_longer_fits(kind: Kind) -> None:

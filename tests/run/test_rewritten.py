@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide.decisions import Recompute
+from ebbtide.run.kinds import Kind
+from ebbtide.run.meter import PeakMeter
 from tests.run.harness import SLOW_DISK, Guard
 from tests.run.test_gone_over import same
 from tests.run.test_kinds import gradients
@@ -97,3 +99,36 @@ def test_the_next_step_spares_it_wherever_the_error_ends(way: str, tmp_path: Pat
             else:
                 assert all(map(torch.equal, expected, found))
     assert failed == [6]
+
+
+def test_a_plan_for_many_sizes_that_is_made_anew_spares_it_as_well(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layers, shift = nn.ModuleList(nn.Linear(128, 128) for _ in range(12)), torch.zeros(128)
+
+    def step(rows: int, writes: bool, guard: Guard) -> list[Tensor]:
+        shift.zero_()
+        h = torch.ones(rows, 128)
+        with guard():
+            for layer in layers:
+                h = torch.sigmoid(layer(h) + shift)
+            if writes:
+                shift.add_(1)
+            return list(torch.autograd.grad(h.square().mean(), list(layers.parameters())))
+
+    with PeakMeter() as meter:
+        step(760, False, contextlib.nullcontext)
+    some, larger = [700 + 10 * number for number in range(7)], [900 + 5 * number for number in range(6)]
+    writing = [(731, True), *((rows, False) for rows in some[:3]), (744, True)]
+    order = [*((rows, False) for rows in some * 2), *writing, *((rows, False) for rows in larger), *writing]
+    failed, kinds = [], list[Kind]()
+    with ebbtide.Budget(int(0.75 * meter.peak_bytes), spill=tmp_path, machine=SLOW_DISK) as memory:
+        for index, (rows, writes) in enumerate(order):
+            expected = step(rows, writes, contextlib.nullcontext)
+            try:
+                assert all(map(torch.equal, expected, step(rows, writes, memory.step))), index
+            except RuntimeError:
+                failed.append(index)
+                kinds += memory._loop.kinds.values()
+        assert [bool(kind.samples) for kind in kinds] == [True]
+        assert kinds[0] not in memory._loop.kinds.values(), "there is a plan for larger ones, too"
+    assert failed == [len(some) * 2]

@@ -18,13 +18,14 @@ import ebbtide
 from ebbtide.decisions import Plan
 from ebbtide.machine import Machine
 from ebbtide.plan import plain_peak_bytes
+from ebbtide.run.kinds import Kind
 from ebbtide.run.meter import PeakMeter
 from ebbtide.run.native import arena_library
 from ebbtide.run.roomy import largest_of, roomy
 from ebbtide.step import Step, check_step
 from ebbtide.structure import structure
 from tests.plan.random_steps import KIB, Tape
-from tests.run.harness import FAST_DISK, SLOW_DISK
+from tests.run.harness import FAST_DISK, HELD_MORE, SLOW_DISK
 
 ROWS, WIDTH, EXPERTS, LAYERS = 512, 64, 3, 2
 
@@ -198,6 +199,56 @@ def test_what_the_plan_has_room_for_is_not_planned_for_again(tmp_path: Path) -> 
         assert memory.measured[-1].state == "observe"
         assert memory.plan is not plan
         assert kind not in memory._loop.kinds.values()
+
+
+@pytest.mark.usefixtures("nothing_left", "quick_plans", "plans_stay")
+def test_a_plan_that_is_made_anew_ends_no_training(tmp_path: Path) -> None:
+    """Steps that hold more than any plan allows were warned of under the former one, and went on."""
+    data = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    model, dice = Words(), random.Random(0)
+    with PeakMeter() as meter:
+        model(data, 0, 140).backward()
+    model.zero_grad()
+    with ebbtide.Budget(int(0.85 * meter.peak_bytes), spill=tmp_path, machine=FAST_DISK) as memory:
+
+        def step(words: int, copies: int) -> None:
+            with memory.step():
+                loss = model(data, len(memory.measured), words)
+                kept = [data.clone() for _ in range(copies)]
+                loss.backward()
+                del kept
+            model.zero_grad()
+
+        def steps(count: int, copies: int) -> None:
+            for _ in range(count):
+                step(dice.randrange(100, 128), copies)
+
+        for number in range(24):
+            step(dice.randrange(100, 140 if number < 20 else 128), 0)
+        former = memory._loop.expected
+        with pytest.warns(UserWarning, match=HELD_MORE) as said:
+            steps(8, 14)
+        assert len(said) == 1
+        for words in range(166, 186):
+            if memory._loop.expected is not former and memory.state == "audit":
+                break
+            step(words if memory._loop.expected is former else 120, 0)
+        assert memory._loop.expected is not former
+        steps(4, 14)  # the first of these is counted
+        assert memory.state != "audit"
+
+
+@pytest.mark.usefixtures("quick_plans")
+def test_what_was_left_free_stays_free_where_a_plan_is_made_anew() -> None:
+    steps, limit_bytes = [chain(300, 300, 300), chain(290, 310, 300), chain(310, 290, 320)], 1 << 20
+    former, later = Kind(roomy(steps), steps), Kind(roomy([*steps, chain(330, 330, 330)]), steps)
+    for kind in (former, later):
+        kind.make_plan(FAST_DISK, limit_bytes)
+    former.hold_more(1 << 16, FAST_DISK)
+    resting_bytes = later.step.resting_bytes
+    later.take_after([former, Kind(steps[0])], FAST_DISK)
+    assert later.step.resting_bytes == resting_bytes + (1 << 16)
+    assert later.structure == former.structure
 
 
 @pytest.mark.usefixtures("nothing_left")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -115,6 +116,38 @@ def test_steps_that_are_smaller_than_planned_for(tmp_path: Path) -> None:
     with loop.memory:
         loop.take([Step()] * 2 + smaller * SETTLED)
         assert_soon_within(loop.take([step._replace(copies=COPIES) for step in smaller * SOON]))
+
+
+@needs_arena
+def test_one_in_many_is_counted_of_steps_that_are_smaller_than_the_audited_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With whole ones the audited one can be compared, so that none is."""
+    monkeypatch.setattr("ebbtide.run.scrutiny.UNWEIGHED", 3)
+    loop, counted = Loop(0.8, tmp_path), []
+    with loop.memory:
+        loop.take([Step()] * 8)
+        for step in (Step(), Step(EVERY, 0, BATCH - 200)):
+            loop.take([step] * 9)
+            counted.append(sum(measured.peak_bytes is not None for measured in loop.memory.measured[-9:]))
+    assert counted[0] == 0
+    assert counted[1] in (2, 3)
+
+
+@needs_arena
+def test_steps_that_are_audited_once_such_were_warned_of_go_on_as_planned(tmp_path: Path) -> None:
+    """Each later one was counted instead, for good: a planned one held more, and the one that audits the plan for that
+    held too much for any."""
+    loop = Loop(0.7, tmp_path)
+    with loop.memory:
+        loop.take([Step()] * 8)
+        for _ in range(12):
+            loop.take([Step(EVERY, COPIES)] * (loop.memory.state != "audit"))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            loop.take([Step(EVERY, 4 * COPIES)] * 3)
+        assert sum("than is planned for" in str(each.message) for each in said) == 1
+        assert [measured.state for measured in loop.memory.measured[-3:]] == ["audit", "rehearse", "planned"]
 
 
 @needs_arena

@@ -23,6 +23,11 @@ class Comings:
         self._gap = 0
         self._was_followed_by_another = False
 
+    @property
+    def next_at(self) -> int:
+        """Number of the next one, if that comes as long after the last one as that came after the one before."""
+        return self.latest + self._gap
+
     def came_at(self, number: int) -> int | None:
         """Step ``number`` was of this kind. Returns the steps from the last one of it to this, if those from the one
         before to the last were as many, and more than one; otherwise None."""

@@ -18,6 +18,9 @@ from ebbtide.step import EXTERNAL, Step, Value
 
 RECOUNTS = 4
 """How many steps in a row are counted: of gradients that steps add to, there may be none yet in every second one."""
+COUNTS_LIKE, SHARE_LIKE = 8, 0.01
+"""So many steps, and this share of all, may be counted as ones may come like those that seemed to pass the limit:
+those may not have, each time anew."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ class Recounts:
     """
 
     def __init__(self) -> None:
-        self._left = self._next = self._last = 0
+        self._left = self._next = self._last = self._counts = 0
         self._due = -1
         self._doubted = False
 
@@ -95,11 +98,18 @@ class Recounts:
         self.ask(number)
         self._due, self._last = 2 * number - self._last, number
 
+    def awaits(self, number: int) -> bool:
+        """Whether the step of this number comes as long after the last such one as that came after the one before."""
+        return number == self._due
+
     def take(self, number: int) -> bool:
         """Whether to count the step of this number, which begins now."""
         due = self.are_due
         self._left -= due
-        return due or number == self._due
+        if due or not self.awaits(number) or self._counts > COUNTS_LIKE + SHARE_LIKE * number:
+            return due
+        self._counts += 1
+        return True
 
     def take_another(self) -> None:
         """Nothing came of the last one: count the next step."""
@@ -140,3 +150,8 @@ def holding_more(step: Step, size_bytes: int) -> Step:
     """The step, if so many bytes that it did not hold were there all the time."""
     more = Value(size_bytes, step.next_storage, EXTERNAL, (), step.moments)
     return dataclasses.replace(step, values=(*step.values, more))
+
+
+def held_besides(step: Step, observed: Step) -> int:
+    """Bytes that ``step`` holds by `holding_more`, and ``observed``, which is of the same structure, does not."""
+    return sum(value.size_bytes for value in step.values[len(observed.values) :])

@@ -13,11 +13,11 @@ from ebbtide.machine import Machine
 from ebbtide.measured import State
 from ebbtide.plan import Caution, lower_bound, simulate
 from ebbtide.run.comings import Comings
-from ebbtide.run.held_bytes import Audited, Held, holding_more
+from ebbtide.run.held_bytes import Audited, Held, held_besides, holding_more
 from ebbtide.run.keys import step_key
 from ebbtide.run.looks import CHANGED_LOOKS
 from ebbtide.run.pace import Pace, without_slowdown
-from ebbtide.run.refined import merged, runs_same_ops, without_reruns
+from ebbtide.run.refined import as_spared, merged, runs_same_ops, without_reruns
 from ebbtide.run.rehearsed import Rehearsed
 from ebbtide.run.roomy import fits, varying_bytes
 from ebbtide.run.safe import LEAST_MOVED_BYTES
@@ -213,7 +213,8 @@ class Kind:
         """Steps of this kind hold so many bytes that the observed one did not: from now on plan as if these were there
         all the time. Raises `BudgetError`, and changes nothing, if no such plan meets the limit."""
         self._plan_instead(holding_more(self.step, size_bytes), machine)
-        self._structure = None
+        if not self.samples:
+            self._structure = None
 
     def _plan_instead(self, step: Step, machine: Machine) -> None:
         assert self.plan is not None
@@ -224,6 +225,21 @@ class Kind:
             self.step = former
             raise
         self.rehearsed.forget()
+
+    def _plan_instead_if_possible(self, step: Step, machine: Machine) -> None:
+        if self.plan is not None and step != self.step:
+            with contextlib.suppress(BudgetError):
+                self._plan_instead(step, machine)
+
+    def take_after(self, like: Sequence[Kind], machine: Machine) -> None:
+        """Steps of others ``like`` it run by its plan from now on: what was learnt of them holds for it, if it can."""
+        self._is_trusted = any(kind._is_trusted for kind in like)
+        self._has_warned = any(kind._has_warned for kind in like)
+        self._more_times = max(kind._more_times for kind in like)
+        self._structure = like[0].structure  # as they were observed, whatever of them is spared
+        self._plan_instead_if_possible(as_spared(self.step, [kind.step for kind in like]), machine)
+        more = max(held_besides(kind.step, kind.observed[0]) for kind in like)
+        self._plan_instead_if_possible(holding_more(self.step, more) if more else self.step, machine)
 
     def has_held(self, held: Held, machine: Machine) -> None:
         """A step of this kind has held so much: if that passes the limit, plan with so much less from now on.
@@ -272,9 +288,11 @@ class Kind:
             self.scrutiny.look_again()
 
     def may_pass(self, held: Held) -> None:
-        """A step that is to be compared with none has held so much: if that may pass the limit, count the next ones."""
-        if self.plan is not None and self.plan.resting_bytes + held.taken_bytes > self.plan.limit_bytes:
-            self.scrutiny.recounts.ask(self.comings.count)
+        """A step that is to be compared with none has held so much: if that may pass the limit, count the next ones,
+        and those that come as it did."""
+        passes = self.plan is not None and self.plan.resting_bytes + held.taken_bytes > self.plan.limit_bytes
+        if passes and not self._has_warned:
+            self.scrutiny.recounts.ask_for_next_like(self.comings.count)
 
     @property
     def is_under_way(self) -> bool:
@@ -324,11 +342,7 @@ class Kind:
     def spare(self, values: Set[int], machine: Machine) -> None:
         """A step wrote to these values once it had read them, as others may: what reads them is never run again, unless
         there is no plan without."""
-        step = without_reruns(self.step, values)
-        if self.plan is None or step.ops == self.step.ops:
-            return
-        with contextlib.suppress(BudgetError):
-            self._plan_instead(step, machine)
+        self._plan_instead_if_possible(without_reruns(self.step, values), machine)
 
     def forget_plan(self) -> None:
         """Steps of this kind do not run as planned: the next one is observed, and planned for anew."""
@@ -339,7 +353,7 @@ class Kind:
         self.pace = Pace()
         self.rehearsed.forget()
         self._others = self._more_times = 0
-        self._has_warned = self._is_trusted = False
+        self._has_warned = False
 
     @property
     def settled(self) -> bool:

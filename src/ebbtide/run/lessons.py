@@ -139,13 +139,17 @@ def _time(loop: Loop, step: Ended, key: int | None) -> None:
 
 def _weigh(loop: Loop, step: Ended, kind: Kind, held_now: Held) -> None:
     """See whether the step held more than was planned for."""
-    conductor = step.conductor
+    conductor, scrutiny = step.conductor, kind.scrutiny
     if conductor is None:
+        scrutiny.was_comparable = True
         kind.may_have_held(held_now)
     elif conductor.script is kind.script and conductor.went_through and not kind.varies:
+        scrutiny.was_comparable = True
         kind.has_held(held_now, loop.machine)
     elif conductor.script is kind.script and conductor.followed:  # of other sizes than the audited one
-        kind.may_pass(held_now)
+        scrutiny.was_comparable = False
+        if step.peak_bytes is None:  # otherwise it is known
+            kind.may_pass(held_now)
 
 
 def _advance(loop: Loop, step: Ended, key: int, kind: Kind, ran: Kind, conductor: Conductor) -> None:
@@ -177,13 +181,18 @@ def _advance(loop: Loop, step: Ended, key: int, kind: Kind, ran: Kind, conductor
 
 def _weigh_late(loop: Loop, step: Ended, ran: Kind, peak: int | None) -> None:
     """See whether a step that went over to the plan of ``ran`` held more than the first one that did. Such steps are
-    counted only by chance: so the next ones are, until one of them comes."""
+    counted only by chance: so the next ones are, until one of them comes, and so is the one of them that comes as long
+    after it as it came after the last one that held more."""
     if ran.plan is None:
         return
+    recounts, following = ran.scrutiny.recounts, ran.comings.count
     if peak is not None and peak > ran.plan.limit_bytes:
         ran.has_passed(peak, loop.machine)
     elif peak is None and step.held is not None and ran.has_held_more_late(step.held):
+        recounts.ask_for_next_like(following - 1)
         loop.count_next()
+    if recounts.awaits(following):
+        loop.count_next_of(ran)
 
 
 def _note_audit(loop: Loop, step: Ended, kind: Kind, conductor: Conductor, peak: int) -> None:
@@ -192,20 +201,21 @@ def _note_audit(loop: Loop, step: Ended, kind: Kind, conductor: Conductor, peak:
     kind.audited_peak_bytes = max(peak, former or 0)
     # One that left out some is of another kind: what it held is no reason to plan for less in steps of this one.
     if kind.plan is not None and peak > kind.plan.limit_bytes and not conductor.is_part:
-        if kind.is_under_way:  # in the middle of somebody's training, which goes on
-            kind.has_passed(peak, loop.machine)
+        if not kind.is_under_way:
+            more = peak - kind.plan.peak_bytes
+            try:
+                kind.hold_more(more, loop.machine)
+            except BudgetError as error:
+                if not kind.scrutiny.recounts.doubt():
+                    error.add_note(
+                        f"This step held {format_bytes(more)} that the observed one did not: gradients that it adds to,"
+                        " perhaps, or an optimizer's state, if that steps within it."
+                    )
+                    raise
             return
-        more = peak - kind.plan.peak_bytes
-        try:
-            kind.hold_more(more, loop.machine)
-        except BudgetError as error:
-            if not kind.scrutiny.recounts.doubt():
-                error.add_note(
-                    f"This step held {format_bytes(more)} that the observed one did not: gradients that it adds to,"
-                    " perhaps, or an optimizer's state, if that steps within it."
-                )
-                raise
-        return
+        kind.has_passed(peak, loop.machine)  # in the middle of somebody's training, which goes on
+        if kind.script is not conductor.script or kind.state != "audit":
+            return
     audited = None
     if conductor.finished and step.held is not None and isinstance(step.meter, PeakMeter):
         audited = Audited(peak, step.held, Rest(step.meter.rest()))

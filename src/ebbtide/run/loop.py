@@ -37,8 +37,9 @@ MOST_STRANGERS = 8
 """Kinds that came but once. Where there are more of them, each step may be another one, and a plan of no use: kinds are
 planned for once they come again, or all at once if they differ in sizes alone."""
 
-COUNTS_LATE = 16
-"""Steps to count until one comes of a kind that is never begun with."""
+COUNTS_LATE, TIMES_LATE, SHARE_LATE = 16, 4, 0.01
+"""Steps to count until one comes of a kind that is never begun with; how often that may be done for one that is likely
+to hold more, and for which share of all steps besides, as it may be in vain."""
 
 _open: weakref.WeakSet[Loop] = weakref.WeakSet()
 _open_lock = threading.RLock()  # a loop may die, and be seen to, while its own thread has it
@@ -96,7 +97,7 @@ class Loop:
         self._too_large: set[int] = set()
         self.looks = Looks()
         self._parts = Parts()
-        self._counts_left = self._no_counts_before = 0
+        self._counts_left = self._counts_from = self._no_counts_before = self._counts_late = 0
         self.resting_size = allocator.RestingSize()
         self.running: object | None = None
         self.lock = threading.Lock()
@@ -283,7 +284,7 @@ class Loop:
     def take_count_of_parts(self) -> bool:
         """Whether to count the step that begins now, as one may be that leaves out some of what is planned for, or that
         goes over to another plan."""
-        takes = self._counts_left > 0
+        takes = self._counts_left > 0 and len(self.measured) >= self._counts_from
         self._counts_left -= takes
         return self._parts.take(len(self.measured)) or takes
 
@@ -291,7 +292,15 @@ class Loop:
         """A step that went over to another plan may have passed the limit: count the next ones. It is asked for ever
         less often, as that may be in vain."""
         if len(self.measured) >= self._no_counts_before:
-            self._counts_left, self._no_counts_before = COUNTS_LATE, 2 * len(self.measured)
+            self._no_counts_before = 2 * len(self.measured)
+            self._counts_left, self._counts_from = COUNTS_LATE, 0
+
+    def count_next_of(self, kind: Kind) -> None:
+        """The next step of ``kind``, which none is begun as, may pass the limit: count those around the one that is
+        likely to be it."""
+        if self._counts_late < TIMES_LATE * COUNTS_LATE + SHARE_LATE * len(self.measured):
+            self._counts_left, self._counts_from = COUNTS_LATE, kind.comings.next_at - COUNTS_LATE // 2
+            self._counts_late += COUNTS_LATE
 
     def met_part(self, kind: Kind, key: int, peak_bytes: int | None, held: Held | None) -> None:
         """The step that was measured last was run by the plan of ``kind``; what it left of that is of an unknown kind.
@@ -316,10 +325,12 @@ class Loop:
         for step in in_place_of(samples, limit_bytes, is_many):
             flags = {"captures_all": kind.captures_all, "keeps_graphs": kind.keeps_graphs}
             one = Kind(step, samples, verify=self.verify, **flags)
+            one.banned = frozenset[int]().union(*(known.banned for known in like))
             try:
                 one.make_plan(self.machine, limit_bytes)
             except BudgetError:
                 continue
+            one.take_after(like, self.machine)
             for known in like:
                 self.kinds.forget(known)
             self.kinds[one.key] = one

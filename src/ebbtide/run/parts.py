@@ -29,18 +29,21 @@ class Parts:
 
     Attributes:
         due: the number of that step.
+        due_again: the number of the one that comes as long after one that held more than others of its kind as that
+            came after the last such one.
     """
 
     def __init__(self) -> None:
         self._fit: weakref.WeakKeyDictionary[Kind, tuple[Script, dict[int, Held | None]]] = weakref.WeakKeyDictionary()
         self._seen: collections.OrderedDict[int, int] = collections.OrderedDict()
+        self._more: collections.OrderedDict[int, int] = collections.OrderedDict()
         self._passes: collections.Counter[int] = collections.Counter()
-        self._last = self.due = -1
+        self._last = self.due = self.due_again = -1
         self._counts = 0
 
     def take(self, number: int) -> bool:
         """Whether to count step ``number``, which begins now."""
-        due = number == self.due and self._counts <= _COUNTS + _SHARE * number
+        due = number in (self.due, self.due_again) and self._counts <= _COUNTS + _SHARE * number
         self._counts += due
         return due
 
@@ -49,8 +52,8 @@ class Parts:
 
         Args:
             peak_bytes: what it held at most, if it was counted.
-            held: what it held as far as the arena tells. Once one like it was within the limit, later ones that have
-                held more than the next one are counted again.
+            held: what it held as far as the arena tells. Once one like it was within the limit, and later ones have
+                held more than the next one, others are counted.
 
         Returns:
             What is to be done about it, if it passed the limit.
@@ -66,17 +69,26 @@ class Parts:
             fit[key] = None
         elif peak_bytes is not None:
             fit.pop(key, None)  # they hold more by now
+            last = _noted(self._more, key, number, last)
         elif held is not None and key in fit:
             other = fit[key] = fit[key] or held
             if kind.holds_more(held, other):
-                del fit[key]
+                self.due_again = 2 * number - _noted(self._more, key, number, last)
         if key not in fit:
             self.due = 2 * number - last
-        self._last = self._seen[key] = number
-        self._seen.move_to_end(key)
-        if len(self._seen) > _MOST_SEEN:
-            self._seen.popitem(last=False)
+        self._last = number
+        _noted(self._seen, key, number, last)
         if peak_bytes is None or key in fit:
             return "none"
         self._passes[key] += 1
         return "observe" if self._passes[key] == 1 and len(self._passes) <= _MOST_PASSES else "plan"
+
+
+def _noted(numbers: collections.OrderedDict[int, int], key: int, number: int, else_last: int) -> int:
+    """Note the latest number of a key. Returns the one before, or ``else_last`` if it is the first."""
+    last = numbers.get(key, else_last)
+    numbers[key] = number
+    numbers.move_to_end(key)
+    if len(numbers) > _MOST_SEEN:
+        numbers.popitem(last=False)
+    return last

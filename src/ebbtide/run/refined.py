@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Set
+from collections.abc import Iterable, Set
 
 from ebbtide.step import Op, Step
 
@@ -33,3 +33,14 @@ def without_reruns(step: Step, values: Set[int]) -> Step:
 def _run_once(op: Op, step: Step, storages: Set[int]) -> Op:
     reads = op.replay != "view" and any(step.values[value].storage in storages for value in op.inputs)
     return dataclasses.replace(op, replay="opaque") if reads else op
+
+
+def as_spared(step: Step, others: Iterable[Step]) -> Step:
+    """``step``, in which no recipe runs an op again that must not run again in any of ``others``, which run the same
+    ops: see `without_reruns`."""
+    spared = {place for other in others for place, op in enumerate(other.ops) if op.replay == "opaque"}
+    ops = (
+        dataclasses.replace(op, replay="opaque") if place in spared and op.replay != "opaque" else op
+        for place, op in enumerate(step.ops)
+    )
+    return dataclasses.replace(step, ops=tuple(ops))

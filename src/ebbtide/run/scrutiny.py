@@ -26,12 +26,14 @@ class Scrutiny:
     Attributes:
         recounts: when to count some of them once more.
         was_weighed: whether it was known of the last one what it held.
+        was_comparable: whether the last one could be compared with the one that was counted: not a smaller one.
     """
 
     def __init__(self) -> None:
         self.recounts = Recounts()
-        self.was_weighed = True
+        self.was_weighed = self.was_comparable = True
         self._begun = self._idle = self._counted = 0
+        self._close_looks = CLOSE_LOOKS
         self._is_weighed = self._is_due = False
 
     def begin_anew(self) -> None:
@@ -41,10 +43,11 @@ class Scrutiny:
     def step_begins(self, kind: Kind, *, is_weighed: bool, on_cpu: bool) -> None:
         """A step begins as one of ``kind``, ``on_cpu`` or on a device, where nobody counts but to audit. If it
         ``is_weighed``, it will be known what it holds, unless another budget's step begins meanwhile; which tells
-        something once one was counted that was as large."""
+        something once one was counted that was as large, as far as steps can be compared with that."""
         self._begun += 1
         self._is_weighed = is_weighed and self.was_weighed
-        tells = self._is_weighed and not kind.varies and (kind.audited is not None or kind.state == "idle")
+        tells = self._is_weighed and self.was_comparable and not kind.varies
+        tells = tells and (kind.audited is not None or kind.state == "idle")
         self._is_due = on_cpu and not tells and self._begun % UNWEIGHED == 0
 
     def takes_close_look(self, kind: Kind, library: KnownScripts) -> bool:
@@ -52,15 +55,16 @@ class Scrutiny:
         one. If nobody weighs it, that is all that tells."""
         assert kind.script is not None
         self._idle += 1
-        if self._idle <= CLOSE_LOOKS or self.recounts.are_due or self._is_due:
+        if self._idle <= self._close_looks or self.recounts.are_due or self._is_due:
             return True
         if not self._is_weighed and self._idle % CLOSE_LOOKS == 0:
             return True
         return bool(kind.samples) or library.has_like(kind.script)
 
     def look_again(self) -> None:
-        """A step that was hardly looked at may have been another one: look at the next ones."""
-        self._idle = 0
+        """A step that was hardly looked at may have been another one: look at the next ones, each time at twice as
+        many, as such steps may come seldom."""
+        self._idle, self._close_looks = 0, 2 * self._close_looks
 
     def takes_count(self, kind: Kind) -> bool:
         """Whether the step is counted: where nothing binds, to know what steps of this kind hold, unless such steps
