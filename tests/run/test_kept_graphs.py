@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ import ebbtide
 from ebbtide.machine import Machine
 from ebbtide.run.meter import PeakMeter
 from ebbtide.run.tiers import DiskTier
-from tests.run.harness import FAST_DISK, SLOW_DISK
+from tests.run.harness import FAST_DISK, SLOW_DISK, Guard
 from tests.run.test_kinds import BATCH, EVERY, WIDTH, Blocks, Seen, gradients, plain_peak
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
@@ -92,6 +93,49 @@ def test_where_a_pass_more_comes_unexpectedly(machine: Machine, tmp_path: Path) 
         assert "verify" not in states(memory)
         assert [seen for seen in found[len(settled) :] if seen.left] == []
         assert [seen for seen in found[len(settled) :] if seen.peak_bytes > (memory.limit_bytes or 0)] == []
+
+
+class AskingTwice(torch.autograd.Function):
+    """A gate that asks for what it has saved in two lines, each of which asks for all."""
+
+    @staticmethod
+    def forward(ctx: Any, data: Tensor) -> Tensor:
+        ctx.save_for_backward(data)
+        return data * torch.sigmoid(data)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        gate = torch.sigmoid(ctx.saved_tensors[0])
+        return grad * gate * (1 + ctx.saved_tensors[0] * (1 - gate))
+
+
+_ask_twice: Any = AskingTwice.apply
+
+
+@pytest.mark.usefixtures("plans_stay")
+def test_what_a_node_asks_for_twice_tells_nothing_of_graphs(tmp_path: Path) -> None:
+    """A pass that kept its graph ran by the plan for one that is let go of, and all that was shown stayed."""
+    torch.manual_seed(0)
+    model, data = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(8)), torch.randn(4 * BATCH, WIDTH)
+
+    def peak(twice: bool, guard: Guard) -> int:
+        with PeakMeter() as meter, guard():
+            h = data
+            for layer in model:
+                h = _ask_twice(layer(h))
+            loss = h.square().mean()
+            if twice:
+                loss.backward(retain_graph=True)
+            loss.backward()
+        model.zero_grad()
+        return meter.peak_bytes
+
+    limit_bytes = int(0.6 * peak(True, contextlib.nullcontext))
+    order = [False] * 6 + [False, True] * 4 + ([False] * 8 + [True] + [False] * 10 + [True]) * 2
+    with ebbtide.Budget(limit_bytes, spill=tmp_path, machine=FAST_DISK) as memory:
+        peaks = [peak(twice, memory.step) for twice in order]
+        assert [measured.left for measured in memory.measured[14:] if measured.left] == []
+    assert [size for size in peaks[14:] if size > limit_bytes] == []
 
 
 @pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["moves", "recomputes"])

@@ -146,8 +146,8 @@ class KnownScripts:
 
     def _may_keep(self, other: KnownScript, event: int, *, keeps: bool) -> bool:
         """Whether a backward pass that begins at ``event`` may be one that ``keeps`` its graph, or does not."""
-        asks_again = self.asks_again(other.script, event)
-        return asks_again or other.keeps_graphs if keeps else not asks_again
+        keeps_graphs = other.keeps_graphs
+        return keeps_graphs if keeps else not (keeps_graphs and self.asks_again(other.script, event))
 
     def asks_again(self, script: Script, event: int) -> bool:
         """Whether anything is asked for twice from ``event`` on: then the backward pass that begins there keeps its

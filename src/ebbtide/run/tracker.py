@@ -257,7 +257,8 @@ class Tracker(Keeper):
         script, event, library = self.script, self._event, self._library
         keeps = keeps_graph()
         self.keeps_graphs |= keeps
-        if keeps == library.asks_again(script, event) or not (self._exact and self._is_asked_for(number)):
+        expects = library.keeps_graphs(script) and library.asks_again(script, event)
+        if keeps == expects or not (self._exact and self._is_asked_for(number)):
             return
         other = library.keeping(script, event, number, keeps=keeps)
         if other is not None:
