@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -20,7 +22,8 @@ from ebbtide.run.capture import CaptureMode
 from ebbtide.run.meter import PeakMeter
 from ebbtide.run.stretches import BRIDGED
 from tests.conftest import modes_left
-from tests.run.harness import FAST_DISK, SLOW_DISK
+from tests.run.harness import FAST_DISK, SLOW_DISK, Guard
+from tests.run.test_gone_over import same
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
 
@@ -266,3 +269,56 @@ def test_modes_of_the_user_see_nothing_of_how_tensors_are_saved(name: str, machi
         x.square().mean().backward()
 
     run(compute, nn.Tanh, tmp_path, machine)
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_modes_of_the_user_see_nothing_of_how_tensors_are_shown(name: str, tmp_path: Path) -> None:
+    """In observed steps, too, and of what was away; nor of how custom functions find leaves. PyTorch itself detaches
+    what any hooks show, which they see: so plain steps have some on."""
+    mode, product = MODES[name]
+    x = torch.randn(256, 64, generator=torch.Generator().manual_seed(1))
+    model: Any = network(nn.Tanh)
+
+    def gradients(guard: Guard) -> list[Tensor | None]:
+        h: Any = x
+        with guard():
+            for linear, activation, norm, last in model:
+                h = last(norm(activation(product(linear(h), norm.weight))))
+            loss = h.square().mean()
+            with mode():
+                torch.autograd.backward(loss)  # which no mode is asked to run itself
+        found = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        return found
+
+    with PeakMeter() as meter:
+        gradients(contextlib.nullcontext)
+    with ebbtide.Budget(int(0.75 * meter.peak_bytes), spill=tmp_path, machine=FAST_DISK) as memory:
+        for _ in range(STEPS):
+            expected = gradients(lambda: saved_tensors_hooks(Tensor.detach, lambda packed: packed))
+            assert same(expected, gradients(memory.step))
+        assert memory.tiers["disk"].written_bytes > 0  # type: ignore[attr-defined]
+
+
+class Image(Tensor):
+    """What functions make of one is an ordinary tensor."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def test_modes_of_the_user_see_nothing_of_how_images_are_saved(tmp_path: Path) -> None:
+    """They are held as ordinary tensors, which no function makes of them."""
+
+    def compute(model: Any, x: Tensor) -> None:
+        dice = torch.Generator().manual_seed(2)
+        for block in model:
+            x = block(x)
+            mask = torch.rand(x.shape, generator=dice).as_subclass(Image)
+            with RoundedFunctions():
+                x = Product.apply(x, mask)  # type: ignore[no-untyped-call]
+        x.square().mean().backward()
+
+    run(compute, nn.Tanh, tmp_path, FAST_DISK)

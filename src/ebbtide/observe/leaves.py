@@ -17,6 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ebbtide.observe.ledger import has_storage
+from ebbtide.observe.mode import unseen
 from ebbtide.observe.passes import in_pass, keeps_graph
 from ebbtide.observe.wrapped import AsOrdinary
 
@@ -94,7 +95,7 @@ def _itself(shown: torch.Tensor | None) -> torch.Tensor | None:
     if shown is None or not (stands_for_one and shown.requires_grad and shown.is_leaf and has_storage(shown)):
         return shown
     # A view is made only for its node: no mode may see that, and grad is on because a view has no node without it.
-    with torch.inference_mode(False), torch.enable_grad(), torch._C._DisableTorchDispatch():
+    with torch.inference_mode(False), torch.enable_grad(), unseen():
         node: Any = shown.view_as(shown).grad_fn
     if node is None:  # an inference tensor
         return shown

@@ -52,14 +52,17 @@ def is_subclass(kind: type) -> bool:
 
 
 def ordinary(tensor: torch.Tensor) -> torch.Tensor:
-    """The ordinary tensor that one of a subclass is, outside any graph."""
-    with AsOrdinary(), torch._C._DisableTorchDispatch():
+    """The ordinary tensor that one of a subclass is, outside any graph.
+
+    No mode of the user's sees that, or `dressed`: autograd itself saves, and shows what it has saved, by no function.
+    """
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def dressed(tensor: torch.Tensor, kind: type[torch.Tensor], attributes: Mapping[str, Any]) -> torch.Tensor:
     """An ordinary tensor as one of a subclass, with its attributes."""
-    with AsOrdinary(), torch._C._DisableTorchDispatch():
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         found = tensor.as_subclass(kind)
     vars(found).update(attributes)
     return found

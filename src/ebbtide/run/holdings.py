@@ -266,7 +266,9 @@ class Holding:
             assert self.tier is not None
             self.tier.free(self.slot)
             self.slot = None
-            return self._adopt(like.over(storage) if like is not None else bytes_of(storage))
+            with unseen() if is_seen() else _NOTHING_TO_DO:
+                tensor = like.over(storage) if like is not None else bytes_of(storage)
+            return self._adopt(tensor)
         if self.recipe is None:
             raise StepError("a saved tensor is asked for that was never filled; please report this with the program")
         tensor = self.recipe.replay()

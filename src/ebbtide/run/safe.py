@@ -21,7 +21,17 @@ from ebbtide.observe.recorder import Recorder
 from ebbtide.observe.uncompiled import never_compiled
 from ebbtide.observe.wrapped import inside
 from ebbtide.run.allocator import Trimmer
-from ebbtide.run.holdings import Holding, Kept, View, attributes_of, is_plain, keep, outside_inference_mode, view_of
+from ebbtide.run.holdings import (
+    Holding,
+    Kept,
+    View,
+    attributes_of,
+    detached,
+    is_plain,
+    keep,
+    outside_inference_mode,
+    view_of,
+)
 from ebbtide.run.hooks import go_late
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.versions import Count
@@ -249,7 +259,7 @@ class SafePolicy:
         if self._counts(tensor):  # another backward pass may ask for it
             self._note_here(holding)
         # Autograd may work with the very tensor that it is given: with one of its own, it is seen for how long.
-        own = handle.with_attributes(tensor.detach()) if tensor is holding.tensor else tensor
+        own = handle.with_attributes(detached(tensor)) if tensor is holding.tensor else tensor
         self._make_room()
         return own
 
