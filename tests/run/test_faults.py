@@ -25,6 +25,7 @@ from ebbtide.errors import (
     StepError,
 )
 from ebbtide.machines import load_machine
+from ebbtide.observe import passes
 from ebbtide.observe.drafts import SeenStorage
 from ebbtide.observe.hooks import pop_hooks
 from ebbtide.observe.storages import Storages
@@ -103,7 +104,7 @@ def test_a_step_is_left_in_another_thread(memory: ebbtide.Budget) -> None:
 
 @pytest.mark.parametrize("at", [OBSERVED, VERIFIED, 3, PLANNED])
 def test_plain_steps_after_one_that_was_left_in_another_thread(offloading: ebbtide.Budget, at: int) -> None:
-    program, faults = Steps(at=-1), list[BaseException]()
+    program, faults, told = Steps(at=-1), list[BaseException](), [*passes._told.each]
     for index in range(at):
         program.look(index, offloading.step)
     expected = program.look(at, contextlib.nullcontext)
@@ -124,6 +125,7 @@ def test_plain_steps_after_one_that_was_left_in_another_thread(offloading: ebbti
     offloading.close()
     for index in range(2):
         compare(expected, program.look(at, contextlib.nullcontext), f"plain step {index}")
+    assert all(tell in told for tell in passes._told.each), "what has observed the step, or run it, is kept"
     assert_clean(offloading)
 
 

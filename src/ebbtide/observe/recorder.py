@@ -79,17 +79,15 @@ class Recorder(DispatchMode):
         note: Callable[[], object] | None = None,
     ) -> None:
         super().__init__()
-        self.hidden = False
         self.lock = threading.RLock()
         self.interrupts = Interrupts()
         self.storages = Storages(memory)
         self.ledger = self.storages.ledger
-        self._memory = memory
+        self._memory, self._note = memory, note
         self._oldest = 2 if collects_all else 1
         self._probe = probe if memory is None else AllocatedProbe(memory)
         self._time = clock if clock is not None else HostClock()
         self._mark = self._time.mark
-        self._note = note
         self._trail, self._asking = ModuleTrail(), AskingNodes(self)
         self._ops: list[OpDraft] = []
         self._saved: list[Saved] = []
@@ -100,7 +98,7 @@ class Recorder(DispatchMode):
         self._left: Any = None
         self._backward_module, self._calls = "", 0
         self._is_in_node, self._is_pass_new = False, True
-        self.captures_all = self.keeps_graphs = self.is_blind = False
+        self.hidden = self.captures_all = self.keeps_graphs = self.is_blind = False
 
     def __enter__(self) -> Recorder:
         gc.collect(self._oldest)  # garbage of earlier steps must not die in this one
@@ -344,6 +342,8 @@ class Recorder(DispatchMode):
         return number
 
     def _pass_begins(self) -> None:
+        if not self.ledger.open:  # it was left in another thread
+            tell_no_more(self._pass_begins)
         self._is_pass_new = True  # whether it keeps its graph is looked at in it, not in a pass within it
 
     def unpack(self, number: int) -> None:
