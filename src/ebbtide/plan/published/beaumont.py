@@ -26,7 +26,7 @@ from ebbtide.machine import Link, Machine
 from ebbtide.plan.published.chain import Chain, ChainPlan, store_all
 from ebbtide.plan.published.cut import Cut, stages_of
 from ebbtide.plan.published.labels import Labels, trail, waiting
-from ebbtide.plan.published.mapping import Mapped, fastest, fitted, mapped, slow_links
+from ebbtide.plan.published.mapping import fastest, fitted, mapped_all, slow_links
 from ebbtide.plan.published.switches import check_count
 from ebbtide.step import Step
 
@@ -159,12 +159,9 @@ def greedy(step: Step, machine: Machine, limit_bytes: int) -> Plan:
         BudgetError: if none of them stays within ``limit_bytes``.
         PolicyError: if the step is no chain, or the machine has no slow tier.
     """
-    stages, out_link, in_link = _chain_and_links(step, machine)
-    both = _phases_of(stages, out_link, in_link)
-    found: list[Mapped] = []
-    for count in range(len(stages.chain.stages)):
-        plan = offload_plan(stages.chain, both, frozenset(range(1, count + 1)), limit_bytes)
-        found.append(mapped(stages, plan))
+    stages, _, _ = _chain_and_links(step, machine)
+    prefixes = (frozenset(range(1, count + 1)) for count in range(len(stages.chain.stages)))
+    found = mapped_all(stages, store_all(stages.chain).actions, prefixes)
     chosen = fastest(found, limit_bytes) or min(found, key=lambda choice: choice.peak_bytes)
     return chosen.plan(limit_bytes, "beaumont greedy")
 

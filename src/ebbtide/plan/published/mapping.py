@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from ebbtide.plan.judged import judged
 from ebbtide.plan.needs import KEEP, OFFLOAD, RECOMPUTE, Modes
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.profile import Candidates, needs_of, profile
-from ebbtide.plan.published.chain import ChainPlan, Fate, fates, store_all
+from ebbtide.plan.published.chain import Action, ChainPlan, Fate, fates, store_all
 from ebbtide.plan.published.cut import Cut
 from ebbtide.plan.published.remembered import remembered
 from ebbtide.plan.replay import operands
@@ -83,9 +83,18 @@ def slow_links(machine: Machine) -> tuple[Link, Link] | None:
 
 def mapped(cut: Cut, plan: ChainPlan) -> Mapped:
     """``plan`` on the step that ``cut`` cut: NOTE [What a chain schedule becomes]."""
-    ends = fates(plan.actions)
-    found = _with(cut, _recipes(cut, ends), _offloads(cut, ends, plan.offloaded))
-    return _with(cut, _flat_recipes(cut, ends), _offloads(cut, ends, plan.offloaded)) if found.nested else found
+    return mapped_all(cut, plan.actions, [plan.offloaded])[0]
+
+
+def mapped_all(cut: Cut, actions: Sequence[Action], sets: Iterable[frozenset[int]]) -> list[Mapped]:
+    """The schedule of ``actions`` with each of these ``sets`` of items offloaded, as `mapped` has it."""
+    ends, choices = fates(actions), []
+    recipes = _recipes(cut, ends)
+    for offloaded in sets:
+        offloads = _offloads(cut, ends, offloaded)
+        found = _with(cut, recipes, offloads)
+        choices.append(_with(cut, _flat_recipes(cut, ends), offloads) if found.nested else found)
+    return choices
 
 
 def fastest(choices: Sequence[Mapped], limit_bytes: int) -> Mapped | None:
