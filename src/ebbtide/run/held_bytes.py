@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 import torch.distributed as dist
 
+from ebbtide.decisions import Plan
 from ebbtide.observe.ledger import StorageRecord
 from ebbtide.run.native import arena_library
 from ebbtide.step import EXTERNAL, Step, Value
@@ -21,6 +22,8 @@ RECOUNTS = 4
 COUNTS_LIKE, SHARE_LIKE = 8, 0.01
 """So many steps, and this share of all, may be counted as ones may come like those that seemed to pass the limit:
 those may not have, each time anew."""
+MORE_SHARE = 0.01
+"""Share of what a step holds above rest by which others may hold more before it is looked whether they fit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -155,3 +158,8 @@ def holding_more(step: Step, size_bytes: int) -> Step:
 def held_besides(step: Step, observed: Step) -> int:
     """Bytes that ``step`` holds by `holding_more`, and ``observed``, which is of the same structure, does not."""
     return sum(value.size_bytes for value in step.values[len(observed.values) :])
+
+
+def is_trifle(more_bytes: int, plan: Plan) -> bool:
+    """Whether so many bytes are a negligible share of what the plan holds above rest."""
+    return more_bytes <= MORE_SHARE * (plan.peak_bytes - plan.resting_bytes)

@@ -13,7 +13,7 @@ from ebbtide.machine import Machine
 from ebbtide.measured import State
 from ebbtide.plan import Caution, lower_bound, simulate
 from ebbtide.run.comings import Comings
-from ebbtide.run.held_bytes import Audited, Held, held_besides, holding_more
+from ebbtide.run.held_bytes import Audited, Held, held_besides, holding_more, is_trifle
 from ebbtide.run.keys import step_key
 from ebbtide.run.looks import CHANGED_LOOKS
 from ebbtide.run.pace import Pace, without_slowdown
@@ -33,8 +33,6 @@ from ebbtide.units import format_bytes
 WORTH, WORTH_SECONDS = 0.01, 1e-3
 """Share of a plain step, and seconds, that steps have to gain for a plan to be replaced: to make another one takes
 about a second, and three longer steps."""
-MORE_SHARE = 0.01
-"""Share of what a step holds above rest by which others may hold more before it is looked whether they fit."""
 GIVEN_UP = 5
 """When steps hold more so many times, or there is no plan for what they hold, their kind is not planned for again."""
 VERIFIES, VERIFIES_OF_PARTS = 4, 16
@@ -309,8 +307,8 @@ class Kind:
         """Whether a step that ran by the plan has held more than another one, and may have passed the limit."""
         if self.plan is None or self._more_times >= GIVEN_UP:
             return False
-        is_trifle = _is_trifle(held.above(other), self.plan)
-        return not is_trifle and self.plan.resting_bytes + held.taken_bytes > self.plan.limit_bytes
+        passes = self.plan.resting_bytes + held.taken_bytes > self.plan.limit_bytes
+        return passes and not is_trifle(held.above(other), self.plan)
 
     def _excess_bytes(self, held: Held) -> int:
         """Bytes that a step held above the audited one, if that passes the limit and is no trifle; 0 otherwise, or if
@@ -333,7 +331,7 @@ class Kind:
         """Whether so much above the audited step passes the limit, and is no trifle."""
         if self.plan is None or self.audited is None or self._more_times >= GIVEN_UP:
             return False
-        return not _is_trifle(more_bytes, self.plan) and self.audited.peak_bytes + more_bytes > self.plan.limit_bytes
+        return not is_trifle(more_bytes, self.plan) and self.audited.peak_bytes + more_bytes > self.plan.limit_bytes
 
     def ban(self, values: set[int]) -> None:
         """Never again compute these values a second time."""
@@ -399,8 +397,3 @@ class Kind:
             bound = lower_bound(self.step, machine, self.plan.limit_bytes, banned=self.banned)
             self.plan = dataclasses.replace(self.plan, bound_seconds=bound.seconds)
         return self.plan
-
-
-def _is_trifle(more_bytes: int, plan: Plan) -> bool:
-    """Whether so many bytes are a negligible share of what the plan holds above rest."""
-    return more_bytes <= MORE_SHARE * (plan.peak_bytes - plan.resting_bytes)
