@@ -175,11 +175,16 @@ def _least(
 ) -> tuple[Candidates, Found]:
     """The plan of least peak found, and the candidates that it is of; more is tried where it is above the limit."""
     least, lowest = least_peak(problem, candidates, tiers), lowest_peak(problem, candidates)
-    if limit_bytes < _peak(least) > lowest:
+    shallow, tried = candidates, list[list[tuple[int, ...]]]()
+    for at_least in (0, MOST_DEEPENED):
         # What no slow tier takes is computed again: by deeper recipes, less of what they read is there meanwhile.
-        deeper = _deeper(problem, candidates, lowest, banned, MOST_DEEPENED)
-        candidates = candidates.deepened(problem, deeper)
-        least = min(least, least_peak(problem, candidates, tiers), key=_peak)
+        if limit_bytes < _peak(least) > lowest:
+            deeper = _deeper(problem, shallow, lowest, banned, at_least)
+            others = shallow.deepened(problem, deeper)
+            found = least_peak(problem, others, tiers) if deeper != tried else least
+            tried = deeper
+            if _peak(found) < _peak(least):
+                candidates, least = others, found
     limited = any(problem.machine.tier(tier).capacity_bytes is not None for tier in tiers)
     if limited and limit_bytes < _peak(least) > lowest:
         # What can be computed again may have taken the room of what can only be moved.
