@@ -308,3 +308,18 @@ def rightly_warned_step(memory: ebbtide.Budget) -> Iterator[None]:
     for warning in caught:
         assert re.match(HELD_MORE, str(warning.message))
         assert meter.peak_bytes > (memory.limit_bytes or 0), f"warned of for nothing: {warning.message}"
+
+
+def gradients_beside_a_buffer(
+    layers: nn.ModuleList, shift: Tensor, rows: int, writes: bool, guard: Guard
+) -> list[Tensor]:
+    """Gradients of ``layers``, to whose outputs ``shift`` is added: one step on so many ``rows``, which writes to the
+    buffer between its forward and its backward pass or not."""
+    shift.zero_()
+    h = torch.ones(rows, 128)
+    with guard():
+        for layer in layers:
+            h = torch.sigmoid(layer(h) + shift)
+        if writes:
+            shift.add_(1)
+        return list(torch.autograd.grad(h.square().mean(), list(layers.parameters())))

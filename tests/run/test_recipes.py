@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from ebbtide.run.calls import KnownOp, capture
 from ebbtide.run.holdings import Holding, View, view_of
 from ebbtide.run.recipes import Recipe
 from ebbtide.run.versions import ChangedError, version_of
-from tests.run.harness import SLOW_DISK, Guard, Program, Record, run_plain, run_within
+from tests.run.harness import SLOW_DISK, Guard, Program, Record, gradients_beside_a_buffer, run_plain, run_within
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "itself": lambda x: x,
@@ -237,17 +238,7 @@ def test_statistics_over_devices_are_gathered_once(name: str) -> None:
 def test_what_is_written_to_in_a_later_step_is_refused_once(tmp_path: Path) -> None:
     """A buffer that values are computed from; from the next step on they are not."""
     layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(6))
-    shift = torch.zeros(128)
-
-    def gradients(writes: bool, guard: Guard) -> list[Tensor]:
-        shift.zero_()
-        h = torch.ones(1024, 128)
-        with guard():
-            for layer in layers:
-                h = torch.sigmoid(layer(h) + shift)
-            if writes:
-                shift.add_(1)
-            return list(torch.autograd.grad(h.square().mean(), list(layers.parameters())))
+    gradients = functools.partial(gradients_beside_a_buffer, layers, torch.zeros(128), 1024)
 
     expected = gradients(False, contextlib.nullcontext)
     with ebbtide.Budget("70%", spill=tmp_path, machine=SLOW_DISK) as memory:

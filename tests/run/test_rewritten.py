@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import ebbtide
 from ebbtide.decisions import Recompute
 from ebbtide.run.kinds import Kind
 from ebbtide.run.meter import PeakMeter
-from tests.run.harness import SLOW_DISK, Guard
+from tests.run.harness import SLOW_DISK, Guard, gradients_beside_a_buffer
 from tests.run.test_gone_over import same
 from tests.run.test_kinds import gradients
 
@@ -103,17 +104,8 @@ def test_the_next_step_spares_it_wherever_the_error_ends(way: str, tmp_path: Pat
 
 def test_a_plan_for_many_sizes_that_is_made_anew_spares_it_as_well(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    layers, shift = nn.ModuleList(nn.Linear(128, 128) for _ in range(12)), torch.zeros(128)
-
-    def step(rows: int, writes: bool, guard: Guard) -> list[Tensor]:
-        shift.zero_()
-        h = torch.ones(rows, 128)
-        with guard():
-            for layer in layers:
-                h = torch.sigmoid(layer(h) + shift)
-            if writes:
-                shift.add_(1)
-            return list(torch.autograd.grad(h.square().mean(), list(layers.parameters())))
+    layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(12))
+    step = functools.partial(gradients_beside_a_buffer, layers, torch.zeros(128))
 
     with PeakMeter() as meter:
         step(760, False, contextlib.nullcontext)
