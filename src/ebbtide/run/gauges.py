@@ -42,8 +42,12 @@ class Gauges:
 
 
 def gauges_of(device: torch.device) -> Gauges:
-    """The gauges of a CPU or a CUDA device; of the current one, if it has no index. Raises `StepError` if the allocator
-    of CUDA memory is not PyTorch's own."""
+    """The gauges of a CPU or a CUDA device; of the current one, if it has no index.
+
+    Raises:
+        RuntimeError: if there is no such CUDA device, or no driver; `AssertionError` if PyTorch was built without CUDA.
+        StepError: if the allocator of CUDA memory is not PyTorch's own.
+    """
     if device.type == "cuda":
         torch.cuda.init()  # before that, there is nothing to ask
         if torch.cuda.get_allocator_backend() == "pluggable":
