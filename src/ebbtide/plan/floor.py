@@ -28,8 +28,7 @@ def least_peak(problem: Problem, candidates: Candidates, tiers: Sequence[str]) -
     searcher = _searcher(problem, candidates, tiers, 0)
     best: Found | None = None
     for modes in _everything(searcher.candidates):
-        lowest = int(searcher.selector.profile(modes).level.max())
-        found = _reach(problem, candidates, tiers, lowest, modes)
+        found = reached(problem, candidates, tiers, modes)
         if found is not None and (best is None or _peak(found) < _peak(best)):
             best = found
     assert best is not None, "a step that keeps everything stays within its own peak"
@@ -42,8 +41,7 @@ def least_peak(problem: Problem, candidates: Candidates, tiers: Sequence[str]) -
             low = aim
         else:
             best = found
-    modes = _lowered(searcher, best.modes)
-    found = _reach(problem, candidates, tiers, int(searcher.selector.profile(modes).level.max()), modes)
+    found = reached(problem, candidates, tiers, _lowered(searcher, best.modes))
     return best if found is None or _peak(best) <= _peak(found) else found
 
 
@@ -88,10 +86,11 @@ def _searcher(problem: Problem, candidates: Candidates, tiers: Sequence[str], pe
     return Search(problem, candidates, tiers, Room.of(problem, peak_bytes))
 
 
-def _reach(
-    problem: Problem, candidates: Candidates, tiers: Sequence[str], peak_bytes: int, modes: Modes
-) -> Found | None:
-    search = _searcher(problem, candidates, tiers, peak_bytes)
+def reached(problem: Problem, candidates: Candidates, tiers: Sequence[str], modes: Modes) -> Found | None:
+    """``modes`` scheduled within the least peak that they can have; None if transfers do not fit into it."""
+    searcher = _searcher(problem, candidates, tiers, 0)
+    lowest = int(searcher.selector.profile(modes).level.max())
+    search = _searcher(problem, candidates, tiers, lowest)
     return search.offer(modes, search.selector.profile(modes))
 
 

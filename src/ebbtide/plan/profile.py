@@ -8,7 +8,7 @@ them, a later release or an earlier load, it adds knowingly.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -108,6 +108,22 @@ class Candidates:
             **_recipe_columns(problem, numbers, replays),
         )
 
+    def with_recipes(self, problem: Problem, recipes: Mapping[int, tuple[int, ...]]) -> Candidates:
+        """The same candidates with ``recipes``, by absence, besides those that they have."""
+        deeper: list[list[tuple[int, ...]]] = []
+        numbers: list[int] = self.absence.tolist()
+        shortest = self.ops[: len(numbers)]
+        for place, number in enumerate(numbers):
+            found = [recipe for recipe in self.ops[slice(*self.first_deeper[place : place + 2])] if recipe is not None]
+            recipe = recipes.get(number)
+            if shortest[place] is None:
+                shortest[place] = recipe
+            elif recipe is not None and recipe not in (shortest[place], *found):
+                found.append(recipe)
+            deeper.append(found)
+        replays = _replays(problem, numbers, shortest)
+        return dataclasses.replace(self, ops=shortest, replays=replays).deepened(problem, deeper)
+
     @property
     def can_recompute(self) -> Mask:
         """Whether each candidate has a recipe."""
@@ -120,6 +136,10 @@ class Candidates:
     def mode(self, place: int, recipe: int) -> int:
         """The mode that means a recipe of a candidate."""
         return RECOMPUTE if recipe == place else RECOMPUTE + 1 + recipe - int(self.first_deeper[place])
+
+    def mode_of(self, place: int, ops: tuple[int, ...]) -> int:
+        """The mode that means the recipe of a candidate that has these ``ops``."""
+        return self.mode(place, place if self.ops[place] == ops else self.ops.index(ops, self.first_deeper[place]))
 
     def deepest(self) -> Modes:
         """The highest mode of each candidate."""

@@ -112,9 +112,14 @@ class Search:
 
     def deepened(self, deeper: Sequence[Sequence[tuple[int, ...]]], seed: int) -> Search:
         """A search with ``deeper`` recipes of each candidate besides its shortest one, that goes on from here."""
-        search = copy.copy(self)
-        search._equip(self.candidates.deepened(self.problem, deeper))
+        search = self.with_candidates(self.candidates.deepened(self.problem, deeper))
         search.random = np.random.default_rng(seed)
+        return search
+
+    def with_candidates(self, candidates: Candidates) -> Search:
+        """A search with the same candidates and other recipes besides their own, that goes on from here."""
+        search = copy.copy(self)
+        search._equip(candidates)
         search.out_price, search.in_price = self.out_price.copy(), self.in_price.copy()
         return search
 

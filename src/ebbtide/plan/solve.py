@@ -10,13 +10,13 @@ import numpy as np
 from ebbtide.arguments import as_seconds, as_whole, check_instance
 from ebbtide.arrays import Ints
 from ebbtide.decisions import Keep, Plan
-from ebbtide.errors import BudgetError, PlanError, PolicyError
+from ebbtide.errors import BudgetError, PlanError
 from ebbtide.machine import Machine
 from ebbtide.plan.bound import Bound, bound_of
 from ebbtide.plan.caution import Caution
 from ebbtide.plan.finals import with_finals_kept, without_finals
 from ebbtide.plan.finish import finished
-from ebbtide.plan.floor import least_peak, lowest_peak
+from ebbtide.plan.floor import least_peak, lowest_peak, reached
 from ebbtide.plan.follow import follow
 from ebbtide.plan.judged import budget_error, judged
 from ebbtide.plan.problem import Problem
@@ -24,30 +24,10 @@ from ebbtide.plan.profile import Candidates
 from ebbtide.plan.recipes import deeper_recipes, find_recipes
 from ebbtide.plan.search import Found, Search
 from ebbtide.plan.select import Room
-from ebbtide.plan.simulate import decisions_of, moves_of
+from ebbtide.plan.simulate import decisions_of
+from ebbtide.plan.starts import as_chain, started
 from ebbtide.step import Step
 
-STARTS = {
-    "autoswap-aoa": (1.2, 0.012, 0.0),
-    "autoswap-wdoa": (1.2, 0.012, 0.0),
-    "autoswap-doa": (1.2, 0.012, 0.0),
-    "autoswap-swdoa": (1.2, 0.012, 0.0),
-    "autoswap-voting": (1.2, 0.012, 0.0),
-    "capuchin": (2.5, 0.012, 0.0),
-    "beaumont-greedy": (2.0, 0.0, 0.01),
-}
-"""Policies whose plans are places to start from, the cheap ones first: some were ahead of all that the search found on
-its own, by much where little memory is left, by the last digits where there is more. For each moment of a step they
-take these microseconds on a common machine: always, for each value that has to leave, for each absence."""
-FINE_STARTS = {"autoswap-weighted": (12.0, 0.28, 0.0), "beaumont-dp": (15.0, 0.0, 0.0)}
-"""More of them, dear ones that were ahead by the last digits alone: for searches that are near the bound already."""
-STARTS_SHARE = 0.5
-"""Share of the work that may go into them."""
-FAR_SHARE = 0.2
-"""The same where the search is far from the bound, of the work that is left then."""
-
-FAR = 1.05
-"""How many times the bound a plan takes to be far from it."""
 DEEPEN_FAR, DEEPENED = 1.02, 0.01
 """How many times the bound first plans take where deeper recipes are worth the search that they make slower; and which
 share of the bytes that have to be absent a value has for which they are looked for."""
@@ -161,7 +141,7 @@ def _solved(
     if search.best.course.seconds > enough_seconds:
         if search.selector.cuts and search.best.course.seconds > DEEPEN_FAR * bound.seconds:
             search = _deepened(search, bound, limit_bytes, seed, banned)
-        _try_published(search, machine, bound, search_seconds * 1e6)
+        search = started(search, machine, bound.seconds, search_seconds * 1e6, banned)
         search.improve(search_seconds * 1e6, enough_seconds)
     assert search.best is not None
     moves = finished(search)
@@ -185,6 +165,11 @@ def _least(
             tried = deeper
             if _peak(found) < _peak(least):
                 candidates, least = others, found
+    if limit_bytes < _peak(least) > lowest:
+        chain = as_chain(problem, candidates, limit_bytes, banned)
+        scheduled = None if chain is None else reached(problem, chain.candidates, tiers, chain.modes)
+        if chain is not None and scheduled is not None and _peak(scheduled) < _peak(least):
+            candidates, least = chain.candidates, scheduled
     limited = any(problem.machine.tier(tier).capacity_bytes is not None for tier in tiers)
     if limited and limit_bytes < _peak(least) > lowest:
         # What can be computed again may have taken the room of what can only be moved.
@@ -234,41 +219,3 @@ def _largest(sizes: Ints, count: int) -> Ints:
     last = np.partition(sizes, -count)[-count]
     larger, equal = np.flatnonzero(sizes > last), np.flatnonzero(sizes == last)
     return np.concatenate((larger, equal[np.linspace(0, len(equal) - 1, count - len(larger)).astype(np.int64)]))
-
-
-def _try_published(search: Search, machine: Machine, bound: Bound, work: float) -> None:
-    """Let plans of published policies be places to start from, as many as take a part of ``work`` microseconds."""
-    # They are made of parts of this package: imported here, they find them complete, and only those who search pay.
-    from ebbtide.plan.published.registry import POLICIES
-
-    problem, room = search.problem, search.room
-    if problem.spans.final.any():
-        return  # nobody published what to do with those
-    leave, absences = _fewest_to_leave(problem, room.limit_bytes), len(problem.step.absences)
-    assert search.best is not None
-    far, refused = search.best.course.seconds > FAR * bound.seconds, set[str]()
-    # Far from the bound most is won by the search itself: it keeps its part of what is left.
-    starts = STARTS if far else STARTS | FINE_STARTS
-    left = FAR_SHARE * (work - search.spent()) if far else STARTS_SHARE * work
-    for name, (always, each, absence) in starts.items():
-        cost = problem.step.moments * (always + each * leave + absence * absences)
-        # What one variant of a policy cannot do, the others cannot either.
-        family = name.partition("-")[0]
-        if cost > left or family in refused:
-            continue
-        left -= cost
-        try:
-            plan = POLICIES[name](problem.step, machine, room.limit_bytes)
-        except (BudgetError, PolicyError):
-            refused.add(family)
-            search.walked += cost
-        else:
-            search.consider(moves_of(problem, plan.decisions), cost)
-
-
-def _fewest_to_leave(problem: Problem, limit_bytes: int) -> int:
-    """How many values have to leave where the plain step holds most, if the largest ones do."""
-    peak, spans = int(np.argmax(problem.plain)), problem.spans
-    absent = (spans.opens <= peak) & (peak < spans.closes)
-    gone = np.cumsum(np.sort(spans.size_bytes[absent])[::-1])
-    return int(np.searchsorted(gone, problem.plain[peak] - limit_bytes)) + 1

@@ -38,6 +38,22 @@ def chain_step(stages: int, *, seed: int = 0, noise_every: int = 0, joining_seco
     return tape.step()
 
 
+def equal_chain(values: int) -> Step:
+    """A chain of dear ops whose results are as large as each other, each of them saved."""
+    size, tape = 256 * KIB, Tape()
+    value = tape.op([tape.external(64 * KIB)], [size], seconds=1e-3)[0]
+    saved = []
+    for _ in range(values):
+        saved.append(tape.pack(value))
+        value = tape.op([value], [size], seconds=1e-3)[0]
+    gradient = tape.op([value], [KIB], seconds=1e-4, replay="opaque", phase="backward")[0]
+    for number in reversed(saved):
+        tape.unpack(number)
+        inputs = [gradient, tape.saved[number][0]]
+        gradient = tape.op(inputs, [size], seconds=2e-3, replay="opaque", phase="backward")[0]
+    return tape.step()
+
+
 def random_chain(seed: int, length: int, *, overheads: bool = False) -> Chain:
     """Small whole numbers for sizes and times."""
     dice = random.Random(seed)

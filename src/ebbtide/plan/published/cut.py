@@ -32,6 +32,7 @@ class Cut:
         remakeable: per stage the other absences of values made in it that a recipe can end.
         fixed: per stage the absences of values made in it that none can.
         lasting: values that are never recomputed: a recipe may read them wherever they are still there.
+        banned: values that no recipe may make.
     """
 
     problem: Problem
@@ -42,6 +43,7 @@ class Cut:
     remakeable: tuple[tuple[int, ...], ...]
     fixed: tuple[tuple[int, ...], ...]
     lasting: frozenset[int]
+    banned: frozenset[int] = frozenset()
 
     def sweep(self, target: int, origin: int) -> tuple[int, ...] | None:
         """Recipe of absence ``target`` from the input of stage ``origin``; None if there is none."""
@@ -62,6 +64,7 @@ class Cut:
         return recipe_of(
             self.problem.facts,
             step.absences[target],
+            self.banned,
             leaves=is_leaf,
             first_tick=first,
             longest=len(step.ops),
@@ -74,7 +77,7 @@ def stages_of(step: Step, machine: Machine, most_stages: int | None = None) -> C
     return cut(Problem.of(step, machine), most_stages)
 
 
-def cut(problem: Problem, most_stages: int | None = None) -> Cut:
+def cut(problem: Problem, most_stages: int | None = None, banned: frozenset[int] = frozenset()) -> Cut:
     """Cut the step of ``problem`` behind every value through which all of its forward pass goes.
 
     Such a value is the only one that ops before a tick made and ops from it on read. External values do not count, nor
@@ -87,6 +90,7 @@ def cut(problem: Problem, most_stages: int | None = None) -> Cut:
     Args:
         problem: the step and the machine.
         most_stages: neighbouring stages are joined until there are no more than these; None for as many as there are.
+        banned: values that no recipe may make.
 
     Raises:
         PolicyError: if the step has no backward pass, more than one, or fewer than two stages.
@@ -111,7 +115,7 @@ def cut(problem: Problem, most_stages: int | None = None) -> Cut:
         starts = [starts[number * (len(starts) + 1) // most_stages - 1] for number in range(1, most_stages)]
     first_ticks = (0, *(tick for tick, _ in starts))
     boundaries = (None, *(value for _, value in starts))
-    bare = Cut(problem, Chain((Stage(0.0, 0.0, 0, 0),)), first_ticks, boundaries, (), (), (), frozenset())
+    bare = Cut(problem, Chain((Stage(0.0, 0.0, 0, 0),)), first_ticks, boundaries, (), (), (), frozenset(), banned)
     return _measured(_sorted(bare, turn), turn)
 
 

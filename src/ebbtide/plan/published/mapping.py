@@ -114,21 +114,23 @@ def fastest(choices: Sequence[Mapped], limit_bytes: int) -> Mapped | None:
 def fitted(
     cut: Cut, limit_bytes: int, highest_bytes: int, schedule: Callable[[int], ChainPlan | None], method: str
 ) -> Plan:
-    """The plan of the largest chain memory whose schedule stays within ``limit_bytes`` on the step.
+    """The plan that `best_mapped` finds. Raises `BudgetError` if it does not stay within ``limit_bytes``."""
+    return best_mapped(cut, limit_bytes, highest_bytes, schedule).plan(limit_bytes, method)
+
+
+def best_mapped(cut: Cut, limit_bytes: int, highest_bytes: int, schedule: Callable[[int], ChainPlan | None]) -> Mapped:
+    """The schedule of the largest chain memory, of those tried, that stays within ``limit_bytes`` on the step, or that
+    of the least peak if none does.
 
     Args:
         cut: the step as a chain.
         limit_bytes: the budget.
         highest_bytes: chain memory that suffices for everything.
         schedule: the schedule for a chain memory, or None if there is none.
-        method: name of the policy.
-
-    Raises:
-        BudgetError: if none of those tried does.
     """
     everything = mapped(cut, store_all(cut.chain))
     if everything.peak_bytes <= limit_bytes:
-        return everything.plan(limit_bytes, method)
+        return everything
     best, least = None, everything
     low, high, aim = 0, highest_bytes, highest_bytes
     for _ in range(AIMS):
@@ -145,7 +147,7 @@ def fitted(
         if low >= high:
             break
         aim = (low + high) // 2
-    return (least if best is None else best).plan(limit_bytes, method)
+    return least if best is None else best
 
 
 def _recipes(cut: Cut, ends: Sequence[Fate]) -> dict[int, tuple[int, ...] | None]:

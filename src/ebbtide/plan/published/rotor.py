@@ -5,20 +5,6 @@ neural networks with limited memory", Inria RR-9302, arXiv 1911.13214 (2019); AC
 
 Each stage's first forward keeps all that it saves, or its input, or nothing. The dynamic program is optimal among
 *persistent* schedules, those in which what is stored stays until its backward.
-
-NOTE [The recurrence]
-``C(m, s, t)`` is the least time to go forward and backward through stages ``s..t`` with ``m`` bytes, the input of ``s``
-not counted; ``x`` are outputs, ``xb`` what is saved, ``f`` and ``b`` overheads; the gradient of ``a_{t+1}`` is held
-throughout, as the paper has it:
-
-    C(m, s, s) = uF_s + uB_s       if m >= max(x_{s+1} + xb_{s+1} + f_s, x_s + x_{s+1} + xb_{s+1} + b_s)
-    mmin(s, t) = x_{t+1} + max(x_{s+1} + f_s, max over s < j < t of x_j + x_{j+1} + f_j)
-    C(m, s, t) = min of              none if m < mmin(s, t)
-        F_all:  C(m, s, s) + C(m - xb_{s+1}, s+1, t)
-        F_ck:   min over s < j <= t of uF_s + .. + uF_{j-1} + C(m - x_j, j, t) + C(m, s, j-1)
-
-Bytes that stay whatever is decided (`Stage.fixed_bytes`; none in the paper) are not counted in ``m`` either, for all of
-``s..t``; those of ``j..t`` are free again when ``C(., s, j-1)`` begins, and count as room there.
 """
 
 from __future__ import annotations
@@ -30,12 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbtide.arrays import Floats, Ints
+from ebbtide.compiled import compiled
 from ebbtide.decisions import Plan
 from ebbtide.errors import PolicyError
 from ebbtide.machine import Machine
+from ebbtide.plan.problem import Problem
+from ebbtide.plan.published.best_of_parts import ALL, best_of_parts
 from ebbtide.plan.published.chain import Action, Chain, ChainPlan
-from ebbtide.plan.published.cut import stages_of
-from ebbtide.plan.published.mapping import fitted
+from ebbtide.plan.published.cut import cut, stages_of
+from ebbtide.plan.published.mapping import Mapped, best_mapped, fitted
 from ebbtide.plan.published.remembered import remembered
 from ebbtide.plan.published.switches import check_count
 from ebbtide.step import Step
@@ -45,11 +34,9 @@ SLOTS = 500
 """Into how many equal parts memory is divided; sizes are rounded up to them."""
 
 MOST_BYTES = 4 << 30
-"""Of memory that the table may take while it is made: enough for some 690 stages with `SLOTS` slots."""
+"""Of memory that the table may take while it is made: enough for some 920 stages with `SLOTS` slots."""
 
 METHOD = "rotor"
-_ALL = -1
-"""In `Table.choice`: keep all that the first stage saves. Else the next stage whose input is stored."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,7 +46,7 @@ class Table:
     Attributes:
         chain: the chain.
         slot_bytes: size of a slot.
-        seconds: ``C`` of NOTE [The recurrence] by first stage, last stage, slots; infinite if impossible.
+        seconds: by first stage, last stage and slots, ``C`` of NOTE [The recurrence] in `best_of_parts`.
         choice: what attains it, by the same indices.
         input_slots, saved_slots, fixed_slots: slots of each stage's input, of what it saves, and of what must stay.
     """
@@ -92,7 +79,7 @@ class Table:
                 actions += [Action("forward_all", start), Action("backward", start)]
                 continue
             stage = int(self.choice[start, end, slots])
-            if stage == _ALL:
+            if stage == ALL:
                 actions.append(Action("forward_all", start))
                 todo += [Action("backward", start), (start + 1, end, slots - int(self.saved_slots[start]))]
                 continue
@@ -124,54 +111,19 @@ def table(chain: Chain, memory_bytes: float, slots: int = SLOTS) -> Table:
     Raises:
         PolicyError: if that memory is more than `MOST_BYTES`.
     """
-    wanted_bytes = (len(chain.stages) + 1) ** 2 * (slots + 1) * (8 + 8 + 2)
+    wanted_bytes = (len(chain.stages) + 1) ** 2 * (slots + 1) * (8 + 2)
     if wanted_bytes > MOST_BYTES:
         raise PolicyError(
             f"rotor's table of {len(chain.stages)} stages and {slots} slots would take {format_bytes(wanted_bytes)};"
             " ask for fewer slots, or plan with pofo, which joins neighbouring stages"
         )
     slot_bytes = max(memory_bytes, 1) / slots
-    x, xb, f, b, fixed = _sizes(chain, slot_bytes)
+    sizes = _sizes(chain, slot_bytes)
     forward = np.array([*(stage.forward_seconds for stage in chain.stages), 0.0])
     own = forward + np.array([*(stage.backward_seconds for stage in chain.stages), 0.0])
-    count, memory = len(own), np.arange(slots + 1)
-    seconds = np.full((count, count, slots + 1), np.inf)
-    # right[t, j] is C(m - x_j, j, t): what F_ck leaves to the stages from j on.
-    right = np.full((count, count, slots + 1), np.inf)
-    choice = np.full((count, count, slots + 1), _ALL, dtype=np.int16)
-    before = np.concatenate(([0.0], np.cumsum(forward)))
-    fixed_before = np.concatenate(([0], np.cumsum(fixed)))
-    for length in range(count):
-        for s in range(count - length):
-            t = s + length
-            if length == 0:
-                needed = max(x[s + 1] + xb[s] + f[s], x[s] + x[s + 1] + xb[s] + b[s])
-                seconds[s, s, needed:] = own[s]
-            else:
-                sweeps = [x[s + 1] + f[s], *(x[s + 1 : t] + x[s + 2 : t + 1] + f[s + 1 : t])]
-                later = fixed_before[t + 1] - fixed_before[s + 1 : t + 1]
-                options = _options(seconds, right, s, t, int(xb[s]), later)
-                options[1:] += (before[s + 1 : t + 1] - before[s])[:, None]
-                best = np.argmin(options, axis=0)
-                seconds[s, t] = np.where(memory >= x[t + 1] + max(sweeps), options[best, memory], np.inf)
-                choice[s, t] = np.where(best == 0, _ALL, s + best)
-            right[t, s, x[s] :] = seconds[s, t, : slots + 1 - x[s]] if x[s] <= slots else np.inf
+    seconds, choice = compiled(best_of_parts)(slots, *sizes, forward, own)
+    x, xb, _, _, fixed = sizes
     return Table(chain, slot_bytes, seconds, choice, x[:-1], xb, fixed)
-
-
-def _options(seconds: Floats, right: Floats, s: int, t: int, saved: int, later: Ints) -> Floats:
-    """Times of stages ``s..t`` by choice and slots: F_all first, then F_ck up to each ``j``, its sweep not counted."""
-    slots = seconds.shape[2] - 1
-    options = np.full((t - s + 1, slots + 1), np.inf)
-    memory = np.arange(slots + 1)
-    alone = seconds[s, s, np.minimum(memory + later[0], slots)]
-    if saved <= slots:
-        options[0, saved:] = alone[saved:] + seconds[s + 1, t, : slots + 1 - saved]
-    left = seconds[s, s:t]
-    if later[0]:
-        left = np.take_along_axis(left, np.minimum(memory[None, :] + later[:, None], slots), axis=1)
-    options[1:] = left + right[t, s + 1 : t + 1]
-    return options
 
 
 def _sizes(chain: Chain, slot_bytes: float) -> tuple[Ints, Ints, Ints, Ints, Ints]:
@@ -216,6 +168,23 @@ def _plain_slots(chain: Chain, memory_bytes: int, slots: int) -> int:
     later = np.append(np.maximum.accumulate(sweep[:0:-1])[::-1], 0)
     onwards = np.maximum(x[1:-1] + f[:-1], later) + fixed.sum()
     return int(x[0] + max((before + alone).max(), (before[:-1] + onwards).max()))
+
+
+def rotor_schedule(problem: Problem, limit_bytes: int, most_stages: int, banned: frozenset[int]) -> Mapped:
+    """The schedule that `rotor` finds, or that of its least peak, for at most ``most_stages`` stages.
+
+    Args:
+        problem: the step and the machine.
+        limit_bytes: the budget.
+        most_stages: of more, neighbours are joined.
+        banned: values that no recipe may make.
+
+    Raises:
+        PolicyError: if the step is no chain.
+    """
+    stages = cut(problem, most_stages, banned)
+    whole = rounded_up(stages.chain)
+    return best_mapped(stages, limit_bytes, whole, table(stages.chain, whole).plan)
 
 
 def rotor(step: Step, machine: Machine, limit_bytes: int, *, slots: int = SLOTS) -> Plan:
