@@ -54,7 +54,7 @@ def test_what_never_came_while_steps_were_compared_moves_out_from_then_on(whole:
     assert len(came) < len(remade)
     for _ in range(steps):
         assert kind.state == "verify"
-        kind.verified({(value, 0) for value in came}, whole=whole)
+        kind.note_verification({(value, 0) for value in came}, whole=whole)
     assert kind.state == "audit"
     assert {save.value for save in kind.script.saves if save.remakes} == came
     assert not any(save.remakes for save in kind.script.holds if save is not None and save.value not in came)

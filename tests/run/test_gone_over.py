@@ -180,13 +180,13 @@ def test_a_step_does_not_audit_the_plan_that_is_made_at_its_end(
 ) -> None:
     """As its own left too little room for such steps."""
     found = list[tuple[int, int | None]]()
-    passed = Kind.has_passed
+    passed = Kind.note_peak
     watched = set[str]()
 
     def met(parts: Parts, kind: Kind, key: int, number: int, peak_bytes: int | None, held: Any) -> str:
         return "plan" if watched and not found and peak_bytes is not None else "none"
 
-    def has_passed(kind: Kind, peak_bytes: int, machine: Machine) -> None:
+    def note_peak(kind: Kind, peak_bytes: int, machine: Machine) -> None:
         assert kind.plan is not None
         former = kind.script
         passed(kind, kind.plan.limit_bytes + 4096, machine)
@@ -195,7 +195,7 @@ def test_a_step_does_not_audit_the_plan_that_is_made_at_its_end(
 
     monkeypatch.setattr(Parts, "met", met)
     monkeypatch.setattr(Parts, "take", lambda parts, number: bool(watched) and not found)
-    monkeypatch.setattr(Kind, "has_passed", has_passed)
+    monkeypatch.setattr(Kind, "note_peak", note_peak)
     model, data, dice = Dropped(), torch.randn(BATCH, WIDTH), random.Random(0)
     with ebbtide.Budget(int(0.7 * plain_peak(EVERY)), spill=tmp_path, machine=FAST_DISK) as memory:
         for number in range(30):

@@ -125,8 +125,8 @@ class Kind:
             step = merged(step, self.step)
         self.step, self.captures_all, self._structure = step, captures_all, None
 
-    def look(self, step: Step) -> None:
-        """A step of this kind was observed though it is planned: see whether it still runs the same ops."""
+    def note_observation(self, step: Step) -> None:
+        """Note whether a step that was observed, though its kind is planned, still runs the same ops."""
         self._others = 0 if runs_same_ops(step, self.step) else self._others + 1
 
     @property
@@ -170,8 +170,8 @@ class Kind:
         self.state = "idle" if not plan.binds else "verify" if self._verify and script.remakes else "audit"
         self.plan = plan
 
-    def verified(self, compared: Set[tuple[int, int]], *, whole: bool) -> None:
-        """A step has ``compared`` values with the truth, see `Truth`; ``whole``: it left out nothing.
+    def note_verification(self, compared: Set[tuple[int, int]], *, whole: bool) -> None:
+        """Note that a step has ``compared`` values with the truth, see `Truth`; ``whole``: it left out nothing.
 
         Steps that leave out some are evidence of the rest, as one that leaves out nothing may not come soon. In one of
         these, too, a value may have been made by other calls than recorded. What has not been compared after
@@ -186,17 +186,17 @@ class Kind:
             self.script = self.script.moving({value for value, _ in self._unverified})
         self.state = "audit"
 
-    def was_audited(self, audited: Audited | None, *, whole: bool, rehearses: bool) -> None:
-        """A step was counted and kept to the limit: with ``audited`` if it was of the planned sizes, ``whole`` if it
-        left out nothing. If it ``rehearses``, the next one may find places for its blocks."""
+    def note_audit(self, audited: Audited | None, *, whole: bool, rehearses: bool) -> None:
+        """Note that a step was counted and kept to the limit: with ``audited`` if it was of the planned sizes,
+        ``whole`` if it left out nothing. If it ``rehearses``, the next one may find places for its blocks."""
         self.audited = audited or self.audited
         self._is_trusted |= audited is not None or self.state != "audit"
         self.audits += 1
         if self.state == "audit" and (whole or self.audits >= AUDITS_OF_SMALLER):
             self.state, self._is_trusted = "rehearse" if rehearses else "planned", True
 
-    def was_rehearsed(self) -> None:
-        """A step has taken all its blocks: where they lie is known now."""
+    def note_rehearsal(self) -> None:
+        """Note that a step has taken all its blocks: where they lie is known now."""
         self.state = "planned"
 
     def places_in(self, tier: str) -> PlannedPlaces | None:
@@ -207,9 +207,9 @@ class Kind:
             self._places_by_tier[tier] = planned_places(self.step, self.plan.decisions, tier)
         return self._places_by_tier[tier]
 
-    def hold_more(self, size_bytes: int, machine: Machine) -> None:
-        """Steps of this kind hold so many bytes that the observed one did not: from now on plan as if these were there
-        all the time. Raises `BudgetError`, and changes nothing, if no such plan meets the limit."""
+    def reserve_bytes(self, size_bytes: int, machine: Machine) -> None:
+        """Plan anew for steps that hold so many bytes more than the observed one: as if these were there all the time.
+        Raises `BudgetError`, and changes nothing, if no such plan meets the limit."""
         self._plan_instead(holding_more(self.step, size_bytes), machine)
         if not self.samples:
             self._structure = None
@@ -239,13 +239,13 @@ class Kind:
         more = max(held_besides(kind.step, kind.observed[0]) for kind in like)
         self._plan_instead_if_possible(holding_more(self.step, more) if more else self.step, machine)
 
-    def has_held(self, held: Held, machine: Machine) -> None:
-        """A step of this kind has held so much: if that passes the limit, plan with so much less from now on.
+    def note_usage(self, held: Held, machine: Machine) -> None:
+        """Note what a step has ``held``: if that passes the limit, plan with so much less from now on.
 
         If there is no such plan, steps are counted before anybody is warned: only large blocks are known here, and with
         them what ops take inside themselves, which may be more in one step and does not count against the limit.
         """
-        more = self._excess_bytes(held)
+        more = self._find_excess_bytes(held)
         if not more:
             return
         assert self.plan is not None
@@ -254,8 +254,8 @@ class Kind:
         if reason and self.plan.resting_bytes + held.taken_bytes > self.plan.limit_bytes:
             self.scrutiny.recounts.ask_for_next_like(self.comings.count)
 
-    def has_passed(self, peak_bytes: int, machine: Machine) -> None:
-        """A step that was counted once more held so much, which is above the limit: the same as `has_held`."""
+    def note_peak(self, peak_bytes: int, machine: Machine) -> None:
+        """Note the peak of a step that was counted once more, which is above the limit: as `note_usage` does."""
         more = peak_bytes - self.plan.peak_bytes if self.plan is not None and not self._has_warned else 0
         if more and (reason := self._leave_free(more, machine)):
             self._warn(more, reason)
@@ -266,7 +266,7 @@ class Kind:
         if self._more_times >= GIVEN_UP:
             return "that was not the first time that they held more"
         try:
-            self.hold_more(size_bytes, machine)
+            self.reserve_bytes(size_bytes, machine)
         except BudgetError as error:
             return str(error)
         return ""
@@ -280,14 +280,14 @@ class Kind:
             stacklevel=2,
         )
 
-    def may_have_held(self, held: Held) -> None:
-        """A step that was hardly looked at has held so much: if that passes the limit, look at the next ones."""
-        if self._excess_bytes(held):
+    def watch_closely_if_over(self, held: Held) -> None:
+        """Watch the next steps closely if what one that was hardly looked at has ``held`` passes the limit."""
+        if self._find_excess_bytes(held):
             self.scrutiny.look_again()
 
-    def may_pass(self, held: Held) -> None:
-        """A step that is to be compared with none has held so much: if that may pass the limit, count the next ones,
-        and those that come as it did."""
+    def note_uncompared_usage(self, held: Held) -> None:
+        """Note what a step has ``held`` that cannot be compared with a counted one: if it may pass the limit, count the
+        next steps, and those that come as it did."""
         passes = self.plan is not None and self.plan.resting_bytes + held.taken_bytes > self.plan.limit_bytes
         if passes and not self._has_warned:
             self.scrutiny.recounts.ask_for_next_like(self.comings.count)
@@ -297,24 +297,25 @@ class Kind:
         """Whether somebody trains by plans for such steps: one that passes the limit is no reason to end that."""
         return self._is_trusted or (self.state == "idle" and self.comings.count > COUNTS)
 
-    def has_held_more_late(self, held: Held) -> bool:
-        """`holds_more` of a step that was not begun by the plan, and the first such one."""
+    def note_late_usage(self, held: Held) -> bool:
+        """Note what a step has ``held`` that went over to the plan. Returns whether it `exceeds` the first such one."""
         if self._held_late is None:
             self._held_late = held
-        return self.holds_more(held, self._held_late)
+        return self.exceeds(held, self._held_late)
 
-    def holds_more(self, held: Held, other: Held) -> bool:
-        """Whether a step that ran by the plan has held more than another one, and may have passed the limit."""
+    def exceeds(self, held: Held, other: Held) -> bool:
+        """Whether a step that ran by the plan has ``held`` more than the ``other`` one, and may have passed the
+        limit."""
         if self.plan is None or self._more_times >= GIVEN_UP:
             return False
         passes = self.plan.resting_bytes + held.taken_bytes > self.plan.limit_bytes
         return passes and not is_trifle(held.above(other), self.plan)
 
-    def _excess_bytes(self, held: Held) -> int:
-        """Bytes that a step held above the audited one, if that passes the limit and is no trifle; 0 otherwise, or if
-        that cannot be told from what it held, and steps are to be counted."""
+    def _find_excess_bytes(self, held: Held) -> int:
+        """Find out how many bytes a step held above the audited one, if that passes the limit and is no trifle. Where
+        what it held does not tell, ask for steps to be counted. Returns 0 then, and where it kept to the limit."""
         if self.audited is None:
-            self.may_pass(held)
+            self.note_uncompared_usage(held)
             return 0
         more = held.above(self.audited.held)
         if not self._passes(more):

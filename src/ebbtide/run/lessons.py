@@ -142,14 +142,14 @@ def _weigh(loop: Loop, step: Ended, kind: Kind, held_now: Held) -> None:
     conductor, scrutiny = step.conductor, kind.scrutiny
     if conductor is None:
         scrutiny.was_comparable = True
-        kind.may_have_held(held_now)
+        kind.watch_closely_if_over(held_now)
     elif conductor.script is kind.script and conductor.went_through and not kind.varies:
         scrutiny.was_comparable = True
-        kind.has_held(held_now, loop.machine)
+        kind.note_usage(held_now, loop.machine)
     elif conductor.script is kind.script and conductor.followed:  # of other sizes than the audited one
         scrutiny.was_comparable = False
         if step.peak_bytes is None:  # otherwise it is known
-            kind.may_pass(held_now)
+            kind.note_uncompared_usage(held_now)
 
 
 def _advance(loop: Loop, step: Ended, key: int, kind: Kind, ran: Kind, conductor: Conductor) -> None:
@@ -170,13 +170,13 @@ def _advance(loop: Loop, step: Ended, key: int, kind: Kind, ran: Kind, conductor
         assert ran.plan is not None
         ran.make_plan(loop.machine, ran.plan.limit_bytes)
     elif conductor.truth is not None:
-        ran.verified(conductor.truth.compared, whole=conductor.followed)
+        ran.note_verification(conductor.truth.compared, whole=conductor.followed)
     elif ran is not kind:  # what else there is to find out begins with the step
         _weigh_late(loop, step, ran, peak)
     elif peak is not None:
         _note_audit(loop, step, kind, conductor, peak)
     elif step.state == "rehearse" and step.went_through:
-        kind.was_rehearsed()
+        kind.note_rehearsal()
 
 
 def _weigh_late(loop: Loop, step: Ended, ran: Kind, peak: int | None) -> None:
@@ -187,8 +187,8 @@ def _weigh_late(loop: Loop, step: Ended, ran: Kind, peak: int | None) -> None:
         return
     recounts, following = ran.scrutiny.recounts, ran.comings.count
     if peak is not None and peak > ran.plan.limit_bytes:
-        ran.has_passed(peak, loop.machine)
-    elif peak is None and step.held is not None and ran.has_held_more_late(step.held):
+        ran.note_peak(peak, loop.machine)
+    elif peak is None and step.held is not None and ran.note_late_usage(step.held):
         recounts.ask_for_next_like(following - 1)
         loop.count_next()
     if recounts.awaits(following):
@@ -204,7 +204,7 @@ def _note_audit(loop: Loop, step: Ended, kind: Kind, conductor: Conductor, peak:
         if not kind.is_under_way:
             more = peak - kind.plan.peak_bytes
             try:
-                kind.hold_more(more, loop.machine)
+                kind.reserve_bytes(more, loop.machine)
             except BudgetError as error:
                 if not kind.scrutiny.recounts.doubt():
                     error.add_note(
@@ -213,11 +213,11 @@ def _note_audit(loop: Loop, step: Ended, kind: Kind, conductor: Conductor, peak:
                     )
                     raise
             return
-        kind.has_passed(peak, loop.machine)  # in the middle of somebody's training, which goes on
+        kind.note_peak(peak, loop.machine)  # in the middle of somebody's training, which goes on
         if kind.script is not conductor.script or kind.state != "audit":
             return
     audited = None
     if conductor.finished and step.held is not None and isinstance(step.meter, PeakMeter):
         audited = Audited(peak, step.held, Rest(step.meter.rest()))
     rehearses = loop.tunes and arena_library() is not None
-    kind.was_audited(audited, whole=conductor.finished, rehearses=rehearses)
+    kind.note_audit(audited, whole=conductor.finished, rehearses=rehearses)

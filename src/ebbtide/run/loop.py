@@ -247,7 +247,7 @@ class Loop:
         kind = self.kinds.setdefault(seen.key, seen)
         self.kinds.met(kind, self._latest)
         if kind.plan is not None:
-            kind.look(step)
+            kind.note_observation(step)
             # In calls of what was compiled, and in transforms, a plan's capture mode must not go on and off.
             if not kind.has_changed and (kind.captures_all or not captures_all):
                 self.looks.was_vain()
@@ -311,7 +311,7 @@ class Loop:
             self.looks.again(number, ops_only=False)
             self.looks.at(self._parts.due)
         elif remedy == "plan" and peak_bytes is not None:
-            kind.has_passed(peak_bytes, self.machine)
+            kind.note_peak(peak_bytes, self.machine)
 
     def _plan_for_all_like(self, kind: Kind, is_one_of_many: bool) -> bool:
         """Whether one plan serves from now on for all steps that differ from those of ``kind`` in sizes alone: where

@@ -72,7 +72,7 @@ class Parts:
             last = _noted(self._more, key, number, last)
         elif held is not None and key in fit:
             other = fit[key] = fit[key] or held
-            if kind.holds_more(held, other):
+            if kind.exceeds(held, other):
                 self.due_again = 2 * number - _noted(self._more, key, number, last)
         if key not in fit:
             self.due = 2 * number - last
