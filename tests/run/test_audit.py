@@ -211,7 +211,7 @@ def test_where_nothing_binds_ever_more_steps_are_looked_at() -> None:
     scrutiny, found, each = Scrutiny(), list[bool](), CLOSE_LOOKS + 4
     for number in range(1, 4 * each + 1):
         scrutiny.step_begins(kind, is_weighed=True, on_cpu=True)
-        looks = scrutiny.takes_close_look(kind, library)
+        looks = scrutiny.claim_close_look(kind, library)
         if number % each == 0:
             found.append(looks)
             if not looks:

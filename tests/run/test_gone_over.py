@@ -194,7 +194,7 @@ def test_a_step_does_not_audit_the_plan_that_is_made_at_its_end(
         found.append((kind.audits, kind.audited_peak_bytes))
 
     monkeypatch.setattr(Parts, "met", met)
-    monkeypatch.setattr(Parts, "take", lambda parts, number: bool(watched) and not found)
+    monkeypatch.setattr(Parts, "claim_count", lambda parts, number: bool(watched) and not found)
     monkeypatch.setattr(Kind, "note_peak", note_peak)
     model, data, dice = Dropped(), torch.randn(BATCH, WIDTH), random.Random(0)
     with ebbtide.Budget(int(0.7 * plain_peak(EVERY)), spill=tmp_path, machine=FAST_DISK) as memory:

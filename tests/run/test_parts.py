@@ -41,7 +41,7 @@ def limit_of(kind: Kind) -> int:
 
 
 def counted(parts: Parts, first: int, last: int) -> list[int]:
-    return [number for number in range(first, last) if parts.take(number)]
+    return [number for number in range(first, last) if parts.claim_count(number)]
 
 
 def test_the_step_is_counted_that_comes_as_long_after_it_as_it_came_after_the_last_one(kind: Kind) -> None:
@@ -78,7 +78,7 @@ def test_ones_that_hold_more_now_and_then(kind: Kind) -> None:
     for number in range(11, 61):
         holds_more = number % 12 == 0
         taken_bytes = (2 if holds_more else 0.9) * above_rest
-        if not parts.take(number):
+        if not parts.claim_count(number):
             parts.met(kind, 1, number, None, Held(int(taken_bytes), int(taken_bytes)))
         else:
             found.append(number)
@@ -91,7 +91,7 @@ def test_ones_that_are_compared_with_none_and_hold_more_now_and_then(kind: Kind)
     counted, held = list[int](), Held(limit_of(kind), limit_of(kind))
     for number in range(50):
         kind.comings.count = number
-        if kind.scrutiny.recounts.take(number):
+        if kind.scrutiny.recounts.claim_count(number):
             counted.append(number)
         elif number >= 20 and number % 12 == 8:
             kind.note_uncompared_usage(held)
@@ -121,7 +121,7 @@ def test_around_which_steps_one_is_looked_for_that_none_is_begun_as(kind: Kind, 
             if number % 80 == 39:
                 kind.comings.came_at(number)
                 loop.count_next_of(kind)
-            if loop.take_count_of_parts():
+            if loop.claim_count_of_parts():
                 counted.append(number)
             loop.measured.add(Measured("planned", None, None))
     assert counted[:16] == list(range(71, 87))  # 40 from the loop's begin on, and then as many
@@ -150,7 +150,7 @@ def test_steps_that_never_come_again_are_hardly_counted(kind: Kind) -> None:
     parts = Parts()
     taken = 0
     for number in range(10_000):
-        peak = limit_of(kind) if parts.take(number) else None
+        peak = limit_of(kind) if parts.claim_count(number) else None
         taken += peak is not None
         assert parts.met(kind, number, number, peak) == "none"
     assert 50 < taken < 150

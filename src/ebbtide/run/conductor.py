@@ -155,7 +155,7 @@ class Conductor(Tracker):
             if capture is None or capture.tick == OFF == stretch:
                 self._event = event + 1
                 return keep(tensor, self._numbers[event])
-            if self._stays_on(capture, stretch, tensor) or self._switches(capture, stretch, tensor):
+            if self._keep_on(capture, stretch, tensor) or self._switch(capture, stretch, tensor):
                 self._event = event + 1
                 with DisableTorchDispatch():
                     return keep(tensor, self._numbers[event])
@@ -177,14 +177,14 @@ class Conductor(Tracker):
         if capture is not None:
             stretch = self._stretches[event]
             is_off = capture.tick == OFF == stretch
-            if not (is_off or self._stays_on(capture, stretch, tensor) or self._switches(capture, stretch, tensor)):
+            if not (is_off or self._keep_on(capture, stretch, tensor) or self._switch(capture, stretch, tensor)):
                 return None
         self._event = event + 1
         with DisableTorchDispatch():
             return self._hold(tensor, self._numbers[event], save)
 
-    def _stays_on(self, capture: CaptureMode, stretch: int, tensor: torch.Tensor) -> bool:
-        """Whether the capture mode is on, and is to stay on; it counts from here on."""
+    def _keep_on(self, capture: CaptureMode, stretch: int, tensor: torch.Tensor) -> bool:
+        """Let the capture mode count from here on, if it is on and is to stay on. Returns whether it is."""
         if stretch < 0 or not capture.entered or self._is_lost:
             return False
         if type(tensor) not in PLAIN_TYPES or compiled_calls() != self._calls or in_trace():
@@ -192,8 +192,8 @@ class Conductor(Tracker):
         capture.tick, capture.until = capture.counted_from(stretch), self._next_saves[self._event]
         return True
 
-    def _switches(self, capture: CaptureMode, stretch: int, tensor: torch.Tensor) -> bool:
-        """Put the capture mode on, or take it off, where that is all that is to be done; whether it was."""
+    def _switch(self, capture: CaptureMode, stretch: int, tensor: torch.Tensor) -> bool:
+        """Put the capture mode on, or take it off, where that is all that is to be done. Returns whether it was."""
         if self._is_lost or type(tensor) not in PLAIN_TYPES or compiled_calls() != self._calls:
             return False
         if in_pass() or in_trace() or in_transform():
@@ -214,7 +214,7 @@ class Conductor(Tracker):
             capture.hidden = True
         self._pass_by()
         number, inner = self._numbers[self._event], inside(tensor)
-        if not self.left and not self._fits(inner, number) and not self._goes_over(number, inner):
+        if not self.left and not self._accept(inner, number) and not self._try_go_over(number, inner):
             self.leave(
                 f"saved tensor {number} is {inner.dtype} {list(sizes(inner))}, which no known kind of step expects"
             )
@@ -258,15 +258,15 @@ class Conductor(Tracker):
             return self._safe.unpack(handle)
         began = self._mark() if self._mark is not None else None
         self._pass_by()
-        if self._is_pass_new and self._leaves_as_pass_begins(handle.number):
+        if self._is_pass_new and self._begin_pass(handle.number):
             return self._safe.unpack(handle)
         is_expected = self._is_asked_for(handle.number)
-        if not is_expected and self._leaves_out_rest(handle.number):
+        if not is_expected and self._try_leave_out_rest(handle.number):
             is_expected = self._is_asked_for(handle.number)
         if not is_expected and self.missing and self._comes_soon(handle.number):
             self._shown_early.add(handle.number)
             return handle.show()
-        if not is_expected and not self._goes_over(handle.number):
+        if not is_expected and not self._try_go_over(handle.number):
             self.leave(f"saved tensor {handle.number} was asked for out of turn")
             return handle.show()
         capture = self._capture
@@ -282,9 +282,9 @@ class Conductor(Tracker):
             self.stamps.append((began, self._mark()))
         return tensor
 
-    def _leaves_as_pass_begins(self, number: int) -> bool:
-        """Look whether this is the script to follow in a backward pass that asks for ``number`` first; whether the plan
-        was left."""
+    def _begin_pass(self, number: int) -> bool:
+        """Look whether this is the script to follow in a backward pass that asks for ``number`` first. Returns whether
+        the plan was left."""
         self._is_pass_new = False
         self._shown = self._shown_shortly
         self._look_at_pass(number)

@@ -82,7 +82,7 @@ class Recounts:
     def __init__(self) -> None:
         self._left = self._next = self._last = self._counts = 0
         self._due = -1
-        self._doubted = False
+        self._is_second_claimed = False
 
     @property
     def are_due(self) -> bool:
@@ -105,8 +105,8 @@ class Recounts:
         """Whether the step of this number comes as long after the last such one as that came after the one before."""
         return number == self._due
 
-    def take(self, number: int) -> bool:
-        """Whether to count the step of this number, which begins now."""
+    def claim_count(self, number: int) -> bool:
+        """Claim a count, if one is left, for the step of this number, which begins now. Returns whether to count it."""
         due = self.are_due
         self._left -= due
         if due or not self.awaits(number) or self._counts > COUNTS_LIKE + SHARE_LIKE * number:
@@ -118,14 +118,15 @@ class Recounts:
         """Nothing came of the last one: count the next step."""
         self._left = max(self._left, 1)
 
-    def doubt(self) -> bool:
-        """A counted step held more than any plan allows: whether to count another one before such steps are refused.
+    def claim_second_count(self) -> bool:
+        """Claim another count as a counted step held more than any plan allows. Returns whether to count another one
+        before such steps are refused.
 
         That is so once, where processes train together. Their threads may let go of a buffer a little late, and where
         one process refuses a step, the others wait for it.
         """
-        doubted, self._doubted = self._doubted, True
-        return not doubted and dist.is_available() and dist.is_initialized()
+        is_claimed, self._is_second_claimed = self._is_second_claimed, True
+        return not is_claimed and dist.is_available() and dist.is_initialized()
 
 
 def begin() -> int | None:

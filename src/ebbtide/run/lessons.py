@@ -206,7 +206,7 @@ def _note_audit(loop: Loop, step: Ended, kind: Kind, conductor: Conductor, peak:
             try:
                 kind.reserve_bytes(more, loop.machine)
             except BudgetError as error:
-                if not kind.scrutiny.recounts.doubt():
+                if not kind.scrutiny.recounts.claim_second_count():
                     error.add_note(
                         f"This step held {format_bytes(more)} that the observed one did not: gradients that it adds to,"
                         " perhaps, or an optimizer's state, if that steps within it."

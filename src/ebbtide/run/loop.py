@@ -267,7 +267,7 @@ class Loop:
                 return
             assert self._fraction is not None
             self.limit_bytes = int(self._fraction * most)
-        if self._plan_for_all_like(kind, is_one_of_many) or is_one_of_many:
+        if self._try_shared_plan(kind, is_one_of_many) or is_one_of_many:
             self.looks.have_enough()
             return
         limit_bytes = self.within
@@ -281,12 +281,12 @@ class Loop:
         else:
             self.looks.have_enough()
 
-    def take_count_of_parts(self) -> bool:
-        """Whether to count the step that begins now, as one may be that leaves out some of what is planned for, or that
-        goes over to another plan."""
+    def claim_count_of_parts(self) -> bool:
+        """Claim a count, if one is left, for the step that begins now. Returns whether it is counted, as one that may
+        leave out some of what is planned for, or go over to another plan."""
         takes = self._counts_left > 0 and len(self.measured) >= self._counts_from
         self._counts_left -= takes
-        return self._parts.take(len(self.measured)) or takes
+        return self._parts.claim_count(len(self.measured)) or takes
 
     def count_next(self) -> None:
         """A step that went over to another plan may have passed the limit: count the next ones. It is asked for ever
@@ -313,9 +313,9 @@ class Loop:
         elif remedy == "plan" and peak_bytes is not None:
             kind.note_peak(peak_bytes, self.machine)
 
-    def _plan_for_all_like(self, kind: Kind, is_one_of_many: bool) -> bool:
-        """Whether one plan serves from now on for all steps that differ from those of ``kind`` in sizes alone: where
-        what differs is a trifle, where there are many, or where there is such a plan already."""
+    def _try_shared_plan(self, kind: Kind, is_one_of_many: bool) -> bool:
+        """Make one plan for all steps that differ from those of ``kind`` in sizes alone, where what differs is a
+        trifle, where there are many, or where there is such a plan already. Returns whether it serves from now on."""
         limit_bytes = self.within
         like = [known for known in self.kinds.values() if known.structure == kind.structure]
         if limit_bytes is None or kind.structure in self._too_large or len(like) < 2:

@@ -41,8 +41,8 @@ class Parts:
         self._last = self.due = self.due_again = -1
         self._counts = 0
 
-    def take(self, number: int) -> bool:
-        """Whether to count step ``number``, which begins now."""
+    def claim_count(self, number: int) -> bool:
+        """Claim a count, if one is left, for step ``number``, which begins now. Returns whether to count it."""
         due = number in (self.due, self.due_again) and self._counts <= _COUNTS + _SHARE * number
         self._counts += due
         return due

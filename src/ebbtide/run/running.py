@@ -128,7 +128,7 @@ class Running:
             if loop.tunes:
                 self._turn = held_bytes.begin()
             kind.scrutiny.step_begins(kind, is_weighed=self._turn is not None, on_cpu=memory is None)
-            if self._state == "idle" and not kind.scrutiny.takes_close_look(kind, library):
+            if self._state == "idle" and not kind.scrutiny.claim_close_look(kind, library):
                 self._light = LightWatch(next(iter(kind.step.saved), None))
                 self._push_hooks(self._light.pack, self._light.unpack)
             else:
@@ -153,7 +153,7 @@ class Running:
             clock=self._ground.clock if self._state == "planned" and kind.is_timed else None,
         )
         is_trusted = self._state in TRUSTED_STATES
-        counts = is_trusted and (kind.scrutiny.takes_count(kind) or loop.take_count_of_parts())
+        counts = is_trusted and (kind.scrutiny.claim_count(kind) or loop.claim_count_of_parts())
         if self._state == "audit" or counts:
             self._meter = PeakMeter(loop.tiers.values()) if memory is None else AllocatedMeter(memory)
             self._meter.enter()

@@ -50,9 +50,9 @@ class Scrutiny:
         tells = tells and (kind.audited is not None or kind.state == "idle")
         self._is_due = on_cpu and not tells and self._begun % UNWEIGHED == 0
 
-    def takes_close_look(self, kind: Kind, library: KnownScripts) -> bool:
-        """Whether the step, in which nothing binds, is watched from beginning to end: it may turn out to be another
-        one. If nobody weighs it, that is all that tells."""
+    def claim_close_look(self, kind: Kind, library: KnownScripts) -> bool:
+        """Claim a close look, if one is left, at the step, in which nothing binds. Returns whether it is watched from
+        beginning to end: it may turn out to be another one, and if nobody weighs it, that is all that tells."""
         assert kind.script is not None
         self._idle += 1
         if self._idle <= self._close_looks or self.recounts.are_due or self._is_due:
@@ -66,10 +66,11 @@ class Scrutiny:
         many, as such steps may come seldom."""
         self._idle, self._close_looks = 0, 2 * self._close_looks
 
-    def takes_count(self, kind: Kind) -> bool:
-        """Whether the step is counted: where nothing binds, to know what steps of this kind hold, unless such steps
-        turn out again and again to be of other kinds; later, if one may have held more, or nobody knows."""
-        if self.recounts.take(kind.comings.count) or self._is_due:
+    def claim_count(self, kind: Kind) -> bool:
+        """Claim a count, if one is left, for the step. Returns whether it is counted: where nothing binds, to know what
+        steps of this kind hold, unless such steps turn out again and again to be of other kinds; later, if one may have
+        held more, or nobody knows."""
+        if self.recounts.claim_count(kind.comings.count) or self._is_due:
             return True
         if not self._is_weighed:
             return False

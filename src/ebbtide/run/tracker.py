@@ -131,8 +131,9 @@ class Tracker(Keeper):
     def _is_through(self) -> bool:
         return self._whole and not self.left and not self.missing and self._event == len(self.script.expected)
 
-    def _fits(self, tensor: torch.Tensor, number: int) -> bool:
-        """Whether ``tensor`` is what the script expects here, or the same but smaller."""
+    def _accept(self, tensor: torch.Tensor, number: int) -> bool:
+        """Take ``tensor``, which may be smaller, for what the script expects here or, where the step leaves out some,
+        at its next save that is like it. Returns whether that was done."""
         script = self.script
         if self._event >= len(script.expected) or script.expected[self._event] != number:
             return False
@@ -146,11 +147,11 @@ class Tracker(Keeper):
             self._find_again()
             self._note_smaller(save)
             return self._same_value(tensor, save)
-        return self._leaves_out(tensor, known)
+        return self._try_leave_out(tensor, known)
 
-    def _leaves_out(self, tensor: torch.Tensor, known: KnownScript | None) -> bool:
+    def _try_leave_out(self, tensor: torch.Tensor, known: KnownScript | None) -> bool:
         """Go on at the next save of the script that is like this one, if that is the thing to do; ``known`` agrees with
-        all that happened so far."""
+        all that happened so far. Returns whether that was done."""
         script = self.script
         if in_pass() or not (self._exact or self.missing):
             return False
@@ -166,8 +167,9 @@ class Tracker(Keeper):
             self._leave_out(event)
         return event is not None
 
-    def _leaves_out_rest(self, number: int) -> bool:
-        """The same where saved tensor ``number`` is asked for, though more was to be saved before."""
+    def _try_leave_out_rest(self, number: int) -> bool:
+        """Go on where saved tensor ``number`` is asked for, though the script expects more saves before that. Returns
+        whether that was done."""
         script = self.script
         if not (self._exact or self.missing) or self._event >= len(script.expected) or script.expected[self._event] < 0:
             return False
@@ -264,22 +266,23 @@ class Tracker(Keeper):
         if other is not None:
             is_room = not keeps and library.covers(script, other.script, event)
             is_other = not keeps or not library.keeps_graphs(script)
-            if is_other and not is_room and not self._goes_over_to(other) and keeps:
+            if is_other and not is_room and not self._try_go_over_to(other) and keeps:
                 self.leave("a backward pass keeps its graph, and what is held does not fit the plan for that")
         elif keeps and not library.keeps_graphs(script):
             self.leave("a backward pass keeps its graph, as none did in steps of this kind so far")
 
-    def _goes_over(self, number: int, tensor: torch.Tensor | None = None) -> bool:
-        """Take up the script that this step agrees with, if there is one."""
+    def _try_go_over(self, number: int, tensor: torch.Tensor | None = None) -> bool:
+        """Take up the script that this step agrees with. Returns whether there was one."""
         other = self._match(number, tensor) if self._exact and number >= 0 else None
         if other is None and self._exact and tensor is not None:
             other = self._library.larger(self.script, self._event, tensor)
             if other is not None:
                 self._note_smaller(other.script.saves[number])
-        return other is not None and self._goes_over_to(other)
+        return other is not None and self._try_go_over_to(other)
 
-    def _goes_over_to(self, other: KnownScript) -> bool:
-        """Take up another script, unless it shows one value where the former one has two."""
+    def _try_go_over_to(self, other: KnownScript) -> bool:
+        """Take up another script, unless it shows one value where the former one has two. Returns whether that was
+        done."""
         former, script, count = self.script, other.script, self.script.numbers[self._event]
         held = {value: holding for value in self._held if (holding := self._holding(value)) is not None}
         names = renumbered(former, script, count, held)

@@ -123,9 +123,9 @@ class Arena:
             self._pieces.clear()
         if wanted > self.size_bytes:
             former = self.size_bytes
-            if not self._replaced(wanted, f"it stays at {format_bytes(former)}"):
+            if not self._replace(wanted, f"it stays at {format_bytes(former)}"):
                 self.limit_bytes = former + beside
-                self._replaced(former, "there is none")
+                self._replace(former, "there is none")
 
     def reserve(self, size_bytes: int) -> Place | None:
         """A place, or None if there is none."""
@@ -181,8 +181,9 @@ class Arena:
         self._pieces.clear()
         self._outdated.clear()
 
-    def _replaced(self, size_bytes: int, otherwise: str) -> bool:
-        """Whether there is other memory, of ``size_bytes``; where the system refuses, ``otherwise`` is logged."""
+    def _replace(self, size_bytes: int, otherwise: str) -> bool:
+        """Take other memory, of ``size_bytes``, instead. Returns whether the system gave it; where it did not,
+        ``otherwise`` is logged."""
         # What still lies in the old memory keeps it; otherwise it goes first, to make room.
         self._memory, self._places = None, Places(0)
         if size_bytes:
