@@ -284,7 +284,7 @@ def test_what_ops_take_inside_themselves_is_not_warned_of(tmp_path: Path) -> Non
         assert max(loop.peaks) <= limit_bytes
         kind = loop.memory._loop.kinds.current
         assert kind is not None
-        assert kind.scrutiny.recounts._due >= 0, "that it may have been more was noticed"
+        assert kind.scrutiny.recounts._like.due >= 0, "that it may have been more was noticed"
 
 
 class Accumulating:

@@ -4,38 +4,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ebbtide.run.recurrence import Recurrence
+
 if TYPE_CHECKING:
     from ebbtide.run.kinds import Kind
 
 
-class Comings:
+class Comings(Recurrence):
     """When the steps of one kind came.
 
     Attributes:
         count: how many there were.
-        latest: number of the last one; -1 before the first.
         follower: the kind that steps are likely to be of that come after one of this kind; None for the same.
     """
 
     def __init__(self) -> None:
-        self.count, self.latest = 0, -1
+        super().__init__()
+        self.count = 0
         self.follower: Kind | None = None
-        self._gap = 0
         self._was_followed_by_another = False
 
-    @property
-    def next_at(self) -> int:
-        """Number of the next one, if that comes as long after the last one as that came after the one before."""
-        return self.latest + self._gap
-
-    def came_at(self, number: int) -> int | None:
-        """Step ``number`` was of this kind. Returns the steps from the last one of it to this, if those from the one
-        before to the last were as many, and more than one; otherwise None."""
-        gap = number - self.latest
-        again = self.count > 1 and gap == self._gap and gap > 1
-        self.latest, self._gap = number, gap
+    def came_at(self, number: int) -> bool:
+        """Note that step ``number`` was of this kind. Returns whether it was due then, and others came in between: the
+        next one is likely when it is due."""
+        is_regular = self.count > 1 and number == self.due and number - self.latest > 1
+        self.note(number)
         self.count += 1
-        return gap if again else None
+        return is_regular
 
     def followed_by(self, kind: Kind | None) -> None:
         """A step of this kind was followed by one of ``kind``, None for the same: twice in a row, and it is what is

@@ -15,13 +15,11 @@ import torch.distributed as dist
 from ebbtide.decisions import Plan
 from ebbtide.observe.ledger import StorageRecord
 from ebbtide.run.native import arena_library
+from ebbtide.run.recurrence import Allowance, Recurrence
 from ebbtide.step import EXTERNAL, Step, Value
 
 RECOUNTS = 4
 """How many steps in a row are counted: of gradients that steps add to, there may be none yet in every second one."""
-COUNTS_LIKE, SHARE_LIKE = 8, 0.01
-"""So many steps, and this share of all, may be counted as ones may come like those that seemed to pass the limit:
-those may not have, each time anew."""
 MORE_SHARE = 0.01
 """Share of what a step holds above rest by which others may hold more before it is looked whether they fit."""
 
@@ -80,8 +78,9 @@ class Recounts:
     """
 
     def __init__(self) -> None:
-        self._left = self._next = self._last = self._counts = 0
-        self._due = -1
+        self._left = self._next = 0
+        self._like = Recurrence(latest=0)
+        self._allowance = Allowance()  # those that seemed to pass the limit may not have, each time anew
         self._is_second_claimed = False
 
     @property
@@ -96,23 +95,21 @@ class Recounts:
             self._left, self._next = RECOUNTS, 2 * number
 
     def ask_for_next_like(self, number: int) -> None:
-        """The step of this number seems to have passed the limit, if it did not take the more within its ops. Count the
-        next steps, and the one that comes as long after it as it came after the last such one, or the loop's begin."""
+        """Count the next steps, and the one that is due to be like the step of this number, which seems to have passed
+        the limit, if it did not take the more within its ops. See NOTE [When the next one is due] in
+        `ebbtide.run.recurrence`."""
         self.ask(number)
-        self._due, self._last = 2 * number - self._last, number
+        self._like.note(number)
 
     def awaits(self, number: int) -> bool:
-        """Whether the step of this number comes as long after the last such one as that came after the one before."""
-        return number == self._due
+        """Whether the step of this number is due to be like the last one that seemed to pass the limit."""
+        return number == self._like.due
 
     def claim_count(self, number: int) -> bool:
         """Claim a count, if one is left, for the step of this number, which begins now. Returns whether to count it."""
         due = self.are_due
         self._left -= due
-        if due or not self.awaits(number) or self._counts > COUNTS_LIKE + SHARE_LIKE * number:
-            return due
-        self._counts += 1
-        return True
+        return due or (self.awaits(number) and self._allowance.claim(number))
 
     def take_another(self) -> None:
         """Nothing came of the last one: count the next step."""

@@ -70,8 +70,8 @@ class KnownKinds(dict[int, Kind]):
             self.current.comings.followed_by(kind if kind is not self.current else None)
         self.current = kind
         self._due.pop(number, None)
-        if (gap := kind.comings.came_at(number)) is not None:
-            self._due[number + gap] = kind
+        if kind.comings.came_at(number):
+            self._due[kind.comings.due] = kind
         if len(self) > MOST_KINDS:
             self.forget(min(self.values(), key=lambda known: known.comings.latest))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ebbtide.run.recurrence import Recurrence
+
 _FIRST_LOOKS = 2
 """Steps to observe first: time and workspace of each op are read in the second, with no page faults in them."""
 _LOOKS_AFTER_LEAVING, _MOST_LOOKS = 4, 64
@@ -27,11 +29,11 @@ class Looks:
     def __init__(self) -> None:
         self.left = _FIRST_LOOKS
         self._next, self._vain = _LOOKS_AFTER_LEAVING, 0
-        self._left_at, self._at = -1, -1
+        self._leaving = Recurrence()
 
     def are_due(self, number: int) -> bool:
         """Whether to observe step ``number``."""
-        return self.left > 0 or self._at == number
+        return self.left > 0 or number == self._leaving.due
 
     def begin_anew(self) -> None:
         """Steps are others now than those that were observed."""
@@ -58,12 +60,11 @@ class Looks:
         self._next = _LOOKS_AFTER_LEAVING
 
     def again(self, number: int, *, ops_only: bool) -> None:
-        """Step ``number`` has left its plan, or if ``ops_only`` just run other ops: observe the next ones, unless too
-        many were observed in vain, and the one that comes as long after it as it came after the last such step or, if
-        it is the first, after the loop began."""
+        """Observe steps again after step ``number``, which has left its plan, or if ``ops_only`` just run other ops:
+        the next ones, unless too many were observed in vain, and the one at which the next that leaves its plan is due.
+        See NOTE [When the next one is due] in `ebbtide.run.recurrence`."""
         if not ops_only:
-            self._left_at, gap = number, number - self._left_at
-            self._at = number + gap
+            self._leaving.note(number)
         looks, share = (CHANGED_LOOKS, _VAIN_SHARE_OPS) if ops_only else (self._next, _VAIN_SHARE)
         if self._vain + looks <= _VAIN_LOOKS + share * (number + 1):
             self.left = looks
@@ -72,4 +73,4 @@ class Looks:
 
     def at(self, number: int) -> None:
         """Observe step ``number``: a planned one that passed the limit is likely to come again then."""
-        self._at = number
+        self._leaving.due = number

@@ -299,7 +299,7 @@ class Loop:
         """The next step of ``kind``, which none is begun as, may pass the limit: count those around the one that is
         likely to be it."""
         if self._counts_late < TIMES_LATE * COUNTS_LATE + SHARE_LATE * len(self.measured):
-            self._counts_left, self._counts_from = COUNTS_LATE, kind.comings.next_at - COUNTS_LATE // 2
+            self._counts_left, self._counts_from = COUNTS_LATE, kind.comings.due - COUNTS_LATE // 2
             self._counts_late += COUNTS_LATE
 
     def met_part(self, kind: Kind, key: int, peak_bytes: int | None, held: Held | None) -> None:

@@ -6,13 +6,13 @@ import collections
 import weakref
 from typing import TYPE_CHECKING, Literal
 
+from ebbtide.run.recurrence import Allowance, due_after
+
 if TYPE_CHECKING:
     from ebbtide.run.held_bytes import Held
     from ebbtide.run.kinds import Kind
     from ebbtide.run.script import Script
 
-_COUNTS, _SHARE = 8, 0.01
-"""So many steps, and this share of all, may be counted: those that never come again tell nothing of later ones."""
 _MOST_PASSES = 4
 """Kinds of steps to observe for having passed the limit; where there are more, what they hold is planned for."""
 _MOST_SEEN = 1024
@@ -23,14 +23,14 @@ Remedy = Literal["none", "observe", "plan"]
 class Parts:
     """When to count steps which leave out some of what is planned for, and what to do once one has passed the limit.
 
-    What a step leaves out is known at its end, and to count it begins with it. So the step is counted that comes as
-    long after such a step as that came after the last one of its kind or, if it is the first, of any or, if it is the
-    first of all, after the loop began.
+    What a step leaves out is known at its end only, too late to count it. So the one is counted that is due to leave
+    out as much as the latest: see NOTE [When the next one is due] in `ebbtide.run.recurrence`. The one before that is
+    the last that left out the same or, if none did, the last that left out any.
 
     Attributes:
-        due: the number of that step.
-        due_again: the number of the one that comes as long after one that held more than others of its kind as that
-            came after the last such one.
+        due: number of the step to count as others left out some; -1 before the first.
+        due_again: number of the step to count as others of a kind held more than the one that was counted; -1 before
+            the first.
     """
 
     def __init__(self) -> None:
@@ -39,13 +39,11 @@ class Parts:
         self._more: collections.OrderedDict[int, int] = collections.OrderedDict()
         self._passes: collections.Counter[int] = collections.Counter()
         self._last = self.due = self.due_again = -1
-        self._counts = 0
+        self._allowance = Allowance()  # those that never come again tell nothing of later ones
 
     def claim_count(self, number: int) -> bool:
         """Claim a count, if one is left, for step ``number``, which begins now. Returns whether to count it."""
-        due = number in (self.due, self.due_again) and self._counts <= _COUNTS + _SHARE * number
-        self._counts += due
-        return due
+        return number in (self.due, self.due_again) and self._allowance.claim(number)
 
     def met(self, kind: Kind, key: int, number: int, peak_bytes: int | None, held: Held | None = None) -> Remedy:
         """Step ``number`` followed the script of ``kind``, and what it left is of an unknown kind with this key.
@@ -73,9 +71,9 @@ class Parts:
         elif held is not None and key in fit:
             other = fit[key] = fit[key] or held
             if kind.exceeds(held, other):
-                self.due_again = 2 * number - _noted(self._more, key, number, last)
+                self.due_again = due_after(number, _noted(self._more, key, number, last))
         if key not in fit:
-            self.due = 2 * number - last
+            self.due = due_after(number, last)
         self._last = number
         _noted(self._seen, key, number, last)
         if peak_bytes is None or key in fit:
