@@ -22,6 +22,9 @@ FLOORS = (
 FOR_CONVENIENCE = {("run/budget.py", "ebbtide.report.summary")}
 """`Budget.report()`."""
 WITHOUT_TORCH = ("step.py", "machine.py", "decisions.py", "measured.py", "bundle.py", "plan", "place")
+WITHIN = ("run.native", "run.backends", "run.tiers", "sequence.schedules")
+"""Packages that are a floor below the modules beside them. (`plan/published/` is one above: policies use the planner.)
+"""
 MODULES = sorted(SOURCE.rglob("*.py"))
 
 
@@ -58,6 +61,24 @@ def test_no_module_looks_up(path: Path) -> None:
         if name.startswith("ebbtide.") and floor_of(name) > own and (place, name) not in FOR_CONVENIENCE
     ]
     assert not above, f"{place} imports {', '.join(above)}"
+
+
+@pytest.mark.parametrize("package", WITHIN)
+def test_no_package_within_looks_up(package: str) -> None:
+    """Of the modules beside it, it may import those that import nothing beside them."""
+    own, around = f"ebbtide.{package}.", f"ebbtide.{package.partition('.')[0]}."
+    below = tuple(f"ebbtide.{other}." for other in WITHIN)
+    modules = {name: path for name, path in BY_NAME.items() if f"{name}.".startswith(own)}
+    assert modules
+    beside = {
+        (name, other)
+        for name, path in modules.items()
+        for other in imports(path)
+        if other.startswith(around) and other in BY_NAME and not f"{other}.".startswith(below)
+    }
+    leaves = {other for _, other in beside if not any(name.startswith(around) for name in imports(BY_NAME[other]))}
+    above = sorted((name, other) for name, other in beside if other not in leaves)
+    assert not above, f"{package} looks up: {above}"
 
 
 def test_records_and_planners_know_no_torch() -> None:

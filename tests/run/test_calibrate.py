@@ -19,6 +19,7 @@ from ebbtide.machine import Link, Machine, Tier, check_machine
 from ebbtide.run import beside
 from ebbtide.run import calibrate as module
 from ebbtide.run.calibrate import FREE_BYTES, calibrate, machine_for
+from ebbtide.run.fits import slope
 from ebbtide.run.native import arena_library
 from ebbtide.run.tiers.disk import DiskTier
 
@@ -127,8 +128,8 @@ def test_what_is_timed_begins_where_a_block_of_any_disk_may() -> None:
 
 def test_slope_finds_the_rate_behind_the_latency() -> None:
     sizes = [1 << 20, 4 << 20, 16 << 20]
-    assert module.slope({size: 2e-3 + size / 1.5e9 for size in sizes}, 2e-3) == pytest.approx(1.5e9)
-    assert math.isfinite(module.slope({1 << 20: 1e-4}, 1e-3))
+    assert slope({size: 2e-3 + size / 1.5e9 for size in sizes}, 2e-3) == pytest.approx(1.5e9)
+    assert math.isfinite(slope({1 << 20: 1e-4}, 1e-3))
 
 
 def test_remembered_by_directory(tmp_path: Path, quick: list[str], cache: Path) -> None:

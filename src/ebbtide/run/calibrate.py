@@ -32,6 +32,7 @@ from ebbtide.machine import Link, Machine, Tier
 from ebbtide.run import allocator, beside
 from ebbtide.run.beside import BusyLink, Direction
 from ebbtide.run.cache import cache_path
+from ebbtide.run.fits import slope
 from ebbtide.run.replay_cost import lost_per_replay
 from ebbtide.run.tiers.disk import PLACE_ALIGNMENT_BYTES, DiskTier, check_directory, free_bytes
 from ebbtide.run.tiers.memory import bytes_of, take_memory
@@ -171,15 +172,6 @@ def time_trip(tier: QueuedTier, storage: torch.UntypedStorage) -> tuple[float, f
     end = time.perf_counter()
     tier.free(slot)
     return written - start, end - written
-
-
-def slope(seconds: dict[int, float], latency_seconds: float) -> float:
-    """Bytes per second: least squares of relative errors of ``latency + bytes / bandwidth``."""
-    weighted = [(size / taken, 1 - latency_seconds / taken) for size, taken in seconds.items()]
-    above = sum(share * rest for share, rest in weighted)
-    square = sum(share * share for share, _ in weighted)
-    # Where even large transfers take no longer than the smallest, their plain rate is all that is known.
-    return square / above if above > 0 else max(size / taken for size, taken in seconds.items())
 
 
 def _duplex(tier: DiskTier, source: torch.UntypedStorage) -> dict[Direction, float]:

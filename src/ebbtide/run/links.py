@@ -12,17 +12,34 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
+
 from ebbtide.machine import Link, Machine, Tier
 from ebbtide.observe.clock import Clock
 from ebbtide.run.backends.base import Backend
-from ebbtide.run.calibrate import slope
-from ebbtide.run.tiers.transfers import SlowTier
+from ebbtide.run.backends.cuda import CudaBackend, CudaClock, CudaMemory
+from ebbtide.run.fits import slope
+from ebbtide.run.tiers import DeviceTiers, SlowTier, StreamTier
 
 SIZES_BYTES = tuple(mib << 20 for mib in (1, 4, 16, 64))
 SHARE = 4
 """The largest is at most this part of the memory there is on either side: two of them are there at once."""
 LATENCY_BYTES = 4096
 REPEATS = 5
+
+
+def machine_on(device: torch.device, tiers: Mapping[str, SlowTier]) -> Machine:
+    """What plans for ``device`` must know: its links to host memory and to the disk, measured now.
+
+    Raises:
+        SpillError: if one of them cannot be used.
+    """
+    shared = {name: tier for name, tier in tiers.items() if isinstance(tier, DeviceTiers) and tier.kind != "device"}
+    slow = {name: tier.of(device) for name, tier in shared.items()}
+    capacities = {name: tier.capacity_bytes for name, tier in slow.items() if isinstance(tier, StreamTier)}
+    backend, clock, free = CudaBackend(device.index), CudaClock(device), CudaMemory(device).free_bytes()
+    name = torch.cuda.get_device_name(device)
+    return measure_links(backend, clock, slow, capacities, name=name, free_bytes=free)
 
 
 def measure_links(

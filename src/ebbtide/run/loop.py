@@ -23,11 +23,11 @@ from ebbtide.run.gauges import likely_device
 from ebbtide.run.held_bytes import Held
 from ebbtide.run.kinds import Kind
 from ebbtide.run.known_kinds import KnownKinds
+from ebbtide.run.links import machine_on
 from ebbtide.run.looks import Looks
 from ebbtide.run.parts import Parts
 from ebbtide.run.roomy import MOST_SIZES, in_place_of, latest_and_largest
 from ebbtide.run.tiers import SlowTier
-from ebbtide.run.tiers.choose import machine_on
 
 FINAL_STATES = ("planned", "idle")
 """States in which nothing is left to find out."""

@@ -8,10 +8,8 @@ from pathlib import Path
 import torch
 
 from ebbtide.errors import SpillError
-from ebbtide.machine import Machine
 from ebbtide.run.backends.base import ComputeStreams
-from ebbtide.run.backends.cuda import CudaBackend, CudaClock, CudaMemory
-from ebbtide.run.links import measure_links
+from ebbtide.run.backends.cuda import CudaBackend
 from ebbtide.run.tiers.devices import DeviceTiers
 from ebbtide.run.tiers.disk import DiskTier
 from ebbtide.run.tiers.pinned import Arena, PlannedPlaces, peer_memory, pinned_memory, spare_bytes
@@ -93,20 +91,6 @@ def _peer_maker(
         )
 
     return make
-
-
-def machine_on(device: torch.device, tiers: Mapping[str, SlowTier]) -> Machine:
-    """What plans for ``device`` must know: its links to host memory and to the disk, measured now.
-
-    Raises:
-        SpillError: if one of them cannot be used.
-    """
-    shared = {name: tier for name, tier in tiers.items() if isinstance(tier, DeviceTiers) and tier.kind != "device"}
-    slow = {name: tier.of(device) for name, tier in shared.items()}
-    capacities = {name: tier.capacity_bytes for name, tier in slow.items() if isinstance(tier, StreamTier)}
-    backend, clock, free = CudaBackend(device.index), CudaClock(device), CudaMemory(device).free_bytes()
-    name = torch.cuda.get_device_name(device)
-    return measure_links(backend, clock, slow, capacities, name=name, free_bytes=free)
 
 
 def settle(
