@@ -90,7 +90,7 @@ def calibrate(spill: str | Path, *, progress: Progress | None = None) -> Machine
         ArgumentError: if ``spill`` is no path; it is a `ValueError`.
     """
     directory = as_directory("spill", spill)
-    report = progress or _unreported
+    report = progress or _report_nothing
     with contextlib.closing(DiskTier(directory)) as tier:
         free = free_bytes(tier.directory)
         if free < FREE_BYTES:
@@ -217,5 +217,5 @@ def _remember(machine: Machine, path: Path | None) -> None:
         _log.warning("the calibration is not remembered: %s cannot be written (%s)", path, fault.strerror)
 
 
-def _unreported(done: float, doing: str) -> None:
+def _report_nothing(done: float, doing: str) -> None:
     """Nobody wants to know."""

@@ -39,7 +39,7 @@ def observe_step(run: Callable[[], Any], device: torch.device | str | None = Non
     on_cpu = gauges.device.type == "cpu"
     probe = allocator.arena_probe() if on_cpu else None
     recorder = Recorder(probe, clock=gauges.clock, memory=gauges.memory)
-    policy = SafePolicy(None, _nowhere, recorder, memory=gauges.memory)
+    policy = SafePolicy(None, _no_tier, recorder, memory=gauges.memory)
     with (
         compiled_as_ops(),
         allocator.tuned() if on_cpu else contextlib.nullcontext(),
@@ -50,5 +50,5 @@ def observe_step(run: Callable[[], Any], device: torch.device | str | None = Non
     return recorder.finish()
 
 
-def _nowhere() -> SlowTier:
+def _no_tier() -> SlowTier:
     raise StepError("a step that is only observed moves nothing")

@@ -86,7 +86,7 @@ def _script(step: Step, *, again: bool) -> Script:
 
 def _seconds(script: Script, start: torch.Tensor) -> float:
     """How long a step takes by ``script``."""
-    conductor = Conductor(script, KnownScripts([]), _nowhere, SafePolicy(None, _nowhere))
+    conductor = Conductor(script, KnownScripts([]), _empty_tier, SafePolicy(None, _empty_tier))
 
     def run() -> None:
         with torch.autograd.graph.saved_tensors_hooks(conductor.pack, conductor.unpack):
@@ -113,5 +113,5 @@ def _no_tier(_: torch.device) -> SlowTier:
     raise StepError("nothing moves where values are only computed again")
 
 
-def _nowhere(_: str = "") -> SlowTier:
+def _empty_tier(_: str = "") -> SlowTier:
     return DeviceTiers("nowhere", "disk", _no_tier, lambda _: None)

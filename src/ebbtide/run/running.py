@@ -120,7 +120,7 @@ class Running:
             self._ground.cap(None if self._state == "verify" else loop.limit_bytes)
         latest = loop.measured.latest
         grows = latest is None or latest.state != "verify"  # true values never come again
-        settle(loop.tiers, kind.places_in if kind is not None else _unplanned, self._ground.device, grows=grows)
+        settle(loop.tiers, kind.places_in if kind is not None else None, self._ground.device, grows=grows)
         if kind is None or kind.script is None or kind.plan is None:
             self._observe()
         else:
@@ -304,10 +304,6 @@ def _new_truth(loop: Loop, ground: TrainingDevice) -> Truth:
     if loop.hard:
         ground.cap(None)
     return Truth()
-
-
-def _unplanned(_tier: str) -> None:
-    """Nothing is known of what comes."""
 
 
 def _assumed_bytes(plan: Plan) -> int:

@@ -95,7 +95,7 @@ def _peer_maker(
 
 def settle(
     tiers: Mapping[str, SlowTier],
-    planned: Callable[[str], PlannedPlaces | None],
+    planned: Callable[[str], PlannedPlaces | None] | None,
     device: torch.device,
     *,
     grows: bool = True,
@@ -104,8 +104,8 @@ def settle(
 
     Args:
         tiers: by name.
-        planned: where values lie in the tier of a name. Where several devices share a tier, the order in which their
-            values come is not planned for each of them.
+        planned: where values lie in the tier of a name; None where no plan says. Where several devices share a tier,
+            the order in which their values come is not planned for each of them.
         device: of the steps.
         grows: whether arenas grow by what had no place in the last step.
 
@@ -113,7 +113,7 @@ def settle(
         SpillError: if a tier cannot be made.
     """
     for name, tier in tiers.items():
-        places = planned(name)
+        places = planned(name) if planned is not None else None
         if isinstance(tier, DeviceTiers) and places is not None and places.sizes_bytes:
             tier.of(device)  # in the step itself it would be late, and too small for what the plan moves
         made = tier.made if isinstance(tier, DeviceTiers) else (tier,)
