@@ -24,9 +24,12 @@ if TYPE_CHECKING:
 class Budget:
     """Runs training steps within a number of bytes, with gradients bit for bit those of plain PyTorch.
 
-    The first two steps are observed, kept within the limit by a simple policy, but for the first, which may pass it by
-    what ops take between two saved tensors; with a percentage they run without one, as it is not known yet. Then a plan
-    is made; if it computes values again, the next step verifies them; from then on steps run as planned.
+    * Steps 1 and 2 are observed, then a plan is made. Meanwhile a simple policy keeps to the limit: it moves saved
+      tensors out as live bytes come near. Step 1 may pass the limit by what ops take between two saved tensors, which
+      is not known yet. With a percentage, the limit itself is not known yet, and nothing moves.
+    * Step 3 compares the values that it computes again with the true ones, if the plan computes any again.
+    * The next step is counted: whether it keeps to the limit.
+    * From then on steps run as planned.
 
     Args:
         limit: an int, ``"6GiB"``, or ``"50%"`` of the plain peak, the larger one of the steps that are observed first.
