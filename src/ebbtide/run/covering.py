@@ -161,8 +161,14 @@ def _counted_twice(script: Script, other: Script, places: Sequence[int], values:
 
 
 def _gone_from(gaps: Sequence[Gap], leaves: int, last: int) -> int:
-    """The event from which on only autograd has what the plan lets go of at event ``leaves``; if the user never lets go
-    of it, the one at which it is asked for ``last``. Where it is asked for right then, that comes after."""
+    """The first event from which on only autograd has a value that the plan lets go of.
+
+    Args:
+        gaps: the value's absences.
+        leaves: the event at which the plan lets go of it.
+        last: the event at which it is asked for the last time: the answer, if the user never lets go of it.
+    """
+    # At the event that closes a gap, the value is asked for after the plan has let go of it.
     if any(gap.opens <= leaves <= gap.closes for gap in gaps):
         return leaves
     return min((gap.opens for gap in gaps if gap.opens > leaves), default=last)

@@ -17,11 +17,11 @@ class Gap:
     """An absence, in events.
 
     Attributes:
-        opens, closes: from the one on until just before the other nothing but autograd has the value.
-        leaves, returns: from the one on until just before the other the plan has it away; both are ``closes`` if it
-            stays.
-        size_bytes: of the value.
-        lingers: whether the plan has it there still at the beginning of the event from which on it is away.
+        opens, closes: from event ``opens`` until just before event ``closes``, nothing but autograd has the value.
+        leaves, returns: from event ``leaves`` until just before event ``returns``, the plan has it away; both are
+            ``closes`` if it stays.
+        size_bytes: bytes of the value.
+        lingers: whether it is still in memory at the beginning of event ``leaves``.
     """
 
     opens: int

@@ -162,8 +162,9 @@ class KnownScripts:
         return event <= self._asked_again[key]
 
     def repeats(self, script: Script) -> Mapping[int, Sequence[tuple[KnownScript, int]]]:
-        """By the numbers of saved tensors which show new values in ``script``: other scripts, as far as they are alike,
-        in which they show an earlier one, each with the number of the tensor that did so first."""
+        """By number of a saved tensor: the scripts in which it shows an earlier value again, though it shows a new one
+        in ``script``. With each comes the number of the tensor that showed that value first. Scripts are compared as
+        far as they are alike."""
         key = id(script)
         if key not in self._repeats:
             found: dict[int, list[tuple[KnownScript, int]]] = {}

@@ -180,9 +180,12 @@ def _advance(loop: Loop, step: Ended, key: int, kind: Kind, ran: Kind, conductor
 
 
 def _weigh_late(loop: Loop, step: Ended, ran: Kind, peak: int | None) -> None:
-    """See whether a step that went over to the plan of ``ran`` held more than the first one that did. Such steps are
-    counted only by chance: so the next ones are, until one of them comes, and so is the one of them that comes as long
-    after it as it came after the last one that held more."""
+    """See whether a step that went over to the plan of ``ran`` held more than the first one that did.
+
+    No step begins as one of these, so they are counted only by chance. If one has held more, steps are counted now, one
+    of which may be the next such one, and again when another one that holds more is due: see NOTE [When the next one
+    is due] in `ebbtide.run.recurrence`.
+    """
     if ran.plan is None:
         return
     recounts, following = ran.scrutiny.recounts, ran.comings.count

@@ -41,9 +41,14 @@ class Scrutiny:
         self._counted = 0
 
     def step_begins(self, kind: Kind, *, is_weighed: bool, on_cpu: bool) -> None:
-        """A step begins as one of ``kind``, ``on_cpu`` or on a device, where nobody counts but to audit. If it
-        ``is_weighed``, it will be known what it holds, unless another budget's step begins meanwhile; which tells
-        something once one was counted that was as large, as far as steps can be compared with that."""
+        """Note that a step begins, and whether to look at it as nothing else tells what such steps hold.
+
+        Args:
+            kind: the kind by whose plan it begins.
+            is_weighed: whether it will be known what it holds, unless another budget's step begins meanwhile. That
+                tells something where nothing binds, or where it can be compared with a step as large that was counted.
+            on_cpu: whether it runs on a CPU; on a device, steps are counted to audit them, and for nothing else.
+        """
         self._begun += 1
         self._is_weighed = is_weighed and self.was_weighed
         tells = self._is_weighed and self.was_comparable and not kind.varies
