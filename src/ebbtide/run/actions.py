@@ -17,7 +17,7 @@ class Actions:
     """What to do at one event, in this order: values to drop, to release, to send out and to which tier, to fetch.
 
     Attributes:
-        spent: those to send out that nothing asks for any more, as the graph is kept that has them.
+        spent: values to send out that nothing asks for any more, as the graph is kept that has them.
     """
 
     drops: tuple[int, ...]

@@ -122,8 +122,8 @@ class _Compute:
     """A loop like a step's: a product that fills the cores, and an element-wise op that fills the memory bus.
 
     Args:
-        order: of the matrices.
-        length: of the vector.
+        order: rows and columns of each matrix.
+        length: elements of the vector.
         rate_seconds: how long its speed is measured at a time.
     """
 

@@ -33,7 +33,7 @@ class KnownOp:
     """What the step's record says of an op that a recipe replays.
 
     Attributes:
-        name: of the op.
+        name: the op's name.
         inputs: values that it reads.
         outputs: values it makes, in the order of the step's record: those written in place, then new storages.
         mutated: values that it writes in place, old and new.
@@ -135,7 +135,7 @@ class Call:
 
     Attributes:
         func: the op.
-        args, kwargs: of the call, with an `Argument` for each tensor.
+        args, kwargs: the call's arguments, with an `Argument` for each tensor.
         known: what the step's record says of it.
         grad: whether gradients were enabled: some kernels return more when they are.
         made: the values that it made, as they were there.

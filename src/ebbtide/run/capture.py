@@ -16,7 +16,7 @@ from ebbtide.observe.wrapped import AsOrdinary, runs_as_called, wraps
 from ebbtide.run.calls import Call, KnownOp, capture
 
 _pass_number: Callable[[], int] = torch._C._current_graph_task_id
-"""Of the backward pass under way in this thread; -1 if none is."""
+"""Number of the backward pass under way in this thread; -1 if none is."""
 _class_code_runs: Callable[[], bool] = torch._C._is_torch_function_enabled
 OFF, _UNKNOWN, _EVER = -1, -(1 << 60), 1 << 60
 """No index of an op: while the mode is off, while it does not know which op comes next, and after all of them."""
@@ -55,7 +55,7 @@ class CaptureMode(DispatchMode):
 
     Args:
         known: what the step's record says, by tick, of the ops that recipes replay.
-        names: of all ops, by tick.
+        names: the names of all ops, by tick.
         on_mismatch: called with a reason when an op is not the recorded one.
         place: see the attribute.
         stays_on: whether it stays on from beginning to end.

@@ -20,7 +20,7 @@ would be, and each time nothing is known."""
 
 
 class TrainingDevice:
-    """Before the first step it is guessed; an observed step shows where it really is.
+    """The device that a budget's steps run on. Before the first step it is guessed; an observed step shows which it is.
 
     Attributes:
         readings: times of steps there that were not read yet.
@@ -49,7 +49,7 @@ class TrainingDevice:
 
     @property
     def memory(self) -> DeviceMemory | None:
-        """Its memory; None on a CPU, where a budget counts the storages that a step touches or makes."""
+        """The device's memory; None on a CPU, where a budget counts the storages that a step touches or makes."""
         return self._gauges.memory
 
     def follow(self, seen_bytes: Mapping[torch.device, int]) -> bool:

@@ -9,7 +9,7 @@ def slope(seconds: Mapping[int, float], latency_seconds: float) -> float:
     """Bytes per second: least squares of relative errors of ``latency + bytes / bandwidth``.
 
     Args:
-        seconds: of a transfer of each size in bytes.
+        seconds: by size in bytes, what a transfer takes.
         latency_seconds: what a transfer of next to nothing takes.
     """
     weighted = [(size / taken, 1 - latency_seconds / taken) for size, taken in seconds.items()]

@@ -90,7 +90,7 @@ class KnownScripts:
         self._repeats: dict[int, dict[int, list[tuple[KnownScript, int]]]] = {}
 
     def renewed(self, known: Sequence[KnownScript]) -> KnownScripts:
-        """This one, if nothing else is ``known`` now; otherwise another."""
+        """These scripts, if nothing else is ``known`` now; otherwise others."""
         same = len(known) == len(self.known) and all(
             one.script is two.script and (one.verified, one.keeps_graphs) == (two.verified, two.keeps_graphs)
             for one, two in zip(known, self.known, strict=True)
@@ -337,7 +337,7 @@ def catch_up(
 
 
 def _ours_alone(held: Collection[Holding]) -> list[Holding]:
-    """Those whose storage nobody else keeps: what the user has, too, would come back as a second copy."""
+    """The holdings whose storage nobody else keeps: what the user has, too, would come back as a second copy."""
     ours = collections.Counter(holding.identity for holding in held if holding.tensor is not None)
     one = storage_wrapper_count()
     return [each for each in held if each.tensor is None or use_count(each.identity) < one + ours[each.identity]]

@@ -31,7 +31,7 @@ class Gauges:
     """One device.
 
     Attributes:
-        device: of the steps that are gauged.
+        device: the device whose steps are gauged.
         clock: what they are timed by.
         memory: None where the allocator does not count: a budget then counts the storages that a step touches or makes.
     """

@@ -57,7 +57,7 @@ class Window:
         )
 
     def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The same part of ``storage``."""
+        """A tensor that shows the same part of ``storage``."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         return tensor.set_(storage, self.offset, self.shape, self.stride)
 
@@ -85,7 +85,7 @@ def keep(tensor: torch.Tensor, number: int) -> Kept:
 
     Args:
         tensor: any shape; it is not copied.
-        number: of the saved tensor in its step; -1 if nobody counts.
+        number: the saved tensor's number in its step; -1 if nobody counts.
     """
     kept = Kept()
     is_itself = not tensor.requires_grad or type(tensor) is torch.nn.Parameter  # what has a node requires grad

@@ -42,8 +42,8 @@ AUDITS_OF_SMALLER = 3
 
 
 class Kind:
-    """A kind of step is told by the tensors that autograd saves, in order, by the order in which it asks for them, and
-    by whether it keeps graphs.
+    """Steps that have one plan: autograd saves the same tensors in them, in order, asks for them in the same order, and
+    keeps graphs or not in all of them.
 
     Args:
         verify: whether values that are computed again are compared first, as in `Budget`.

@@ -55,10 +55,10 @@ def measure_links(
 
     Args:
         backend: the device.
-        clock: of its compute stream.
+        clock: the clock of its compute stream.
         tiers: by name.
-        capacities_bytes: of those that have such.
-        name: of the machine.
+        capacities_bytes: of each tier that has one.
+        name: the machine's name.
         free_bytes: what may be taken of the device's memory.
 
     Raises:

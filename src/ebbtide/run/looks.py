@@ -48,15 +48,15 @@ class Looks:
         self.left = 0
 
     def took_one(self) -> None:
-        """A step was observed."""
+        """Note that a step was observed."""
         self.left = max(0, self.left - 1)
 
     def was_vain(self) -> None:
-        """It told nothing that was not known."""
+        """Note that the observed step told nothing that was not known."""
         self._vain += 1
 
     def saw_another(self) -> None:
-        """It was of an unknown kind, or has changed."""
+        """Note that the observed step was of an unknown kind, or that its kind has changed."""
         self._next = _LOOKS_AFTER_LEAVING
 
     def again(self, number: int, *, ops_only: bool) -> None:

@@ -57,7 +57,7 @@ class Loop:
     Attributes:
         limit_bytes, tiers, verify, hard: as given; the limit is known once a step was observed.
         compiles: whether what `torch.compile` made runs in steps, as long as the limit can be met so.
-        measured: of the latest steps; its length counts all.
+        measured: what was measured of the latest steps; its length counts all.
         kinds: the kinds of steps that are known.
         looks: which steps are to be observed.
         ground: the device that steps run on; None before the first step.

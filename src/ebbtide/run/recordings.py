@@ -56,7 +56,7 @@ class Expected:
     """The blocks that steps are likely to take.
 
     Attributes:
-        blocks: as large as each may be.
+        blocks: the blocks, each as large as it may be.
         least: the least size of each: the same if it does not vary, otherwise none is too small.
     """
 

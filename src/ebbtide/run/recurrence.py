@@ -33,8 +33,8 @@ class Allowance:
     """How many steps may be counted that may tell nothing: some, and a share of all.
 
     Args:
-        count: of steps, whatever the number of all.
-        share: of all steps, besides.
+        count: how many steps, whatever the number of all.
+        share: the share of all steps that may be counted besides.
     """
 
     def __init__(self, count: int = 8, share: float = 0.01) -> None:

@@ -27,11 +27,11 @@ from ebbtide.run.tiers import DeviceTiers, SlowTier
 from ebbtide.step import Step
 
 OPS = 256
-"""Of the chain; every other one runs again."""
+"""Ops of the chain; every other one runs again."""
 NUMBERS = 1 << 14
 """In each tensor: in a step as large as this chain, what the runtime looks at is in no near cache, as in real ones."""
 TURNS = 12
-"""Of a step by either script and of the ops alone: the median counts. All of it takes 0.4 s."""
+"""Runs of a step by either script, and of the ops alone: the median counts. All of it takes 0.4 s."""
 
 
 def lost_per_replay() -> float:

@@ -26,7 +26,7 @@ _status: _ProcFile | None = None
 
 
 def _after_fork_in_child() -> None:
-    """They still show the parent, and their numbers may soon be those of other files."""
+    """The open files still show the parent, and their numbers may soon be those of other files."""
     global _statm, _status
     for file in (_statm, _status):
         if file is not None:

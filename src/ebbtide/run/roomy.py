@@ -95,7 +95,7 @@ def roomy(steps: Sequence[Step], least: float = 1.0, most: float = math.inf) -> 
 
 
 def latest_and_largest(steps: Sequence[Step]) -> list[Step]:
-    """Of steps that differ in sizes alone, those that tell how sizes vary now, and the largest of all."""
+    """The steps that tell how sizes vary now, and the largest of all, among steps that differ in sizes alone."""
     largest = max(steps, key=lambda step: sum(value.size_bytes for value in step.values))
     latest = list(steps[-MOST_SAMPLES:])
     return latest if any(step is largest for step in latest) else [largest, *latest[1:]]

@@ -147,7 +147,8 @@ class SafePolicy:
         self._make_room()
 
     def _note_here(self, holding: Holding) -> None:
-        """It is in the memory that the limit is for, and may leave: as the last, if it was here already."""
+        """Note that a holding is in the memory that the limit is for, and may leave: as the last, if it was here
+        already."""
         self._held[holding.identity] = reference = weakref.ref(holding)
         self._cache.pop(id(holding), None)
         if holding.size_bytes >= LEAST_MOVED_BYTES:

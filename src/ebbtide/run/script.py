@@ -72,7 +72,7 @@ class ExpectedSave:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Form:
-    """Of what type and shape a saved tensor is."""
+    """The type and shape of a saved tensor."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -133,7 +133,7 @@ class Script:
         return bool(self.known)
 
     def moving(self, values: Set[int]) -> Script:
-        """The same, but that ``values`` move out where this one drops them: nothing says how to compute them again."""
+        """This script, but that ``values`` move out where it drops them: nothing says how to compute them again."""
 
         def moved(save: ExpectedSave) -> ExpectedSave:
             return dataclasses.replace(save, remakes=()) if save.value in values else save

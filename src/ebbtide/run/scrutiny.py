@@ -16,7 +16,7 @@ CLOSE_LOOKS = 16
 """Steps of a kind in which nothing binds that are watched as if something did: some may save other tensors, of which
 the first one tells nothing."""
 UNWEIGHED = 61
-"""Of steps of which nobody knows what they hold, one of so many is counted: a prime number, as steps of several sorts
+"""One of so many steps is counted of which nobody knows what they hold: a prime number, as steps of several sorts
 may come in turns."""
 
 
@@ -37,7 +37,7 @@ class Scrutiny:
         self._is_weighed = self._is_due = False
 
     def begin_anew(self) -> None:
-        """There is another plan."""
+        """Begin to count anew, as there is another plan."""
         self._counted = 0
 
     def step_begins(self, kind: Kind, *, is_weighed: bool, on_cpu: bool) -> None:
@@ -67,7 +67,7 @@ class Scrutiny:
         return bool(kind.samples) or library.has_like(kind.script)
 
     def look_again(self) -> None:
-        """A step that was hardly looked at may have been another one: look at the next ones, each time at twice as
+        """Look at the next steps, as one that was hardly looked at may have been another one: each time at twice as
         many, as such steps may come seldom."""
         self._idle, self._close_looks = 0, 2 * self._close_looks
 
@@ -83,6 +83,6 @@ class Scrutiny:
         return kind.state == "idle" and kind.audited is None and self._counted <= COUNTS
 
     def count_failed(self) -> None:
-        """A step that was counted failed in its middle: count the next one."""
+        """Count the next step, as one that was counted failed in its middle."""
         self._counted -= 1
         self.recounts.take_another()

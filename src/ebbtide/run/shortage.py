@@ -21,7 +21,7 @@ _LIBRARIES = re.compile(r"CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|C
 
 
 class _DeviceOutOfMemoryError(OutOfMemoryError, torch.OutOfMemoryError):
-    """For those who catch PyTorch's own."""
+    """An error for those who catch PyTorch's own."""
 
 
 def is_out_of_memory(fault: BaseException) -> bool:

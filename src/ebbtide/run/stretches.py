@@ -76,7 +76,7 @@ def _openings(step: Step, ticks: Sequence[int]) -> Callable[[int, int], int]:
 
 
 def one_stretch(step: Step) -> tuple[int, ...]:
-    """The same with the capture mode on from the start of the step, counting anew from each event."""
+    """The stretches with the capture mode on from the start of the step, counting anew from each event."""
     return (*step.event_ticks(), 0)
 
 

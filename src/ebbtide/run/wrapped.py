@@ -30,7 +30,7 @@ class Outer(abc.ABC):
 
     @property
     def number(self) -> int:
-        """Of the saved tensor in its step."""
+        """The saved tensor's number in its step."""
         return self.view.number
 
     def show(self) -> torch.Tensor:
@@ -39,7 +39,7 @@ class Outer(abc.ABC):
 
     @abc.abstractmethod
     def around(self, show: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The same, with what is inside from elsewhere."""
+        """This handle around an inner tensor from elsewhere."""
 
 
 class Wrapped(Outer):
@@ -50,7 +50,7 @@ class Wrapped(Outer):
 
     Args:
         wrapper: the saved tensor.
-        view: of what it wraps.
+        view: a view of what it wraps.
     """
 
     __slots__ = ("_name", "_shell", "_version")
@@ -65,7 +65,7 @@ class Wrapped(Outer):
         setattr(self._shell, name, _NOTHING)
 
     def around(self, show: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The same, with its inner tensor from elsewhere."""
+        """This handle around an inner tensor from elsewhere."""
         shell = self._shell
         if shell._version != self._version:
             raise changed_error(shell, shell._version, self._version)
@@ -92,7 +92,7 @@ class Subclassed(Outer):
         self._attributes = vars(tensor)
 
     def around(self, show: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The same, with its memory from elsewhere."""
+        """This handle with the tensor's memory from elsewhere."""
         return dressed(show(), self._kind, self._attributes)
 
 

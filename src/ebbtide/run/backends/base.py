@@ -29,7 +29,7 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """See NOTE [Streams]. Equal streams are one stream, and hash alike."""
+    """A queue of work of a device: see NOTE [Streams]. Equal streams are one stream, and hash alike."""
 
     def record_event(self) -> Any:
         """An `Event` after all that is queued so far."""
@@ -44,7 +44,7 @@ class Backend(Protocol):
     """One device.
 
     Attributes:
-        device: of the storages that live on it.
+        device: PyTorch's name of it, as of the storages that live on it.
         streams: its compute streams, as far as they are known: one knowledge for all tiers of the device.
     """
 

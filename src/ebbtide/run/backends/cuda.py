@@ -17,7 +17,7 @@ from ebbtide.units import round_up
 _PORTABLE = 1
 """``cudaHostRegisterPortable``: pinned for every device of the process, not only for the current one."""
 _BEHIND_CYCLES = 200_000
-"""Of the device's own clock: 100 microseconds at 2 GHz. To launch one op takes the host 10 to 50."""
+"""Ticks of the device's own clock: 100 microseconds at 2 GHz. To launch one op takes the host 10 to 50."""
 _EMPTY_SPANS = 16
 """Spans with nothing in them that are measured: their median is what the marks themselves take."""
 _GRAIN_BYTES = 512
@@ -122,7 +122,10 @@ class CudaBackend:
 
 
 class CudaClock:
-    """See `ebbtide.observe.clock.Clock`. Marks are events on the current stream, half a microsecond fine."""
+    """The clock of a CUDA device: see `ebbtide.observe.clock.Clock`.
+
+    Marks are events on the current stream, half a microsecond fine.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -171,9 +174,10 @@ _caps_lock = threading.RLock()  # a budget may die, and its cap go, while a thre
 
 
 class CudaMemory:
-    """See `ebbtide.run.gauges.DeviceMemory`. What counts is what `torch.cuda.memory_allocated` does.
+    """The memory of a CUDA device: see `ebbtide.run.gauges.DeviceMemory`.
 
-    `start_peak` resets what `torch.cuda.max_memory_allocated` says.
+    What counts is what `torch.cuda.memory_allocated` does. `start_peak` resets what `torch.cuda.max_memory_allocated`
+    says.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -106,7 +106,7 @@ def settle(
         tiers: by name.
         planned: where values lie in the tier of a name; None where no plan says. Where several devices share a tier,
             the order in which their values come is not planned for each of them.
-        device: of the steps.
+        device: where the steps run.
         grows: whether arenas grow by what had no place in the last step.
 
     Raises:

@@ -67,7 +67,7 @@ class DiskPlace:
     Attributes:
         offset_bytes, size_bytes: the place in the file.
         head_bytes: how many bytes come before the first whole block.
-        checksums: of each part in the file, by where it starts, if wanted.
+        checksums: the checksum of each part in the file, by where it starts, if wanted.
     """
 
     offset_bytes: int

@@ -53,7 +53,7 @@ class QueuedTier(abc.ABC):
     Attributes:
         part_bytes: transfers are cut into parts of this size, so that workers share one and a fork is not kept long.
         congruence_bytes: memory that comes back begins at the same address as before, modulo this.
-        device: of the storages that are taken.
+        device: where the storages are that it takes.
         written, read_back: what was copied out and back so far.
     """
 
@@ -127,7 +127,7 @@ class QueuedTier(abc.ABC):
     # The contract.
 
     def expect(self, _device: torch.device) -> ComputeStreams | None:
-        """See `SlowTier.expect`. What is in RAM is there."""
+        """See `SlowTier.expect`. Nothing is to be done for what is in RAM."""
         return None
 
     def write(self, storage: torch.UntypedStorage) -> Slot:
@@ -266,7 +266,8 @@ class QueuedTier(abc.ABC):
             self._end_read(transfer)
 
     def _write_again(self, slot: Slot) -> None:
-        """Its storage got other memory meanwhile: see rule 6. Loads that wait for the copy lie like the former one."""
+        """Write a slot whose storage got other memory meanwhile: see rule 6. Loads that wait for the copy lie like the
+        former one."""
         assert slot.unwritten is not None
         slot.fault = None
         with self._faults_of(slot):

@@ -30,7 +30,7 @@ WRITERS = 2
 
 
 class StagedLoad(QueuedLoad):
-    """See `Load`. The host waits for what comes from a disk.
+    """A copy on its way back from a disk to a device: see `Load`. The host waits for what comes from the disk.
 
     Attributes:
         home: the stream that the memory belongs to; None if it is the caller's business.
@@ -48,7 +48,7 @@ class StagedLoad(QueuedLoad):
 
 
 class StagedTier(DiskTier):
-    """See NOTE [Two hops].
+    """A disk for tensors of a device with streams: see NOTE [Two hops].
 
     Args:
         directory, checksum, name: see `DiskTier`.

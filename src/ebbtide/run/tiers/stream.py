@@ -35,7 +35,7 @@ from ebbtide.units import format_bytes
 
 
 class StreamSlot(Slot):
-    """See `Slot`. Its `wait` makes compute wait, not the host."""
+    """A copy in slower memory that a stream makes: see `Slot`. Its `wait` makes compute wait, not the host."""
 
     def __init__(self, tier: StreamTier, storage: torch.UntypedStorage) -> None:
         super().__init__(storage)
@@ -62,7 +62,7 @@ class StreamSlot(Slot):
 
 
 class StreamLoad(Load):
-    """See `Load`. Its `wait` makes compute wait, not the host.
+    """A copy back that a stream makes: see `Load`. Its `wait` makes compute wait, not the host.
 
     The slot keeps it until somebody has waited, and so it does not keep the slot: the two would wait for the garbage
     collector, and with them the memory of the device.
@@ -99,7 +99,7 @@ class StreamLoad(Load):
 
 
 class StreamTier:
-    """See NOTE [Guards]. Any number of threads may use it at once.
+    """A slower memory that streams copy to and from: see NOTE [Guards]. Any number of threads may use it at once.
 
     Args:
         backend: the device that storages come from.

@@ -80,7 +80,7 @@ class Slot(Transfer):
 
     Attributes:
         size_bytes: bytes of the storage.
-        device: of the storage.
+        device: where the storage is.
         unwritten: the storage, until its copy is there; for good if the copy failed, so that its bytes are not lost.
         owner: when it dies without having freed the slot, nobody wants what is not written yet.
     """
