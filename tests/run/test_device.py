@@ -470,7 +470,7 @@ def plain_limit() -> int:
 def test_what_fits_on_one_device_says_nothing_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, Gauges(Elsewhere.device, LaggingClock(), Elsewhere()), Gauges(CPU, HostClock(), None))
     ground = TrainingDevice()
-    ground.run_short(torch.OutOfMemoryError(CUDA_MESSAGE), None, 1 << 40)
+    ground.note_out_of_memory(torch.OutOfMemoryError(CUDA_MESSAGE), None, 1 << 40)
     assert ground.within(1 << 40) == ground.fits_bytes
     assert not ground.follow({CPU: 100})
     assert ground.within(1 << 40) == 1 << 40

@@ -25,7 +25,7 @@ def observed(looks: Looks, first: int, last: int) -> list[int]:
     found = []
     for number in range(first, last):
         if looks.are_due(number):
-            looks.took_one()
+            looks.note_observed()
             found.append(number)
     return found
 

@@ -246,7 +246,7 @@ def test_what_was_left_free_stays_free_where_a_plan_is_made_anew() -> None:
         kind.make_plan(FAST_DISK, limit_bytes)
     former.reserve_bytes(1 << 16, FAST_DISK)
     resting_bytes = later.step.resting_bytes
-    later.take_after([former, Kind(steps[0])], FAST_DISK)
+    later.inherit([former, Kind(steps[0])], FAST_DISK)
     assert later.step.resting_bytes == resting_bytes + (1 << 16)
     assert later.structure == former.structure
 

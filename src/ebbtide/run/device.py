@@ -83,8 +83,9 @@ class TrainingDevice:
         """``limit_bytes``, or what fits if that is less."""
         return min((size for size in (limit_bytes, self.fits_bytes) if size is not None), default=None)
 
-    def run_short(self, fault: BaseException, plan: Plan | None, limit_bytes: int | None) -> OutOfMemoryError:
-        """The error to raise where memory ran out, as ``fault`` says, in a step with this plan and budget, if any."""
+    def note_out_of_memory(self, fault: BaseException, plan: Plan | None, limit_bytes: int | None) -> OutOfMemoryError:
+        """Note that memory ran out, as ``fault`` says, in a step with this plan and budget, if any. Returns the error
+        to raise."""
         error = out_of_memory(fault, self.device, self.memory, plan, limit_bytes)
         self.fits_bytes = self.within(error.fits_bytes)
         return error

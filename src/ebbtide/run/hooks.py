@@ -17,7 +17,7 @@ from ebbtide.run.wrapped import Handle, wrap_like
 from ebbtide.step import Saved
 
 
-def go_late() -> None:
+def take_off_from_within() -> None:
     """Take the hooks off that are being called: their step was left in another thread, which could take nothing off
     here. Its modes, which see nothing any more, go before this thread's next backward pass: an op may be under way."""
     pop_hooks()

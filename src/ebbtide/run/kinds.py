@@ -229,8 +229,8 @@ class Kind:
             with contextlib.suppress(BudgetError):
                 self._plan_instead(step, machine)
 
-    def take_after(self, like: Sequence[Kind], machine: Machine) -> None:
-        """Steps of others ``like`` it run by its plan from now on: what was learnt of them holds for it, if it can."""
+    def inherit(self, like: Sequence[Kind], machine: Machine) -> None:
+        """Take over what was learnt of others ``like`` it, if it can: their steps run by its plan from now on."""
         self._is_trusted = any(kind._is_trusted for kind in like)
         self._has_warned = any(kind._has_warned for kind in like)
         self._more_times = max(kind._more_times for kind in like)

@@ -222,5 +222,5 @@ def _note_audit(loop: Loop, step: Ended, kind: Kind, conductor: Conductor, peak:
     audited = None
     if conductor.finished and step.held is not None and isinstance(step.meter, PeakMeter):
         audited = Audited(peak, step.held, Rest(step.meter.rest()))
-    rehearses = loop.tunes and arena_library() is not None
+    rehearses = loop.tunes_allocator and arena_library() is not None
     kind.note_audit(audited, whole=conductor.finished, rehearses=rehearses)

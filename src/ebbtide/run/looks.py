@@ -47,15 +47,15 @@ class Looks:
         """What was observed is planned for: observe no more for now."""
         self.left = 0
 
-    def took_one(self) -> None:
+    def note_observed(self) -> None:
         """Note that a step was observed."""
         self.left = max(0, self.left - 1)
 
-    def was_vain(self) -> None:
+    def note_nothing_new(self) -> None:
         """Note that the observed step told nothing that was not known."""
         self._vain += 1
 
-    def saw_another(self) -> None:
+    def note_new_kind(self) -> None:
         """Note that the observed step was of an unknown kind, or that its kind has changed."""
         self._next = _LOOKS_AFTER_LEAVING
 

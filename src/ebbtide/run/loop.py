@@ -156,18 +156,18 @@ class Loop:
                     stack.callback(tier.close)
                     stack.callback(tier.drain)
 
-    def tune(self, *, exact: bool) -> None:
+    def tune_allocator(self, *, exact: bool) -> None:
         """Set the allocator of RAM for steps, or for the first of all, until `close`, or as long as this lives."""
         if self._leave is None:
             self._leave = weakref.finalize(self, _restore_allocator)
             self._leave.atexit = False
         allocator.set_exact() if exact else allocator.set_tuned()
 
-    def looked(self) -> None:
-        """An observed step is over: other budgets' steps have the arena again, without which the first of all is."""
+    def retune_allocator(self) -> None:
+        """Let other budgets' steps have the arena again, as a step was observed: the first of all runs without it."""
         with _open_lock:
-            is_shared = any(other is not self and other.has_tuned for other in _open)
-        if is_shared and self.has_tuned:
+            is_shared = any(other is not self and other.has_tuned_allocator for other in _open)
+        if is_shared and self.has_tuned_allocator:
             allocator.set_tuned()
 
     def _leave_allocator(self) -> None:
@@ -176,7 +176,7 @@ class Loop:
             leave()
 
     @property
-    def has_tuned(self) -> bool:
+    def has_tuned_allocator(self) -> bool:
         """Whether the allocator's settings are, among others, this one's."""
         return self._leave is not None
 
@@ -189,7 +189,7 @@ class Loop:
         return self.tiers[name]
 
     @property
-    def tunes(self) -> bool:
+    def tunes_allocator(self) -> bool:
         """Whether to have a part in the allocator of RAM: it has none in steps elsewhere."""
         return self._tune_allocator and (self.ground is None or self.ground.device.type == "cpu")
 
@@ -204,10 +204,10 @@ class Loop:
         self.kinds.forget_all()
         self._measured_machine = self._drift = None
 
-    def run_short(self, fault: BaseException, kind: Kind | None) -> OutOfMemoryError:
-        """Memory ran out in a step of ``kind``: the error to raise. The next step is observed."""
+    def note_out_of_memory(self, fault: BaseException, kind: Kind | None) -> OutOfMemoryError:
+        """Note that memory ran out in a step of ``kind``: the next one is observed. Returns the error to raise."""
         assert self.ground is not None
-        error = self.ground.run_short(fault, kind.plan if kind is not None else None, self.limit_bytes)
+        error = self.ground.note_out_of_memory(fault, kind.plan if kind is not None else None, self.limit_bytes)
         if kind is not None:
             kind.forget_plan()
         self.looks.take_another()
@@ -237,12 +237,12 @@ class Loop:
     def learn(self, recorder: Recorder) -> None:
         """A step was observed: plan it, or take it as a second look at a known kind."""
         step, captures_all = recorder.finish(), recorder.captures_all
-        self.looks.took_one()
+        self.looks.note_observed()
         seen = Kind(step, verify=self.verify, captures_all=captures_all, keeps_graphs=recorder.keeps_graphs)
         roomy = next((known for known in self.kinds.values() if known.has_room_for(seen)), None)
         if roomy is not None:
             self.kinds.met(roomy, self._latest)
-            self.looks.was_vain()
+            self.looks.note_nothing_new()
             return
         kind = self.kinds.setdefault(seen.key, seen)
         self.kinds.met(kind, self._latest)
@@ -250,10 +250,10 @@ class Loop:
             kind.note_observation(step)
             # In calls of what was compiled, and in transforms, a plan's capture mode must not go on and off.
             if not kind.has_changed and (kind.captures_all or not captures_all):
-                self.looks.was_vain()
+                self.looks.note_nothing_new()
                 return
             kind.forget_plan()
-        self.looks.saw_another()
+        self.looks.note_new_kind()
         kind.observed_again(step, captures_all=captures_all)
         is_one_of_many = (
             kind.comings.count == 1 and sum(other.comings.count == 1 for other in self.kinds.values()) > MOST_STRANGERS
@@ -330,7 +330,7 @@ class Loop:
                 one.make_plan(self.machine, limit_bytes)
             except BudgetError:
                 continue
-            one.take_after(like, self.machine)
+            one.inherit(like, self.machine)
             for known in like:
                 self.kinds.forget(known)
             self.kinds[one.key] = one
@@ -355,7 +355,7 @@ class Loop:
 def _restore_allocator() -> None:
     """Give back the allocator's settings, unless a budget has them still."""
     with _open_lock:
-        is_left = not any(loop.has_tuned for loop in _open)
+        is_left = not any(loop.has_tuned_allocator for loop in _open)
     if is_left:
         allocator.set_default()
         allocator.leave_regions()

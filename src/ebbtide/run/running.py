@@ -125,7 +125,7 @@ class Running:
             self._observe()
         else:
             library = loop.kinds.library
-            if loop.tunes:
+            if loop.tunes_allocator:
                 self._turn = held_bytes.begin()
             kind.scrutiny.step_begins(kind, is_weighed=self._turn is not None, on_cpu=memory is None)
             if self._state == "idle" and not kind.scrutiny.claim_close_look(kind, library):
@@ -133,10 +133,10 @@ class Running:
                 self._push_hooks(self._light.pack, self._light.unpack)
             else:
                 self._conduct(kind, kind.script, kind.plan, library)
-        if kind is not None and self._state in TRUSTED_STATES and loop.tunes:
+        if kind is not None and self._state in TRUSTED_STATES and loop.tunes_allocator:
             self._places = kind.rehearsed
             self._places.begin(rehearses=self._meter is None)  # under a mode, as a meter is, some ops take other blocks
-        elif loop.tunes:
+        elif loop.tunes_allocator:
             allocator.leave_regions()
 
     def _conduct(self, kind: Kind, script: Script, plan: Plan, library: KnownScripts) -> None:
@@ -163,9 +163,9 @@ class Running:
     def _observe(self) -> None:
         loop = self._loop
         again = bool(loop.kinds)
-        if loop.tunes:
-            loop.tune(exact=not again)
-        probe = allocator.arena_probe() if loop.tunes and again else None
+        if loop.tunes_allocator:
+            loop.tune_allocator(exact=not again)
+        probe = allocator.arena_probe() if loop.tunes_allocator and again else None
         memory = self._ground.memory
         note = functools.partial(loop.tier().expect, self._ground.device)
         first = len(loop.kinds) <= 1
@@ -181,7 +181,7 @@ class Running:
     def _trimmer(self, above_rest_bytes: int) -> allocator.Trimmer | None:
         """A trimmer for a step that is to have at most so many live bytes above those at rest."""
         loop = self._loop
-        if not loop.tunes:
+        if not loop.tunes_allocator:
             return None
         rest = loop.resting_size.before(len(loop.measured))
         return allocator.Trimmer(rest, rest + int(above_rest_bytes * (1 + _RSS_SLACK)))
@@ -200,7 +200,7 @@ class Running:
                 self._take_down()
             late = self._recorder.interrupts.take() if self._recorder is not None else None
             if fault is not None or late is not None or self._is_child():
-                short = self._run_short(fault) if fault is not None and is_out_of_memory(fault) else None
+                short = self._note_out_of_memory(fault) if fault is not None and is_out_of_memory(fault) else None
                 forget_failed_backward()
                 for tier in loop.tiers.values():
                     tier.drain()
@@ -222,13 +222,14 @@ class Running:
                 # They and this frame would keep each other, and with them the tensors of the step.
                 del error, late, short
 
-    def _run_short(self, fault: BaseException) -> BaseException | None:
-        """What to raise where memory ran out; None, for PyTorch's own, if the step ran on an unexpected device."""
+    def _note_out_of_memory(self, fault: BaseException) -> BaseException | None:
+        """Note that memory ran out. Returns the error to raise; None, for PyTorch's own, if the step ran on an
+        unexpected device."""
         if self._policy is not None and not self._ground.follow(self._policy.seen_bytes):
             self._loop.forget_all()
             return None
         ran = self._loop.kinds.running(self._conductor.script) if self._conductor is not None else None
-        return self._loop.run_short(fault, ran or self._kind)
+        return self._loop.note_out_of_memory(fault, ran or self._kind)
 
     def _end(self) -> None:
         """Another step may begin."""
@@ -245,7 +246,7 @@ class Running:
             if self._meter is not None:
                 stack.callback(self._meter.leave)
             if self._recorder is not None:
-                stack.callback(self._loop.looked)
+                stack.callback(self._loop.retune_allocator)
                 stack.callback(self._recorder.leave)
             if self._conductor is not None:
                 stack.callback(self._conductor.stop)

@@ -32,7 +32,7 @@ from ebbtide.run.holdings import (
     outside_inference_mode,
     view_of,
 )
-from ebbtide.run.hooks import go_late
+from ebbtide.run.hooks import take_off_from_within
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.versions import Count
 from ebbtide.run.wrapped import Handle, Outer, wrap_like
@@ -170,7 +170,7 @@ class SafePolicy:
         recorder = self.recorder
         with self._lock:
             if self.is_over:
-                go_late()
+                take_off_from_within()
                 inner = inside(tensor)
                 return wrap_like(tensor, inner, keep(inner, -1))
             if recorder is None or not recorder.ledger.open:

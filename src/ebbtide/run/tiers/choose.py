@@ -65,7 +65,7 @@ def tiers_for(spill: Path, *, checksum: bool, host_bytes: int | None = None) -> 
         if host_bytes is None:
             host_bytes = spare_bytes(len(backends))
         for other in arenas:
-            other.grow_no_more()
+            other.stop_growing()
         limit = host_bytes - sum(other.limit_bytes for other in arenas)
         arenas.append(Arena(pinned_memory(backend), limit, START_BYTES, PIECE_BYTES))
         return StreamTier(backend, arenas[-1], overflow=overflow)

@@ -95,8 +95,8 @@ class Arena:
         """How much memory there is in one piece."""
         return self._places.end_bytes
 
-    def grow_no_more(self) -> None:
-        """What there is now is the limit."""
+    def stop_growing(self) -> None:
+        """Make what there is now the limit."""
         self.limit_bytes = self.size_bytes + self._added_bytes
 
     def settle(self, planned: PlannedPlaces | None, quiet: Callable[[], None], *, grows: bool = True) -> None:
