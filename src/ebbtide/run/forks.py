@@ -61,6 +61,7 @@ class KnownScript:
     """A script that steps are known to follow.
 
     Attributes:
+        script: the script.
         verified: whether all that it computes again has been compared with the truth.
         keeps_graphs: whether a backward pass of such steps keeps the graph that it goes through.
     """

@@ -56,7 +56,10 @@ class ExpectedSave:
     """What is expected of, and done with, one saved tensor.
 
     Attributes:
+        value: the value that it shows.
+        treatment: what becomes of it as it is saved.
         first: whether it is the first saved tensor that shows its value.
+        dtype, shape: its type and shape.
         tiers: names of the tiers that it moves to, in order.
         remakes: for each of the value's absences to come at whose end it is computed again.
     """
