@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -104,6 +105,12 @@ def test_what_cannot_be_made_or_has_another_size_differs(disk: DiskTier, make: C
     tensor, truth, _ = shown(disk, Given(make), value)
     assert torch.equal(tensor, value)
     assert truth.differing == {7}
+
+
+def test_why_a_value_cannot_be_made_is_logged(disk: DiskTier, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "ebbtide.run.verify"):
+        shown(disk, Given(refuse), torch.randn(1000))
+    assert caplog.messages == ["value 7 cannot be computed again: RuntimeError: cannot be made"]
 
 
 def test_of_what_is_written_in_part_it_is_looked_whether_it_can_be_made(disk: DiskTier) -> None:

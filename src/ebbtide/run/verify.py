@@ -10,6 +10,9 @@ one part more than the plan says. Only of what differs, or cannot be made, the w
 
 from __future__ import annotations
 
+import logging
+import traceback
+
 import torch
 
 from ebbtide.errors import SpillError
@@ -18,6 +21,8 @@ from ebbtide.run.meter import note_memory
 from ebbtide.run.recipes import Recipe
 from ebbtide.run.tiers import Slot, SlowTier
 from ebbtide.run.tiers.memory import bytes_of
+
+_log = logging.getLogger(__name__)
 
 PART_BYTES = 256 << 10
 """Small beside any budget; a value takes a disk less than twice as long in such parts as in one."""
@@ -73,7 +78,9 @@ class _Witness(Recipe):
             again = self._recipe.replay()
         except (SpillError, MemoryError, torch.OutOfMemoryError):
             raise  # these say nothing of the recipe, and a planned step would raise them, too
-        except Exception:  # whatever the reason: what cannot be computed again here is never computed again
+        except Exception as fault:  # whatever the reason: what cannot be computed again here is never computed again
+            reason = traceback.format_exception_only(fault)[-1].strip()  # the fault would keep this step's frames
+            _log.debug("value %d cannot be computed again: %s", self._recipe.target, reason)
             again = None
         with torch._C._DisableTorchDispatch():
             if again is not None and (not self._recipe.is_exact or self._true.is_in(again.untyped_storage())):
