@@ -16,8 +16,11 @@ def due_after(latest: int, former: int) -> int:
 class Recurrence:
     """Steps that come now and then, and when the next one is due. See NOTE [When the next one is due].
 
+    Args:
+        latest: the number that stands for the loop's beginning.
+
     Attributes:
-        latest: number of the latest; at first, of where to count from.
+        latest: number of the latest one; before the first, that of the loop's beginning.
         due: number of the next one, if these steps come regularly; -1 before the first.
     """
 
