@@ -11,7 +11,7 @@ from rich.table import Table
 from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
 from ebbtide.plan import least_peak_bytes, plain_peak_bytes
-from ebbtide.plan.frontier import Planner
+from ebbtide.plan.judged import Planner
 from ebbtide.step import Step
 
 PRECISION = 0.005

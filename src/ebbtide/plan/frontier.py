@@ -13,12 +13,10 @@ from ebbtide.decisions import Plan
 from ebbtide.errors import ArgumentError, BudgetError, PolicyError, RecordError
 from ebbtide.machine import Machine
 from ebbtide.plan.caution import NO_CAUTION
+from ebbtide.plan.judged import Planner
 from ebbtide.plan.problem import plain_peak_bytes
 from ebbtide.plan.solve import solve
 from ebbtide.step import Step
-
-Planner = Callable[[Step, Machine, int], Plan]
-"""A step, a machine and a limit in bytes to a plan; raises `BudgetError`, or `PolicyError` where it does not suit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

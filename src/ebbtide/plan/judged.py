@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from ebbtide.decisions import Decision, Plan
 from ebbtide.errors import BudgetError
+from ebbtide.machine import Machine
 from ebbtide.plan.finals import ADVICE
 from ebbtide.plan.follow import Course, follow
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.profile import SMALLEST_BYTES
 from ebbtide.plan.simulate import moves_of
+from ebbtide.step import Step
 from ebbtide.units import format_bytes
+
+Planner = Callable[[Step, Machine, int], Plan]
+"""A step, a machine and a limit in bytes to a plan; raises `BudgetError`, or `PolicyError` where it does not suit."""
 
 WORTH_SHARE = 0.05
 """Share of what a step holds above rest from which on it is worth a word that nothing asks for it."""

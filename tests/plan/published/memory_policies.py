@@ -6,7 +6,7 @@ import itertools
 from functools import partial
 from typing import get_args
 
-from ebbtide.plan.frontier import Planner
+from ebbtide.plan.judged import Planner
 from ebbtide.plan.published.autoswap import Mode, Score, autoswap
 from ebbtide.plan.published.capuchin import capuchin
 from ebbtide.plan.published.hascoet import hascoet

@@ -10,7 +10,7 @@ from ebbtide.decisions import Offload, Plan, Recompute
 from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.machine import Machine
 from ebbtide.plan import plain_peak_bytes, simulate
-from ebbtide.plan.frontier import Planner
+from ebbtide.plan.judged import Planner
 from ebbtide.plan.published.beaumont import dynamic_program, greedy
 from ebbtide.plan.published.chain import Chain, Stage
 from ebbtide.plan.published.checkpointing import block_plan, every_block, segment_plan, square_root

@@ -10,7 +10,7 @@ import pytest
 from ebbtide.decisions import Keep, Offload, Plan
 from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.plan import plain_peak_bytes, simulate
-from ebbtide.plan.frontier import Planner
+from ebbtide.plan.judged import Planner
 from ebbtide.plan.published.hascoet import hascoet
 from ebbtide.plan.published.layers import BackwardLayer, is_checkpoint, is_convolution
 from ebbtide.plan.published.offload_all import offload_all

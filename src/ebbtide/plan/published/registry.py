@@ -14,7 +14,7 @@ from ebbtide.decisions import Plan
 from ebbtide.errors import PolicyError
 from ebbtide.machine import Machine
 from ebbtide.plan.finals import with_finals_kept, without_finals
-from ebbtide.plan.frontier import Planner
+from ebbtide.plan.judged import Planner
 from ebbtide.plan.published.autoswap import Score, autoswap
 from ebbtide.plan.published.beaumont import dynamic_program, greedy
 from ebbtide.plan.published.capuchin import capuchin
