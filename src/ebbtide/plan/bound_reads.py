@@ -39,7 +39,14 @@ class Read:
 
 
 class Parts(NamedTuple):
-    """What comes back, or leaves, and at which moment: columns with a sign, of values by their place in an array."""
+    """What comes back, or leaves, and when: one entry for each column that says so.
+
+    Attributes:
+        which: place of the value in an array of the caller's.
+        columns: column of the program with the share of the value that is meant.
+        signs: 1 where that share is added, -1 where it is taken off.
+        moments: when that happens.
+    """
 
     which: Ints
     columns: Ints
@@ -47,7 +54,7 @@ class Parts(NamedTuple):
     moments: Ints
 
     def some(self, chosen: Mask) -> Parts:
-        """Those of the values that are ``chosen``."""
+        """The entries of values that are ``chosen``, by their place in the array."""
         kept = chosen[self.which]
         return Parts(self.which[kept], self.columns[kept], self.signs[kept], self.moments[kept])
 

@@ -67,7 +67,13 @@ class Program:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Assembled:
-    """A program: columns between 0 and ``upper``, and the matrix's entries ordered by row, then column."""
+    """A whole program, as arrays.
+
+    Attributes:
+        cost, upper: per column what one of it costs, and the most that it may be; the least is 0.
+        row_lower, row_upper: per row what it must be at least and at most.
+        rows, columns, values: entries of the matrix that are not 0, ordered by row, then column.
+    """
 
     cost: Floats
     upper: Floats
@@ -90,8 +96,13 @@ class Assembled:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Solution:
-    """A certified lower bound of a program's minimum, infinite if it has no solution, the rows' multipliers, and the
-    columns of the best solution found, which nothing vouches for."""
+    """What was found out about a program.
+
+    Attributes:
+        value: a certified lower bound of its minimum; infinite if it has no solution.
+        multipliers: of its rows; they prove that bound.
+        columns: the best solution found, which nothing vouches for.
+    """
 
     value: float
     multipliers: Floats
