@@ -12,7 +12,7 @@ import numpy as np
 
 from ebbtide.arrays import Floats, Ints, Mask
 from ebbtide.plan.bound_recipes import Gone, computed_again, recompute_moments
-from ebbtide.plan.problem import Problem
+from ebbtide.plan.problem import Problem, bytes_within
 from ebbtide.plan.profile import first_slots
 
 NEGLIGIBLE = 1e-3
@@ -73,13 +73,10 @@ def absences_of(problem: Problem, banned: Set[int]) -> tuple[Absences, Floats]:
     moved_bytes = np.cumsum(every.size_bytes[order])
     above_rest = float(problem.plain.max(initial=0) - problem.resting_bytes)
     small = np.union1d(order[moved_bytes <= NEGLIGIBLE * above_rest], np.flatnonzero(problem.spans.final[every.number]))
-    plain = problem.plain.astype(np.float64)
-    change = np.zeros(step.moments + 1)
-    np.subtract.at(change, every.opens[small], every.size_bytes[small])
-    np.add.at(change, every.closes[small], every.size_bytes[small])
+    gone = bytes_within(every.opens[small], every.closes[small], every.size_bytes[small], step.moments)
     left = np.ones(len(order), dtype=np.bool_)
     left[small] = False
-    return every.some(left), plain + np.cumsum(change)[:-1]
+    return every.some(left), problem.plain.astype(np.float64) - gone
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,10 +101,7 @@ def needed_absences(problem: Problem, absences: Absences, excess: Floats) -> Nee
     """Which values have to be absent: rule 11. ``excess`` are plain bytes less the limit."""
     count, events = len(absences.size_bytes), np.array(problem.facts.event_moments, dtype=np.int64)
     begin = np.where(np.isfinite(absences.replay_seconds), absences.opens, absences.release)
-    change = np.zeros(len(excess) + 1)
-    np.add.at(change, begin, absences.size_bytes)
-    np.subtract.at(change, absences.closes, absences.size_bytes)
-    spare = np.cumsum(change)[:-1] - excess
+    spare = bytes_within(begin, absences.closes, absences.size_bytes, len(excess)) - excess
     spare[events] = np.inf
     tight = np.flatnonzero(spare < absences.size_bytes.max(initial=0.0))
     leaves_by, back_from = np.full(count, len(excess) - 1), np.zeros(count, dtype=np.int64)

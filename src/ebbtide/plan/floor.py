@@ -9,7 +9,7 @@ import numpy as np
 from ebbtide.compiled import compiled
 from ebbtide.plan.lower_peak import lower
 from ebbtide.plan.needs import KEEP, OFFLOAD, RECOMPUTE, Modes
-from ebbtide.plan.problem import Problem
+from ebbtide.plan.problem import Problem, bytes_within
 from ebbtide.plan.profile import Candidates
 from ebbtide.plan.search import Found, Search
 from ebbtide.plan.select import Room
@@ -76,10 +76,8 @@ def _is_shallow(candidates: Candidates) -> bool:
 
 def lowest_peak(problem: Problem, candidates: Candidates) -> int:
     """What would be left if every value were gone throughout its absence."""
-    change = np.zeros(problem.step.moments + 1, dtype=np.int64)
-    np.subtract.at(change, candidates.opens, candidates.size_bytes)
-    np.add.at(change, candidates.closes, candidates.size_bytes)
-    return int((problem.plain + np.cumsum(change)[:-1]).max())
+    gone = bytes_within(candidates.opens, candidates.closes, candidates.size_bytes, problem.step.moments)
+    return int((problem.plain - gone).max())
 
 
 def _searcher(problem: Problem, candidates: Candidates, tiers: Sequence[str], peak_bytes: int) -> Search:

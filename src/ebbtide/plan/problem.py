@@ -221,6 +221,14 @@ def plain_memory(step: Step) -> list[int]:
     return [int(size_bytes) for size_bytes in _plain_memory(Facts.of(step))]
 
 
+def bytes_within(begin: Ints, end: Ints, size_bytes: Ints | Floats, moments: int) -> Ints | Floats:
+    """Bytes in each of so many ``moments`` of values of ``size_bytes``, each from ``begin`` to before ``end``."""
+    change = np.zeros(moments + 1, dtype=size_bytes.dtype)
+    np.add.at(change, begin, size_bytes)
+    np.subtract.at(change, end, size_bytes)
+    return change.cumsum()[:-1]
+
+
 def _plain_memory(facts: Facts) -> Ints:
     step = facts.step
     change = np.zeros(step.moments + 1, dtype=np.int64)
