@@ -1,4 +1,4 @@
-"""Bytes and seconds for people: parse ``"6GiB"``, print ``6.0 GiB``."""
+"""Bytes, seconds and shares for people: parse ``"6GiB"``, print ``6.0 GiB``."""
 
 from __future__ import annotations
 
@@ -104,6 +104,12 @@ def format_seconds(seconds: float) -> str:
     if seconds >= 1e-3:
         return f"{seconds * 1e3:.1f} ms"
     return f"{seconds * 1e6:.0f} us"
+
+
+def format_share(share: float) -> str:
+    """``share`` in percent, as short as a reader needs it: ``0.3 %``, ``4.2 %``, ``12 %``."""
+    percent = round(100 * share, 6) + 0.0  # no -0: a plan that costs nothing may be a last digit quicker than plain
+    return f"{percent:.0f} %" if round(percent, 1) >= 10 or round(percent, 2) == 0 else f"{percent:.2g} %"
 
 
 def round_up(size: int, multiple: int) -> int:

@@ -14,7 +14,7 @@ from ebbtide.report.sentences import batch_lines, foreign_times, links_table, ve
 from ebbtide.step import Step
 
 
-@pytest.mark.parametrize(("share", "said"), [(-1e-16, " 0.0% more"), (0.0, " 0.0% more"), (0.0421, " 4.2% more")])
+@pytest.mark.parametrize(("share", "said"), [(-1e-16, " 0 % more"), (0.0, " 0 % more"), (0.0421, " 4.2 % more")])
 def test_a_plan_that_costs_nothing(share: float, said: str, step: Step, on: Machine, plan: Plan) -> None:
     """Its time may be a last digit below the plain one."""
     plan = dataclasses.replace(plan, seconds=(1 + share) * plan.plain_seconds)

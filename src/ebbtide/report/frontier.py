@@ -17,7 +17,7 @@ from ebbtide.errors import EbbtideError
 from ebbtide.files import write_whole
 from ebbtide.plan.frontier import Curve, Frontier, Point
 from ebbtide.report.pages import template
-from ebbtide.units import format_bytes, format_seconds
+from ebbtide.units import format_bytes, format_seconds, format_share
 
 LINEAR = 0.01
 """Overhead up to which its axis is nearly linear; above, it is nearly logarithmic. So the 0.1 % of one planner can be
@@ -85,7 +85,7 @@ def write_page(found: Frontier, path: str | Path) -> None:
         found=found,
         lines=lines_of(found),
         x_ticks=[(_x(found, size), format_bytes(size)) for size in _memory_ticks(found)],
-        y_ticks=[(_y(found, share), _percent(share)) for share in _overhead_ticks(found)],
+        y_ticks=[(_y(found, share), format_share(share)) for share in _overhead_ticks(found)],
         box={
             "width": WIDTH,
             "height": HEIGHT,
@@ -140,7 +140,7 @@ def write_png(found: Frontier, path: str | Path) -> None:
             zorder=3 if line.kind == "solver" else 2,
         )
     shares, sizes = _overhead_ticks(found), _memory_ticks(found)
-    axes.set_yticks([height(share) for share in shares], [_percent(share) for share in shares])
+    axes.set_yticks([height(share) for share in shares], [format_share(share) for share in shares])
     axes.set_xticks(sizes, [format_bytes(size) for size in sizes])
     axes.set_ylim(-0.04 * height(_highest(found)), height(_highest(found)))
     axes.set_xlabel("memory budget")
@@ -217,7 +217,7 @@ def _shown(found: Frontier) -> list[Curve]:
 
 def _words(found: Frontier, curve: Curve, point: Point) -> str:
     held = "" if curve is found.bound else f", holds {format_bytes(point.peak_bytes)}"
-    overhead = _percent(found.overhead(point.seconds))
+    overhead = format_share(found.overhead(point.seconds))
     return f"{curve.name} within {format_bytes(point.limit_bytes)}: {format_seconds(point.seconds)}, +{overhead}{held}"
 
 
@@ -229,8 +229,8 @@ def _tiles(found: Frontier) -> list[tuple[str, str, str]]:
         ("plain", format_bytes(found.plain_peak_bytes), f"{format_seconds(found.plain_seconds)} a step"),
         ("least reachable peak", format_bytes(found.least_peak_bytes), f"{share:.0%} of plain"),
         ("resting", format_bytes(found.resting_bytes), "parameters and inputs: never moved"),
-        ("half way", f"+{_percent(found.overhead(middle.seconds))}", f"within {format_bytes(middle.limit_bytes)}"),
-        ("at the least", f"+{_percent(found.overhead(least.seconds))}", f"{format_seconds(least.seconds)} a step"),
+        ("half way", f"+{format_share(found.overhead(middle.seconds))}", f"within {format_bytes(middle.limit_bytes)}"),
+        ("at the least", f"+{format_share(found.overhead(least.seconds))}", f"{format_seconds(least.seconds)} a step"),
     ]
 
 
@@ -241,15 +241,9 @@ def _rows(found: Frontier) -> list[list[str]]:
         row = [format_bytes(point.limit_bytes)]
         for curve in _shown(found):
             at = {other.limit_bytes: other.seconds for other in curve.points}
-            row.append(_percent(found.overhead(at[point.limit_bytes])) if point.limit_bytes in at else "-")
+            row.append(format_share(found.overhead(at[point.limit_bytes])) if point.limit_bytes in at else "-")
         rows.append(row)
     return rows
-
-
-def _percent(share: float) -> str:
-    """As short as a reader needs it: ``0.3 %``, ``12 %``."""
-    percent = round(100 * share, 6) + 0.0  # no -0
-    return f"{percent:.0f} %" if round(percent, 1) >= 10 or round(percent, 2) == 0 else f"{percent:.2g} %"
 
 
 def _x(found: Frontier, size_bytes: float) -> float:

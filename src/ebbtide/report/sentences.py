@@ -9,7 +9,7 @@ from ebbtide.decisions import Plan
 from ebbtide.machine import Machine
 from ebbtide.plan.batch import LargestBatch
 from ebbtide.step import Step
-from ebbtide.units import format_bytes, format_seconds
+from ebbtide.units import format_bytes, format_seconds, format_share
 
 
 def verdict(machine: Machine, plan: Plan) -> tuple[str, ...]:
@@ -23,7 +23,7 @@ def verdict(machine: Machine, plan: Plan) -> tuple[str, ...]:
         f"plain: {fits} {limit}: peak {format_bytes(plan.plain_peak_bytes)}, {format_seconds(plan.plain_seconds)}",
     ]
     if plan.binds:
-        slower = _percent(plan.seconds / plan.plain_seconds - 1)
+        slower = format_share(plan.seconds / plan.plain_seconds - 1)
         peak, seconds = format_bytes(plan.peak_bytes), format_seconds(plan.seconds)
         lines.append(f"planned: fits {limit}: peak {peak}, {seconds}, {slower} more than plain")
     return tuple(lines)
@@ -48,7 +48,7 @@ def batch_lines(machine: Machine, found: LargestBatch) -> tuple[str, ...]:
         f"plain: {_rate(found.plain_batch, plain.plain_seconds)}"
         if plain is not None
         else "plain: not one sample fits",
-        f"planned: {_rate(found.batch, plan.seconds)}, {_percent(found.overhead)} more than plain would take",
+        f"planned: {_rate(found.batch, plan.seconds)}, {format_share(found.overhead)} more than plain would take",
         f"peak {format_bytes(plan.peak_bytes)}; plain it would be {format_bytes(plan.plain_peak_bytes)}",
         f"observed with {', '.join(map(str, found.observed))} samples",
     ]
@@ -58,11 +58,6 @@ def batch_lines(machine: Machine, found: LargestBatch) -> tuple[str, ...]:
 def _rate(batch: int, seconds: float) -> str:
     rate = f", {batch / seconds:.4g} samples a second" if seconds else ""  # one told from larger ones may take none
     return f"batch {batch}, {format_seconds(seconds)} a step{rate}"
-
-
-def _percent(share: float) -> str:
-    """As in ``4.2%``. A plan that costs nothing may be a last digit quicker than the plain step's sum: no ``-0.0%``."""
-    return f"{round(share, 3) + 0.0:.1%}"
 
 
 def links_table(machine: Machine) -> Table:
