@@ -38,7 +38,7 @@ NOISE = (0.0, 0.05, 0.2, 0.5)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Block:
-    """``size_bytes`` that are wanted from time ``born`` until just before time ``dies``."""
+    """Memory of ``size_bytes`` that is wanted from time ``born`` until just before time ``dies``."""
 
     size_bytes: int
     born: int

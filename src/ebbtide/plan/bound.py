@@ -34,7 +34,7 @@ TOLERANCE = 1e-5
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bound:
-    """What no plan can beat.
+    """A time that no plan can beat, and what the program that proves it says besides.
 
     Attributes:
         seconds: no plan within the limit takes less; infinite if there is no such plan.
@@ -54,7 +54,7 @@ class Bound:
 
     @classmethod
     def plain(cls, problem: Problem) -> Bound:
-        """What needs no program: no plan takes less than the step does without one."""
+        """The bound that needs no program: no plan takes less than the step does without one."""
         nothing = np.zeros(len(problem.step.absences))
         seconds = min(problem.step.plain_seconds, float(problem.clock[-1]))
         return cls(seconds, np.zeros(problem.step.moments), nothing, nothing)

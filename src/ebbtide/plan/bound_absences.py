@@ -24,8 +24,8 @@ class Absences:
     """Absences in the program, as columns.
 
     Attributes:
-        number: which absence of the step it is.
-        size_bytes: of its value.
+        number: number of the absence in the step.
+        size_bytes: bytes of its value.
         opens, closes: as in the step, moments.
         out: slot at which its copy out is queued.
         release: first slot at which it can be released.
@@ -43,7 +43,7 @@ class Absences:
     replay_seconds: Floats
 
     def some(self, chosen: Mask | Ints) -> Absences:
-        """Part of them."""
+        """The ``chosen`` ones of these absences."""
         return Absences(*(getattr(self, field.name)[chosen] for field in dataclasses.fields(self)))
 
 
@@ -81,9 +81,14 @@ def absences_of(problem: Problem, banned: Set[int]) -> tuple[Absences, Floats]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Needed:
-    """Rule 11: whether each value has to be absent at some moment, by which event it has left, and from which event on
-    it may be back; for the others the last and the first moment. For all of them, the event from which on it may be
-    computed again."""
+    """Which values have to be absent, and when: rule 11. Columns have an entry for each of some absences.
+
+    Attributes:
+        absent: whether the value has to be absent at some moment.
+        leaves_by: the event by which it has then left; the last moment if it may stay.
+        back_from: the event from which on it may be back; the first moment if it may stay.
+        again_from: the event from which on it may be computed again, whether it may stay or not.
+    """
 
     absent: Mask
     leaves_by: Ints

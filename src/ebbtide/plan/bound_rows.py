@@ -50,7 +50,7 @@ class Rows:
     take far longer.
 
     Args:
-        given: what it is about; its parts are attributes here, too.
+        given: what the program is about; its parts are attributes here, too.
         longer_seconds: by how much recipes can be longer than `Absences.replay_seconds`, as far as the program says.
 
     Attributes:
@@ -124,7 +124,8 @@ class Rows:
         return columns
 
     def _done_by(self, flow: Ints, trips: Ints, seconds: Floats, moments: Ints) -> None:
-        """Of a link's work ``flow``, the ``seconds`` of ``trips`` are done in the events at ``moments``."""
+        """Add rows that want the ``seconds`` of ``trips`` done by the events at ``moments``, as part of a link's work
+        ``flow``."""
         program, due = self.program, self.blocks.group[moments]
         prepared, rows = self._pool(float(self.stall_limit))
         program.put(rows, flow, -1.0)
@@ -138,7 +139,7 @@ class Rows:
         program.put(rows[np.searchsorted(groups, due)], trips, -seconds)
 
     def _between(self, trips: Ints, seconds: Floats, begin: Ints, end: Ints, needed: Mask) -> None:
-        """A link's work on trips that begin and end between those of a needed one is done there: rule 11."""
+        """Add rows by which all trips that begin and end within those of a needed one are done in its time: rule 11."""
         clock, group = self.problem.clock / self.unit_seconds, self.blocks.group
         for number in np.flatnonzero(needed).tolist():
             first, last = int(group[begin[number]]), int(group[end[number]])
@@ -151,7 +152,7 @@ class Rows:
                 self.program.put(np.repeat(row, len(inside)), trips[inside], -seconds[inside])
 
     def _delayed(self, begin: int, end: int, columns: Ints, seconds: Floats) -> None:
-        """Between two events compute is delayed by ``seconds`` for the one of ``columns`` that is chosen."""
+        """Add a row that delays compute between two events by the ``seconds`` of whichever of ``columns`` is chosen."""
         groups = np.arange(self.blocks.group[begin], self.blocks.group[end] + 1)
         if len(groups) <= NARROW and (seconds > 0).any():
             row = self.program.rows(0.0, np.inf, 1)
@@ -159,7 +160,7 @@ class Rows:
             self.program.put(np.repeat(row, len(columns)), columns, -np.maximum(seconds, 0.0))
 
     def _within(self, begin: int, end: int, columns: Ints, seconds: Floats) -> None:
-        """A link's work of ``seconds`` on what is chosen of ``columns`` is done between two events."""
+        """Add a row that wants a link's work between two events: the ``seconds`` of those of ``columns`` chosen."""
         plain = float(self.problem.clock[end] - self.problem.clock[begin]) / self.unit_seconds
         groups = np.arange(self.blocks.group[begin], self.blocks.group[end] + 1)
         if len(groups) <= NARROW and float(seconds.sum()) > plain:

@@ -32,7 +32,7 @@ class Single(Rows):
         self.columns_of: list[list[int]] = [[] for _ in given.absences.number]
 
     def add_needed(self) -> None:
-        """Values that have to be absent at some moment: rule 11."""
+        """Add rows about values that have to be absent at some moment: rule 11."""
         absences, needed, clock = self.absences, self.needed, self.problem.clock / self.unit_seconds
         ways = [
             (self._link_seconds(out, absences.movable), self._link_seconds(back, absences.movable))
@@ -57,7 +57,7 @@ class Single(Rows):
                 self._queued(number, [back for _, back in ways])
 
     def add_crowds(self, excess: Floats, moments: Ints) -> None:
-        """Large values that cannot all be held at some of ``moments``: rule 13."""
+        """Add rows about large values that cannot all be held at some of ``moments``: rule 13."""
         absences, links = self.absences, list(self.problem.routes.values())
         seconds = np.full((2, len(links), len(absences.size_bytes)), np.inf)
         for tier, route in enumerate(links):
@@ -96,7 +96,7 @@ class Single(Rows):
         return parts
 
     def _queued(self, number: int, in_seconds: Sequence[Floats]) -> None:
-        """What has to be loaded before a value is computed again is loaded before that: rule 12."""
+        """Add rows by which a value is computed again after the loads of what its recipe reads: rule 12."""
         absences, needed, clock = self.absences, self.needed, self.problem.clock / self.unit_seconds
         begin, end = int(needed.back_from[number]), int(absences.closes[number])
         groups = np.arange(self.blocks.group[begin], self.blocks.group[end] + 1)
@@ -116,7 +116,7 @@ class Single(Rows):
             self.program.put(row, np.array(self.columns_of[number][-1:]), replay)
 
     def _returned(self, number: int, columns: Ints, delays: Floats, plain: float, where: Mapping[int, int]) -> None:
-        """What is computed again comes back after what it is computed from: rule 12."""
+        """Add rows by which a value that is computed again is back after what it is computed from: rule 12."""
         absences, needed = self.absences, self.needed
         begin, end = int(needed.back_from[number]), int(absences.closes[number])
         groups = np.arange(self.blocks.group[begin], self.blocks.group[end] + 1)

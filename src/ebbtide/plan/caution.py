@@ -61,7 +61,7 @@ class Caution:
         return cls()
 
     def eased(self, share: float) -> Caution:
-        """The same, but that only this ``share`` of the time around transfers is left free."""
+        """A caution that leaves only this ``share`` of the time around transfers free, and is the same otherwise."""
         return dataclasses.replace(
             self,
             out_share=share * self.out_share,

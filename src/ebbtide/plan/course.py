@@ -59,8 +59,8 @@ class TransferRows(NamedTuple):
     """Transfers, in the order in which they were queued.
 
     Attributes:
-        rows: of each its absence, and 0 for a copy out or 1 for one back.
-        times: of each when it was queued, when it started and when it ended, in seconds.
+        rows: per transfer its absence, and 0 for a copy out or 1 for one back.
+        times: per transfer when it was queued, when it started and when it ended, in seconds.
     """
 
     rows: Ints
@@ -68,10 +68,10 @@ class TransferRows(NamedTuple):
 
 
 class StallRows(NamedTuple):
-    """For what compute waited, in order.
+    """Waits of compute, in order.
 
     Attributes:
-        rows: of each wait its moment, 0 for a release or 1 for a load, and the absence.
+        rows: per wait its moment, 0 for a release or 1 for a load, and the absence.
         seconds: how long each took.
     """
 
@@ -83,7 +83,7 @@ class RecomputationRows(NamedTuple):
     """Recomputations, in the order in which they ran.
 
     Attributes:
-        rows: of each its absence and its moment.
+        rows: per recomputation its absence and its moment.
         starts: when each started, in seconds.
     """
 

@@ -104,8 +104,8 @@ def _cut(needs: Needs, wishes: Wishes, locked: Mask, found: Profile, moment: int
     """Stop recomputing one candidate of those whose recipes bring back too much too early, or do it by a deeper
     recipe; False if there is none.
 
-    It is one that brings back, directly or not, about the share ``pivot`` of what is too early, so that a chain
-    falls into two; the smallest of such.
+    The candidate is the smallest of those that bring back, directly or not, about the share ``pivot`` of what is too
+    early, so that a chain falls into two.
     """
     brought, cause = _causes(needs, found, moment, modes)
     only_deeper = False

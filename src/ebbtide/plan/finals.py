@@ -27,7 +27,7 @@ def final_absences(step: Step) -> list[int]:
 
 
 def without_finals(step: Step) -> Step:
-    """``step`` without its final absences: what they are of stays until it dies."""
+    """``step`` without its final absences, so that their values stay until they die."""
     absences = tuple(absence for absence in step.absences if not step.is_final(absence))
     return step if len(absences) == len(step.absences) else dataclasses.replace(step, absences=absences)
 

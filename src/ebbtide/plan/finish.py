@@ -63,7 +63,7 @@ def finished(search: Search) -> Moves:
 
 
 def _scheduled(search: Search, best: Found) -> Iterator[Found]:
-    """``best``, and the same with less and less time left free around transfers, as long as that costs nothing."""
+    """``best``, then plans with less and less time left free around its transfers that are no slower."""
     yield best
     for share in EASED:
         found = search.eased(best, share)

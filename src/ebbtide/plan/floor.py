@@ -24,7 +24,7 @@ LOWERING_SECONDS = 0.02
 
 def least_peak(problem: Problem, candidates: Candidates, tiers: Sequence[str]) -> Found:
     """The plan of least peak found: everything moved that can be, then ever lower peaks aimed at, halving the distance
-    to `lowest_peak`. It does not depend on any budget."""
+    to `lowest_peak`. No budget has a part in it."""
     searcher = _searcher(problem, candidates, tiers, 0)
     best: Found | None = None
     for modes in _everything(searcher.candidates):
@@ -70,12 +70,12 @@ def _everything(candidates: Candidates) -> list[Modes]:
 
 
 def _is_shallow(candidates: Candidates) -> bool:
-    """Whether they have no deeper recipes."""
+    """Whether no candidate has deeper recipes."""
     return len(candidates.replays) == len(candidates.absence)
 
 
 def lowest_peak(problem: Problem, candidates: Candidates) -> int:
-    """What would be left if every value were gone throughout its absence."""
+    """The peak, in bytes, if every value were gone throughout its absence."""
     gone = bytes_within(candidates.opens, candidates.closes, candidates.size_bytes, problem.step.moments)
     return int((problem.plain - gone).max())
 

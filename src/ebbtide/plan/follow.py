@@ -95,9 +95,15 @@ Move = Trip | Replay | None
 
 @dataclasses.dataclass(frozen=True)
 class Course:
-    """What `follow` found: memory with and without workspaces per moment, start of each moment, and the end.
+    """How a step went under a plan; how a chain will be run is an `ebbtide.sequence.planning.Course`.
 
-    How a step went under a plan; how a chain will be run is an `ebbtide.sequence.planning.Course`.
+    Attributes:
+        memory, physical: per moment the most bytes held, without and with workspaces.
+        starts: per moment when it starts, in seconds.
+        seconds: the end of compute.
+        size_bytes: per absence the bytes of its value.
+        replay_seconds: per absence the time of its recipe; of no meaning where none is run.
+        sent, waited, replayed: transfers, waits and recomputations, as arrays.
     """
 
     memory: Ints

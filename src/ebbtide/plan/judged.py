@@ -36,7 +36,7 @@ def judged(
     """``decisions`` as a plan.
 
     Args:
-        problem: what they are for.
+        problem: the step and the machine.
         limit_bytes: the budget.
         decisions: one for each absence.
         method: what made them.
@@ -66,7 +66,8 @@ def judged(
 
 
 def budget_error(problem: Problem, least: Course, limit_bytes: int, policy: str = "") -> BudgetError:
-    """Says that no plan, or none of ``policy``, stays within ``limit_bytes``, and where the ``least`` holds most."""
+    """The error that no plan, or none of ``policy``, stays within ``limit_bytes``; it says where ``least``, the course
+    with the lowest peak, holds most."""
     step = problem.step
     moment = int(np.argmax(least.memory)) if least.memory.size else 0
     reachable = int(least.memory.max(initial=problem.resting_bytes))

@@ -111,7 +111,7 @@ class Solution:
 
 @functools.cache
 def _highspy() -> Any:
-    """HiGHS. It is imported here and not sooner, since only those who plan should wait for that."""
+    """HiGHS, imported here and not sooner, since only those who plan should wait for that."""
     import highspy
 
     return highspy

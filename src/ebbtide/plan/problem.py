@@ -126,7 +126,7 @@ class Spans:
 
     Attributes:
         opens, closes: moments.
-        size_bytes: of the value.
+        size_bytes: bytes of the value.
         final: whether it is a final absence: see NOTE [Final absences] in `ebbtide.plan.finals`.
         storage: the number of its storage among ``storages``.
         storages: the storages that have absences, numbered from 0.
@@ -141,7 +141,7 @@ class Spans:
 
     @classmethod
     def of(cls, step: Step, final: Sequence[int] = ()) -> Spans:
-        """Those of ``step``, of which ``final`` are the numbers of the final ones."""
+        """The absences of ``step``; ``final`` has the numbers of the final ones."""
         values = [step.values[absence.value] for absence in step.absences]
         storages = {storage: place for place, storage in enumerate(dict.fromkeys(value.storage for value in values))}
         return cls(

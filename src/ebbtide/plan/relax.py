@@ -29,7 +29,7 @@ class Sent(NamedTuple):
 
     Attributes:
         tier: place of the tier in `Problem.routes`.
-        size_bytes: of the value.
+        size_bytes: bytes of the value.
         out: moment in which the copy out is queued.
         outs, backs: the trips in the order of their copies out, and of those back.
         seconds: two rows: of the copy out, and of that back.

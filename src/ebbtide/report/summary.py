@@ -65,12 +65,12 @@ class Row:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all its values."""
+        """Bytes of all values of the row."""
         return self.kept_bytes + self.moved_bytes + self.recomputed_bytes
 
     @property
     def total_count(self) -> int:
-        """Number of its values."""
+        """Number of values of the row."""
         return self.kept_count + self.moved_count + self.recomputed_count
 
     def __add__(self, other: Row) -> Row:

@@ -138,7 +138,7 @@ def _absent(
 
 
 def _stalls(planned: Outcome) -> list[dict[str, Any]]:
-    """Waits of compute. Each ends when the copy that it waits for does."""
+    """Waits of compute, each of which ends with the copy that it is for."""
     ends = {(transfer.absence, transfer.direction): transfer.end_seconds for transfer in planned.transfers}
     bars = []
     for stall in planned.stalls:

@@ -31,7 +31,7 @@ def hascoet(
     helper_thread: bool = True,
     prefetch: bool = True,
 ) -> Plan:
-    """The static policy of the paper; it does not look at the limit.
+    """The static policy of the paper, which does not look at the limit.
 
     Args:
         step, machine, limit_bytes: the problem.

@@ -73,7 +73,7 @@ class Labels:
 
     @classmethod
     def joined(cls, parts: Sequence[Labels]) -> Labels:
-        """All of ``parts``."""
+        """The states of all ``parts``."""
         columns = [field.name for field in dataclasses.fields(cls)]
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in columns))
 

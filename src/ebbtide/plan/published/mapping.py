@@ -65,7 +65,7 @@ class Mapped:
     nested: bool
 
     def plan(self, limit_bytes: int, method: str) -> Plan:
-        """As a plan of ``method``. Raises `BudgetError` if it cannot stay within ``limit_bytes``."""
+        """The plan of ``method`` that does this. Raises `BudgetError` if it cannot stay within ``limit_bytes``."""
         search = _search(self.problem, self.candidates, max(limit_bytes, self.peak_bytes))
         found = search.offer(self.modes, search.selector.profile(self.modes))
         assert found is not None, "modes can be scheduled within their own least peak"
@@ -82,7 +82,7 @@ def slow_links(machine: Machine) -> tuple[Link, Link] | None:
 
 
 def mapped(cut: Cut, plan: ChainPlan) -> Mapped:
-    """``plan`` on the step that ``cut`` cut: NOTE [What a chain schedule becomes]."""
+    """The chain schedule ``plan`` on the step of ``cut``: NOTE [What a chain schedule becomes]."""
     return mapped_all(cut, plan.actions, [plan.offloaded])[0]
 
 
@@ -163,7 +163,7 @@ def _recipes(cut: Cut, ends: Sequence[Fate]) -> dict[int, tuple[int, ...] | None
 
 
 def _flat_recipes(cut: Cut, ends: Sequence[Fate]) -> dict[int, tuple[int, ...] | None]:
-    """The same if every input is computed from one that is there since the forward pass."""
+    """Recipes like those of `_recipes`, but with every input computed from one that is there since the forward pass."""
     recipes: dict[int, tuple[int, ...] | None] = {}
     roots: list[int] = []
     for stage, fate in zip(range(len(cut.first_ticks)), ends, strict=False):

@@ -87,7 +87,7 @@ class _Search:
         self.coming[0].append(Labels.start())
 
     def settle(self, node: int, cell_bytes: float) -> None:
-        """Take what came to ``node``."""
+        """Join the states that came to ``node``, and keep the cheapest in each cell of ``cell_bytes``."""
         parts = self.coming[node]
         if parts:
             self.fronts[node] = Labels.joined(parts).thinned(cell_bytes)

@@ -59,7 +59,7 @@ class Ground:
         return _ground(step, machine)
 
     def with_recipes(self, recipes: list[tuple[int, ...] | None]) -> Ground:
-        """The same with other recipes."""
+        """This ground with other recipes."""
         return Ground(self.problem, self.tier, recipes, Candidates.of(self.problem, self.tier, recipes))
 
     def leaves(self, place: int) -> list[int]:
