@@ -70,16 +70,15 @@ class Profile(NamedTuple):
 def bring_back(needs: Needs, modes: Modes) -> Profile:
     """Memory under ``modes``, one for each candidate, with every release and load at its least.
 
-    It is one function because a recipe and what it waits for share all of the state; recursion is a stack in it.
+    Recipes are gone through in here because they share all of the state with what they wait for; recursion is a stack.
     """
-    plain, size_bytes, opens, closes = needs.plain, needs.size_bytes, needs.opens, needs.closes
-    release, first_leaf = needs.release, needs.first_leaf
-    moments, count = len(plain), len(modes)
-    begin, end, parent = opens.copy(), closes.copy(), np.full(count, -1, np.int64)
+    size_bytes, closes, first_leaf = needs.size_bytes, needs.closes, needs.first_leaf
+    moments, count = len(needs.plain), len(modes)
+    begin, end, parent = needs.opens.copy(), closes.copy(), np.full(count, -1, np.int64)
     done, recipe = np.zeros(count, np.bool_), np.arange(count)
     for place in range(count):
         if modes[place] == OFFLOAD:
-            begin[place] = release[place]
+            begin[place] = needs.release[place]
         elif modes[place] > RECOMPUTE:
             recipe[place] = needs.first_deeper[place] + modes[place] - RECOMPUTE - 1
     extra_seconds, excess = np.zeros(moments), np.zeros(moments, np.int64)
@@ -120,8 +119,15 @@ def bring_back(needs: Needs, modes: Modes) -> Profile:
     for place in range(count):
         if modes[place] != KEEP:
             busy[end[place]] = True
+    level = _levels(needs, modes, begin, end, busy, excess)
+    return Profile(level, begin, end, parent, busy, extra_seconds, nested)
+
+
+def _levels(needs: Needs, modes: Modes, begin: Ints, end: Ints, busy: Mask, excess: Ints) -> Ints:
+    """`Profile.level`; ``excess`` are the bytes that recomputations take besides in each moment."""
+    moments, size_bytes = len(needs.plain), needs.size_bytes
     change = np.zeros(moments + 2, np.int64)
-    for place in range(count):
+    for place in range(len(modes)):
         if modes[place] != KEEP:
             # Where a value is brought back, releases of the same event come too late for that moment's memory.
             late = modes[place] == OFFLOAD and busy[begin[place]]
@@ -130,5 +136,5 @@ def bring_back(needs: Needs, modes: Modes) -> Profile:
     level, moved = np.empty(moments, np.int64), 0
     for moment in range(moments):
         moved += change[moment]
-        level[moment] = plain[moment] + moved + excess[moment]
-    return Profile(level, begin, end, parent, busy, extra_seconds, nested)
+        level[moment] = needs.plain[moment] + moved + excess[moment]
+    return level
