@@ -35,3 +35,4 @@ bench: $(READY) ## measure five models against plain PyTorch and two peers
 
 clean: ## remove what the other targets made
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis src/ebbtide.egg-info bench.json
+	find src tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +

@@ -29,6 +29,8 @@ def load_machine(name: str | Path) -> Machine:
     if str(name).lower() in machine_names():
         with resources.as_file(resources.files(__name__) / f"{str(name).lower()}.json") as path:
             return Machine.load(path)
-    if Path(name).exists():
+    if str(name) and Path(name).exists():
         return Machine.load(name)
-    raise RecordError(f"{name}: neither a machine file nor one of the machines {', '.join(machine_names())}")
+    raise RecordError(
+        f"{str(name) or 'the empty name'}: neither a machine file nor one of the machines {', '.join(machine_names())}"
+    )
