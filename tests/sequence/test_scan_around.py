@@ -310,6 +310,22 @@ class TestHooksOnGivenInputs:
     def test_may_be_removed(self, leaf: bool) -> None:
         compare(self.program("elsewhere", leaf=leaf, removed=True), memory="30KiB")
 
+    @pytest.mark.parametrize("leaf", [True, False], ids=["a leaf", "a result"])
+    def test_that_are_removed_leave_nothing(self, leaf: bool) -> None:
+        source, handles = torch.randn(SHAPE, requires_grad=True), list[Any]()
+        xs = [source if leaf else source * 2]
+
+        def cell(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+            handles.append(x.register_hook(lambda grad: grad * 2))
+            return torch.tanh(h + x), None
+
+        final, _ = ebbtide.scan(cell, torch.zeros(SHAPE), xs)
+        assert len(xs[0]._backward_hooks or ()) == 1
+        final.sum().backward()
+        for handle in handles:
+            handle.remove()
+        assert not xs[0]._backward_hooks
+
     def test_where_weights_are_cached(self) -> None:
         """The cell runs once more then, with what it is given itself."""
         with parametrize.cached():

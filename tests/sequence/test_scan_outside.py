@@ -314,6 +314,47 @@ class TestOutside:
 
         compare(program, memory="40KiB")
 
+    @pytest.mark.parametrize("when", ["each step", "once", "later steps"])
+    @pytest.mark.parametrize("passes", [1, 2])
+    @pytest.mark.parametrize("leaf", [True, False], ids=["a leaf", "a result"])
+    def test_hooks_that_the_cell_puts_on_it(self, leaf: bool, passes: int, when: str) -> None:
+        """Steps that run more than once put them on once, and so does a cell that puts one on in its first run."""
+
+        def program(loop: Loop) -> tuple[Any, list[Tensor]]:
+            weight, seen, put = torch.randn(WIDTH, requires_grad=True), list[Tensor](), list[Any]()
+            used, unused = (weight if leaf else weight * 2), weight + 1
+
+            def see(grad: Tensor) -> Tensor:
+                seen.append(grad.clone())
+                return grad * 0.9
+
+            def cell(h: Tensor, item: tuple[Tensor, int]) -> tuple[Tensor, None]:
+                x, step = item
+                if when == "each step" or (when == "later steps" and step > 5) or (when == "once" and not put):
+                    put[:] = [tensor.register_hook(see) for tensor in (used, unused)]
+                    if leaf:
+                        weight.register_post_accumulate_grad_hook(see_whole)
+                inner = h * used
+                inner.register_hook(lambda grad: grad * 0.5)
+                return torch.tanh(inner + x), None
+
+            def see_whole(tensor: Tensor) -> None:
+                assert tensor.grad is not None
+                seen.append(tensor.grad.clone())
+
+            final, _ = loop(
+                cell, torch.zeros(3, WIDTH), [(x, step) for step, x in enumerate(torch.randn(12, 3, WIDTH))]
+            )
+            loss = final.square().sum() + unused.sum()
+            for number in range(passes):
+                loss.backward(retain_graph=number + 1 < passes)
+            loop(lambda h, x: (h * weight + x, None), torch.zeros(WIDTH), torch.randn(3, WIDTH))[0].sum().backward()
+            return (final, seen, sum(len(tensor._backward_hooks or ()) for tensor in (used, unused))), [weight]
+
+        compare(program, memory=states(3, torch.zeros(3, WIDTH)))
+        with parametrize.cached():
+            compare(program, memory=states(3, torch.zeros(3, WIDTH)))
+
     def test_tensor_that_leaks_from_step_to_step(self) -> None:
         kept: list[Tensor] = []
         weight = torch.randn(WIDTH, requires_grad=True)

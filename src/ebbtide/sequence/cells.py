@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -19,11 +18,13 @@ from ebbtide.observe.mode import nodes_made
 from ebbtide.sequence.blocks import Block
 from ebbtide.sequence.checksums import Checksums
 from ebbtide.sequence.graphs import Outside, close_off, is_dense, local_gradients
+from ebbtide.sequence.hooks import PutHooks, drop_hooks
 from ebbtide.sequence.inputs import Inputs
-from ebbtide.sequence.leaves import as_in_loop, detached, drop_hooks, hand_over_hooks, is_kept, leaf, place_of
+from ebbtide.sequence.leaves import as_in_loop, detached, is_kept, leaf, place_of
 from ebbtide.sequence.results import Hazards, refuse_transforms
 from ebbtide.sequence.steps import (
     LEAF,
+    Number,
     Ran,
     Step,
     Steps,
@@ -36,18 +37,12 @@ from ebbtide.sequence.steps import (
     versions_of,
 )
 from ebbtide.sequence.store import unnoted
+from ebbtide.sequence.sums import Sums
 from ebbtide.sequence.tensors import State, TensorLayout, apart_from, bytes_of, refuse_class
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]
 _NO_CONTEXT = contextlib.nullcontext()
 _NOTHING: tuple[list[Any], TreeSpec] = ([None], LEAF)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Number:
-    """Stands in an output for a tensor with a gradient."""
-
-    value: int
 
 
 class CellChain:
@@ -59,11 +54,12 @@ class CellChain:
         layout: how a state lies in a block.
         truncate: see `ebbtide.scan`.
         check: whether to compare states that are computed again.
-        began: called when step 0 has run for the first time.
+        began: called when step 0 has run for the first time, with the hooks that it has put.
 
     Attributes:
         outside: tensors made outside the cell that its steps use.
         hazards: what its steps did, or others do with `results`, that cannot be reversed.
+        hooks: those that a step puts on tensors; it must be entered where steps run.
         results: tensors with a gradient that the steps put out and, at the end, those of the last state; detached.
         steps_took: told how many steps of the first sweep have been run, and in how many seconds.
         converts: `is_kept` of each tensor of state 0, if steps run within contexts of autocast that keep anything.
@@ -77,10 +73,11 @@ class CellChain:
         *,
         truncate: int | None = None,
         check: bool = False,
-        began: Callable[[], object] = unnoted,
+        began: Callable[[PutHooks], object] = unnoted,
     ) -> None:
         self.outside = Outside()
         self.hazards = Hazards()
+        self.hooks = PutHooks()
         self.results: list[Tensor] = []
         self.steps_took: Callable[[int, float], None] = unnoted
         self.converts: Sequence[bool] | None = None
@@ -103,8 +100,7 @@ class CellChain:
         self._grads: list[Tensor | None] = []
         self._position = 0
         self._adjoint: list[Tensor | None] = []
-        self._sums: list[Tensor | None] = []
-        self._own_sums: set[int] = set()  # those that nobody else can see
+        self._sums = Sums()
 
     # --- forward -------------------------------------------------------------------------------------------------
 
@@ -120,20 +116,31 @@ class CellChain:
         return state
 
     def _advance(self, state: State, step: int) -> State:
+        following = self._run_again(state, step) if step < len(self._steps) else self._run_first(state, step)
+        cut = self._truncate is not None and (step + 1) % self._truncate == 0
+        return detached(following, cut=cut)
+
+    def _run_first(self, state: State, step: int) -> State:
         since = nodes_made()
         ran = self._run(state, step)
-        if step == len(self._steps):
-            self._note(ran, state, step, since)
-            refuse_transforms((*ran.inputs, *ran.following, *ran.parts))
-            self.hazards.note_hooks(state, step)
-            hand_over_hooks(ran.given, ran.inputs)
-            close_off((*state, *ran.given))
-            if step == 0:
-                self._began()
-        elif needs_grad(ran.following) != self._steps[step].needs_grad:
+        self._note(ran, state, step, since)
+        refuse_transforms((*ran.inputs, *ran.following, *ran.parts))
+        self.hazards.note_hooks(state, step)
+        self.hooks.hand_over(ran.given, ran.inputs)
+        close_off((*state, *ran.given))
+        if step == 0:
+            self._began(self.hooks)
+        self.hooks.handles.clear()
+        return ran.following
+
+    def _run_again(self, state: State, step: int) -> State:
+        try:
+            following = self._run(state, step).following
+        finally:
+            self.hooks.undo()
+        if needs_grad(following) != self._steps[step].needs_grad:
             raise other_graph(step)
-        cut = self._truncate is not None and (step + 1) % self._truncate == 0
-        return detached(ran.following, cut=cut)
+        return following
 
     def _run(self, state: State, step: int, whole: Collection[int] = ()) -> Ran:
         """Run a step. Inputs get detached from what they were made of, but for those whose number is in ``whole``."""
@@ -172,7 +179,7 @@ class CellChain:
         same = tuple(place_of(output, ran.following) for output in outputs)
         inputs = tuple(map(self.outside.input_number, ran.inputs))
         self._steps.note(inputs, uses, tuple(by_place), same, needs_grad(ran.following), ran.versions)
-        numbers = {id(output): _Number(len(self.results) + k) for k, output in enumerate(outputs)}
+        numbers = {id(output): Number(len(self.results) + k) for k, output in enumerate(outputs)}
         self._note_passed_on(ran, state, step, outputs)
         self.results += [output.detach() for output in outputs]
         nothing = ran.spec is LEAF and ran.parts[0] is None
@@ -180,7 +187,7 @@ class CellChain:
         if step == len(self._inputs) - 1:
             for part in ran.following:
                 if part.requires_grad and id(part) not in numbers:
-                    numbers[id(part)] = _Number(len(self.results))
+                    numbers[id(part)] = Number(len(self.results))
                     self.results.append(part.detach())
             self._final = [numbers.get(id(part), part) for part in ran.following]
 
@@ -212,11 +219,13 @@ class CellChain:
 
     def _run_unseen(self, state: State, step: int) -> State:
         checksums, self._checksums = self._checksums, None
+        put_before = len(self.hooks.handles)  # by the step that is looked at, whose first run was before
         try:
             with self._layout.surroundings.preserved():
                 return self._run(state, step).following
         finally:
             self._checksums = checksums
+            self.hooks.undo(since=put_before)
 
     def take_results(self, start: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The results, given the user's state 0; they are not held here any more."""
@@ -233,7 +242,7 @@ class CellChain:
         """The last state and the outputs of all steps, with ``results`` in their places; not held here any more."""
 
         def put(parts: Iterable[Any]) -> list[Any]:
-            return [results[part.value] if isinstance(part, _Number) else part for part in parts]
+            return [results[part.value] if isinstance(part, Number) else part for part in parts]
 
         ys = [unflatten(put(parts), spec) for parts, spec in self._ys]
         self._ys = []
@@ -244,15 +253,15 @@ class CellChain:
     def begin_reverse(self, grads: Sequence[Tensor | None], around: AbstractContextManager[object]) -> None:
         """Take the gradients of the results. ``around`` is entered for each step's graph, to run it back."""
         self._around_formulas = around
-        self._sums, self._own_sums = [None] * len(self.outside.tensors), set()
+        self._sums = Sums(len(self.outside.tensors))
         self._grads = list(grads)
         self._adjoint = []
         for part in self._final:
-            self._adjoint.append(self._grads[part.value] if isinstance(part, _Number) else None)
-            if isinstance(part, _Number):
+            self._adjoint.append(self._grads[part.value] if isinstance(part, Number) else None)
+            if isinstance(part, Number):
                 self._grads[part.value] = None  # so that it counts once, whatever else the same tensor is
         for result, number in self._passed_on.items():  # in a plain loop, it comes before all that steps have to add
-            self._add_to_sum(number, self._grads[result])
+            self._sums.add(number, self._grads[result])
             self._grads[result] = None
         self._position = self._steps.outputs()
         del self._grads[self._position :]
@@ -265,7 +274,7 @@ class CellChain:
         del self._grads[self._position :]
         if self.converts is not None:
             state = as_in_loop(state, self.converts if step == 0 else ())
-        whole = self._whole(record, step)
+        whole = record.twice if step > 0 else record.in_several_parts(self._start)
         if whole:
             record = record.with_whole(whole)
         if whole and step == 0:
@@ -276,43 +285,50 @@ class CellChain:
         seeds = self._seeds(len(state), step, whole)
         own = [(k, grad) for k, grad in enumerate(grads) if grad is not None and record.same[k] < 0]
         if own or any(grad is not None for grad in self._adjoint):
-            since = nodes_made()
-            ran = self._run(state, step, whole)
-            drop_hooks((*ran.given, *(self.outside.tensors[number] for number in whole)))
-            roots = [(part, grad) for part, grad in zip(ran.following, self._adjoint, strict=True) if grad is not None]
-            if own:
-                found = [ran.parts[place] for place in record.outputs if place < len(ran.parts)]
-                # What is whole may be several of them: they are fewer, each once.
-                if not all(map(has_gradient, found)) or len(ran.outputs() if not whole else found) != len(record.same):
-                    raise other_graph(step)
-                roots += [(found[k], grad) for k, grad in own]
-            self._add(state, ran, record, roots, seeds, step, whole, since)
+            try:
+                self._run_back(state, step, record, own, seeds, whole)
+            finally:
+                self.hooks.undo()
         self._adjoint = seeds
-
-    def _whole(self, record: Step, step: int) -> frozenset[int]:
-        """Numbers of what a step has in several parts: from outside, as an input, as state 0.
-
-        Such a tensor is given to it as it is, so that gradients of all its uses arrive in one place, in a plain loop's
-        order. See NOTE [The same order of additions] in `graphs.py`.
-        """
-        if step > 0:
-            return record.twice
-        return record.twice.union(number for number in self._start if number in record.inputs or number in record.uses)
 
     def _seeds(self, parts: int, step: int, whole: frozenset[int]) -> list[Tensor | None]:
         """Gradients that a state has as the output of the step before it."""
         seeds: list[Tensor | None] = [None] * parts
         if step == 0:
             # What it has got as something else comes first: see NOTE [The same order of additions] in `graphs.py`.
+            held = self._sums.held
             for place, number in enumerate(self._start):
                 if number is not None and number not in whole:
-                    seeds[place], self._sums[number] = self._sums[number], None
+                    seeds[place], held[number] = held[number], None
         else:
             same = self._steps[step - 1].same
             for place, grad in zip(same, self._grads[self._position - len(same) :], strict=True):
                 if place >= 0:
                     seeds[place] = grad
         return seeds
+
+    def _run_back(
+        self,
+        state: State,
+        step: int,
+        record: Step,
+        own: list[tuple[int, Tensor]],
+        seeds: list[Tensor | None],
+        whole: frozenset[int],
+    ) -> None:
+        """Run a step again, and its graph back; ``own`` are the gradients of its outputs."""
+        since = nodes_made()
+        ran = self._run(state, step, whole)
+        if self.hooks.handles:
+            drop_hooks((*ran.given, *(self.outside.tensors[number] for number in record.uses)))
+        roots = [(part, grad) for part, grad in zip(ran.following, self._adjoint, strict=True) if grad is not None]
+        if own:
+            found = [ran.parts[place] for place in record.outputs if place < len(ran.parts)]
+            # What is whole may be several of them: they are fewer, each once.
+            if not all(map(has_gradient, found)) or len(ran.outputs() if not whole else found) != len(record.same):
+                raise other_graph(step)
+            roots += [(found[k], grad) for k, grad in own]
+        self._add(state, ran, record, roots, seeds, step, whole, since)
 
     def _add(
         self,
@@ -331,7 +347,7 @@ class CellChain:
         """
         if needs_grad(ran.following) != record.needs_grad or len(ran.given) != len(record.inputs):
             raise other_graph(step)
-        tensors = self.outside.tensors
+        tensors, held = self.outside.tensors, self._sums.held
         ours = {id(tensors[number]) for number in whole}
         places = []
         for place, part in enumerate(state):
@@ -342,9 +358,9 @@ class CellChain:
         if not targets:
             return
         # What is added afterwards is not fed in: see NOTE [The same order of additions] in `graphs.py`.
-        added = [once and is_dense(self._sums[k]) for k, once in zip(record.uses, record.uses_once, strict=True)]
-        sums = [*(seeds[place] for place in places), *(self._sums[number] for number in record.inputs)]
-        sums += [None if add else self._sums[k] for k, add in zip(record.uses, added, strict=True)]
+        added = [once and is_dense(held[k]) for k, once in zip(record.uses, record.uses_once, strict=True)]
+        sums = [*(seeds[place] for place in places), *(held[number] for number in record.inputs)]
+        sums += [None if add else held[k] for k, add in zip(record.uses, added, strict=True)]
         keep = any(tensors[number].grad_fn is not None for number in record.uses)
         with self._around_formulas:
             found = apart_from(state, local_gradients(roots, targets, sums, keep=keep))
@@ -359,28 +375,14 @@ class CellChain:
             (*record.inputs, *record.uses), rest, [False] * len(record.inputs) + added, strict=True
         ):
             if add:
-                self._add_to_sum(number, grad)
+                self._sums.add(number, grad)
             else:
-                self._sums[number] = grad
-                self._own_sums.discard(number)
-
-    def _add_to_sum(self, number: int, grad: Tensor | None) -> None:
-        held = self._sums[number]
-        if grad is None:
-            return
-        if held is None:
-            self._sums[number] = grad
-            self._own_sums.discard(number)
-        elif number in self._own_sums:
-            held.add_(grad)
-        else:  # others may hold this one
-            self._sums[number] = held + grad
-            self._own_sums.add(number)
+                self._sums.put(number, grad)
 
     def end_reverse(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """The gradients of `outside` and of state 0; not held here any more."""
-        sums, adjoint = self._sums, self._adjoint
-        self._sums, self._adjoint, self._grads = [], [], []
+        sums, adjoint = self._sums.held, self._adjoint
+        self._sums, self._adjoint, self._grads = Sums(), [], []
         return sums, adjoint
 
     # --- states --------------------------------------------------------------------------------------------------

@@ -22,17 +22,18 @@ from ebbtide.observe.uncompiled import never_compiled
 from ebbtide.sequence.blocks import blocks_within
 from ebbtide.sequence.cells import Cell, CellChain
 from ebbtide.sequence.choose import memory_slots
-from ebbtide.sequence.draws import CallersDraws, FirstDraws
+from ebbtide.sequence.draws import CallersDraws
 from ebbtide.sequence.executor import Executor
+from ebbtide.sequence.first_run import FirstRun
 from ebbtide.sequence.inputs import FirstInput, Inputs, in_turn, indexed
-from ebbtide.sequence.leaves import detached, hooks_dropped, is_kept
+from ebbtide.sequence.leaves import detached, is_kept
 from ebbtide.sequence.planning import Course, quickest
 from ebbtide.sequence.progress import is_wanted, watch
 from ebbtide.sequence.results import refuse_batched, refuse_transforms
 from ebbtide.sequence.scene import Scene, keeping_conversions, keeps_conversions
 from ebbtide.sequence.schedules import Record, Reverse
 from ebbtide.sequence.spill import Spill, SpillFiles, open_spill
-from ebbtide.sequence.steps import has_gradient, versions_of
+from ebbtide.sequence.steps import versions_of
 from ebbtide.sequence.store import StateStore
 from ebbtide.sequence.surroundings import Watch, Written
 from ebbtide.sequence.tensors import State, TensorLayout
@@ -103,9 +104,9 @@ def scan(
     memory_slots(layout.size_bytes, memory)  # it is told before anything runs that there is too little
     start = detached(layout.flatten(state, 0))
     with layout.surroundings.preserved():  # an input may be drawn
-        layout, scene, draws = _surveyed(cell, state, start, steps, layout)
+        layout, scene, first_run = _surveyed(cell, state, start, steps, layout)
     user_start = layout.flatten(state, 0)
-    sweep = _Sweep(cell, start, steps, layout, scene, draws, memory, directories, truncate, check, progress)
+    sweep = _Sweep(cell, start, steps, layout, scene, first_run, memory, directories, truncate, check, progress)
     if scene.converts:
         sweep.chain.converts = list(map(is_kept, user_start))
     sweep.forward()
@@ -133,37 +134,37 @@ def _interval(truncate: SupportsIndex) -> int:
 
 def _surveyed(
     cell: Cell, state: Any, start: State, inputs: Inputs, layout: TensorLayout
-) -> tuple[TensorLayout, Scene, FirstDraws]:
+) -> tuple[TensorLayout, Scene, FirstRun]:
     """How states lie with what the cell writes to besides, and what steps are to run under: step 0 shows it.
 
-    And what it draws in its first run.
+    And what it does in its first run.
     """
     drawing = Watch(start)
     try:
         with drawing if not isinstance(inputs, (tuple, Tensor)) else contextlib.nullcontext():
             first = inputs[0]
-        written, scene, draws = _survey(cell, start, inputs, first, layout)
+        written, scene, first_run = _survey(cell, start, inputs, first, layout)
     finally:
         drawing.rewind()
-    return TensorLayout(state, written.drawing_from(drawing.generators())), scene, draws
+    return TensorLayout(state, written.drawing_from(drawing.generators())), scene, first_run
 
 
 def _survey(
     cell: Cell, start: State, inputs: Inputs, first: Any, layout: TensorLayout
-) -> tuple[Written, Scene, FirstDraws]:
+) -> tuple[Written, Scene, FirstRun]:
     """What the cell writes to besides in step 0, with the ``first`` of the inputs, and the rest of `_surveyed`."""
-    draws = FirstDraws()
+    first_run = FirstRun()
     own = (*start, *tree_leaves(first))
     cached, given = Watch(own), FirstInput(inputs, first)
     if parametrize._cache_enabled:
         keeping = keeping_conversions(keeps_conversions(layout.device_types))
-        with hooks_dropped(filter(has_gradient, tree_leaves(first))), keeping, layout.surroundings.preserved(), cached:
+        with keeping, layout.surroundings.preserved(), cached:
             # What it caches is to be made outside the steps, which share it.
-            draws.noted(cell, layout.surroundings, cached)(layout.unflatten(start), first)
+            first_run.noted(cell, layout.surroundings, cached)(layout.unflatten(start), first)
         if cached.converts:
             torch.clear_autocast_cache()
     scene, watch = Scene(layout.device_types), Watch(own)
-    noting = given.watched(draws.noted(cell, layout.surroundings, watch))
+    noting = given.watched(first_run.noted(cell, layout.surroundings, watch))
     stay = isinstance(inputs, (tuple, Tensor))
     chain = CellChain(noting, (first,) if stay else [first], layout)
     written = _watched_step(chain, start, scene, watch, cached)
@@ -180,7 +181,7 @@ def _survey(
                 "make it before the scan, for example by calling the cell once"
             )
     scene.converts = watch.converts
-    return written, scene, draws
+    return written, scene, first_run
 
 
 def _watched_step(chain: CellChain, start: State, scene: Scene, watch: Watch, before: Watch) -> Written:
@@ -241,14 +242,14 @@ class _Sweep:
         inputs: Inputs,
         layout: TensorLayout,
         scene: Scene,
-        draws: FirstDraws,
+        first_run: FirstRun,
         memory: int | str,
         spill: Sequence[Path],
         truncate: int | None,
         check: bool,
         progress: bool | None,
     ) -> None:
-        began = functools.partial(draws.check, layout.surroundings)
+        began = functools.partial(first_run.compare, layout.surroundings)
         self.chain = CellChain(cell, inputs, layout, truncate=truncate, check=check, began=began)
         self._start = start
         self._n = len(inputs)
@@ -270,7 +271,7 @@ class _Sweep:
 
     def forward(self) -> None:
         """Run every step once. If that fails, nothing is left."""
-        with self._scene.set():
+        with self._scene.set(), self.chain.hooks:
             try:
                 self._to_the_turn()
                 self._turn_surroundings = self._layout.surroundings.read()
@@ -285,7 +286,8 @@ class _Sweep:
     def back(self, grads: tuple[Tensor | None, ...]) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Reverse every step; gradients of what is outside and of state 0. Nothing is left after it."""
         draws = CallersDraws(self._layout.surroundings, self._scene.callers_autocast())
-        with self._scene.set(), self._layout.surroundings.preserved(), self.chain.outside.fenced():
+        chain = self.chain
+        with self._scene.set(), self._layout.surroundings.preserved(), chain.outside.fenced(), chain.hooks:
             try:
                 self.chain.hazards.check()
                 if self._executor is not None and versions_of(self._executor.working) != self._turn_versions:

@@ -17,6 +17,13 @@ LEAF: TreeSpec = tree_flatten(None)[1]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Number:
+    """Stands in an output for a tensor with a gradient."""
+
+    value: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Ran:
     """A step as just run, with its graph.
 
@@ -65,6 +72,14 @@ class Step:
     needs_grad: tuple[bool, ...]
     versions: tuple[int, ...]
     twice: frozenset[int]
+
+    def in_several_parts(self, start: Iterable[int | None]) -> frozenset[int]:
+        """Numbers of what step 0 has several times: from outside, as an input, as state 0, whose numbers are ``start``.
+
+        Such a tensor is given to it as it is, as those that are `twice` are to other steps, so that gradients of all
+        its uses arrive in one place, in a plain loop's order. See NOTE [The same order of additions] in `graphs.py`.
+        """
+        return self.twice.union(number for number in start if number in self.inputs or number in self.uses)
 
     def with_whole(self, numbers: frozenset[int]) -> Step:
         """The step where these are what it uses from outside, several times, and not inputs."""
