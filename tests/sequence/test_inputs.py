@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Callable, Iterator, MutableSequence
 from typing import Any
 
@@ -140,3 +141,79 @@ class TestAlteredInPlace:
     @pytest.mark.parametrize("way", ["filled anew", "made anew"])
     def test_others_are_fine(self, way: str, offset: int, tensors: bool) -> None:
         compare(self.program(lambda rows: Rows(rows + offset, way, tensors=tensors)), memory="30KiB")
+
+
+@dataclasses.dataclass
+class Batch:
+    """PyTorch does not look into it."""
+
+    x: Tensor
+
+
+class Slotted:
+    __slots__ = ("parts",)
+
+    def __init__(self, x: Tensor) -> None:
+        self.parts = {"batch": Batch(x)}
+
+    @property
+    def x(self) -> Tensor:
+        return self.parts["batch"].x
+
+
+class Stored:
+    """Items as they are, by index."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, step: int) -> Any:
+        return self.items[step]
+
+
+@pytest.mark.parametrize("given", [list, Stored])
+class TestWhatEachInputHasOfItsOwn:
+    """It is refused where a step alters it, also where it is no tensor that PyTorch tells of; what all share is not."""
+
+    def program(self, made: Callable[[], list[Any]], given: Any) -> Callable[[Loop], Any]:
+        def program(loop: Loop) -> tuple[Any, list[Tensor]]:
+            weight, items = torch.randn(WIDTH, requires_grad=True), made()
+
+            def cell(h: Tensor, item: Any) -> tuple[Tensor, None]:
+                if isinstance(item, torch.Generator):
+                    return torch.tanh(h * weight + torch.rand(WIDTH, generator=item)), None
+                return torch.tanh(h * weight + item.x.mul_(-0.9)), None
+
+            final, _ = loop(cell, torch.zeros(WIDTH), given(items))
+            final.sum().backward()
+            return final, [weight]
+
+        return program
+
+    @pytest.mark.parametrize("kind", [Batch, Slotted])
+    def test_objects(self, kind: Any, given: Any) -> None:
+        with pytest.raises(ebbtide.SequenceError, match=r"altered its input in place in step 0; it must alter a copy"):
+            self.program(lambda: [kind(torch.randn(WIDTH)) for _ in range(N)], given)(ebbtide.scan)
+        compare(self.program(lambda: [kind(torch.randn(WIDTH))] * N, given), memory="30KiB")
+        compare(self.program(lambda: [kind(torch.randn(WIDTH))], given))
+
+    def test_generators(self, given: Any) -> None:
+        with pytest.raises(ebbtide.SequenceError, match="each input has its own, which would draw on"):
+            self.program(lambda: [torch.Generator().manual_seed(step) for step in range(N)], given)(ebbtide.scan)
+        compare(self.program(lambda: [torch.Generator().manual_seed(1)] * N, given), memory="30KiB")
+        compare(self.program(lambda: [torch.Generator().manual_seed(1)], given))
+
+
+def test_an_object_refilled_by_an_iterator() -> None:
+    batch = Batch(torch.zeros(WIDTH))
+
+    def filled() -> Iterator[Batch]:
+        for _ in range(N):
+            batch.x.normal_()
+            yield batch
+
+    with pytest.raises(ebbtide.SequenceError, match=r"was given again as one of input .* give new tensors, or clones"):
+        ebbtide.scan(lambda h, item: (torch.tanh(h + item.x), None), torch.zeros(WIDTH, requires_grad=True), filled())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Callable, Iterable, Iterator, MutableSequence
 from typing import Any, Protocol, cast
 
@@ -17,6 +18,11 @@ from ebbtide.observe.ledger import has_storage
 from ebbtide.sequence.surroundings import unseen
 from ebbtide.sequence.tensors import bytes_of
 
+_WHOLE = (Tensor, np.ndarray, torch.Generator, torch.nn.Module, type, types.ModuleType, types.FunctionType)
+"""Leaves of inputs whose attributes are not looked at: they have none, or are no data."""
+_LEVELS = 2
+"""Attributes are looked at, and theirs."""
+
 
 class Inputs(Protocol):
     """What `scan` takes an input from, by step, as often as it needs it."""
@@ -30,7 +36,9 @@ class FirstInput:
     """Sees whether a cell alters input 0 in place where that stays so.
 
     What inputs give by index may lie in memory of theirs, as rows of an array do, which is the same in each run of a
-    step: it may be altered only if it is filled anew each time. In steps PyTorch tells of tensors that stay.
+    step: it may be altered only if it is filled anew each time. In steps PyTorch tells of tensors that stay. Of
+    generators, and of tensors inside objects that PyTorch does not look into, those that all steps share go back with
+    the states; but where each input has its own, only those of input 0 do.
 
     Args:
         inputs: what the scan takes them from.
@@ -38,13 +46,17 @@ class FirstInput:
     """
 
     def __init__(self, inputs: Inputs, first: Any) -> None:
-        is_told = isinstance(inputs, (tuple, Tensor))
+        self._is_told = isinstance(inputs, (tuple, Tensor))
         self._inputs = inputs
-        self._parts = {
-            place: part
-            for place, part in enumerate(tree_leaves(first))
-            if isinstance(part, np.ndarray) or (not is_told and _is_plain(part))
-        }
+        self._parts: dict[int, Any] = {}
+        self._may_be_shared: set[int] = set()
+        known = {id(part) for part in tree_leaves(first)}
+        for place, part in enumerate(_parts_of(first)):
+            if isinstance(part, torch.Generator) or (_is_plain(part) and id(part) not in known):
+                self._may_be_shared.add(place)
+            elif not isinstance(part, np.ndarray) and (self._is_told or not _is_plain(part)):
+                continue
+            self._parts[place] = part
         with unseen():
             self._before = {place: _contents(part) for place, part in self._parts.items()}
 
@@ -62,17 +74,26 @@ class FirstInput:
     def _check(self) -> None:
         found = {place: _contents(part) for place, part in self._parts.items() if self._may_differ(place)}
         altered = {place: now for place, now in found.items() if now != self._before[place]}
-        again = tree_leaves(self._inputs[0]) if altered else []
+        again = [*_parts_of(self._inputs[0])] if altered else []
         for place, now in altered.items():
             part, other = self._parts[place], again[place] if place < len(again) else None
             # Where only the version tells, another storage may have been filled anew with what the cell has left of it.
             is_same = _lies_as(part, other, alike=now.data == self._before[place].data)
-            if is_same and _contents(part) == now:
-                raise SequenceError("the cell has altered its input in place in step 0; it must alter a copy of it")
+            if is_same and _contents(part) == now and not (place in self._may_be_shared and self._is_shared(place)):
+                raise _altered(part)
 
     def _may_differ(self, place: int) -> bool:
         part = self._parts[place]
-        return isinstance(part, np.ndarray) or part._version != self._before[place].version
+        return not isinstance(part, Tensor) or part._version != self._before[place].version
+
+    def _is_shared(self, place: int) -> bool:
+        """Whether other steps have nothing else in that place: all those that are there, else step 1."""
+        for step in range(1, len(self._inputs) if self._is_told else min(len(self._inputs), 2)):
+            parts = [*_parts_of(self._inputs[step])]
+            part, other = self._parts[place], parts[place] if place < len(parts) else None
+            if type(other) is type(part) and not _lies_as(part, other, alike=True):
+                return False
+        return True
 
 
 def indexed(inputs: Iterable[Any]) -> Inputs:
@@ -123,7 +144,7 @@ def _collected(inputs: Iterable[Any]) -> tuple[Any, ...]:
 
 def _counted(item: Any) -> Iterator[Tensor]:
     """The tensors in an input of which PyTorch counts how often they were altered."""
-    for part in tree_leaves(item):
+    for part in _parts_of(item):
         if isinstance(part, Tensor) and not part.is_inference() and has_storage(part):
             yield part
 
@@ -132,15 +153,43 @@ def _place(tensor: Tensor) -> tuple[int, int]:
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
+def _parts_of(item: Any, levels: int = _LEVELS) -> Iterator[Any]:
+    """The leaves of a tree, and of what lies in the attributes of those that PyTorch does not look into."""
+    for leaf in tree_leaves(item):
+        yield leaf
+        if levels and not isinstance(leaf, _WHOLE):
+            for value in _attributes(leaf):
+                yield from _parts_of(value, levels - 1)
+
+
+def _altered(part: Any) -> SequenceError:
+    if isinstance(part, torch.Generator):
+        return SequenceError(
+            "the cell draws from a generator in its input, and each input has its own, which would draw on when a step "
+            "runs again; give seeds, or one generator to all steps"
+        )
+    return SequenceError("the cell has altered its input in place in step 0; it must alter a copy of it")
+
+
+def _attributes(item: object) -> list[Any]:
+    slots: list[str] = []
+    for kind in type(item).__mro__:
+        named = vars(kind).get("__slots__", ())
+        slots += [named] if isinstance(named, str) else named
+    return [*getattr(item, "__dict__", {}).values(), *(getattr(item, name) for name in slots if hasattr(item, name))]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Contents:
-    """The bytes of a tensor on the CPU or of an array, and the version of a tensor."""
+    """The bytes of a tensor on the CPU, of an array or of a generator's state, and the version of a tensor."""
 
     version: int
     data: bytes
 
 
 def _contents(part: Any) -> _Contents:
+    if isinstance(part, torch.Generator):
+        return _Contents(0, part.get_state().numpy().tobytes())
     if isinstance(part, np.ndarray):
         return _Contents(0, part.tobytes())
     return _Contents(part._version, bytes(*bytes_of([part])) if part.device.type == "cpu" else b"")
@@ -155,6 +204,8 @@ def _lies_as(part: Any, other: Any, *, alike: bool) -> bool:
     """Whether one that is like ``part`` lies in the same memory; if they are ``alike``, in the same storage."""
     if type(other) is not type(part):
         return False
+    if isinstance(part, torch.Generator):
+        return part is other
     if isinstance(part, np.ndarray):
         return bool(part.ctypes.data == other.ctypes.data)
     storages = part.untyped_storage()._cdata, other.untyped_storage()._cdata
