@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import re
@@ -366,6 +367,17 @@ class TestJudge:
         assert interpret(records, 3, {MEMORY: 2, DISK: 1}, costs).reversed_steps == 3
         with pytest.raises(SequenceError, match=r"record 2, .*: memory has 1 slots"):
             interpret(records, 3, {MEMORY: 1, DISK: 1}, costs)
+
+    def test_compute_waits_for_copies_out_where_memory_has_no_slot(self) -> None:
+        """As in schedules for a synchronous disk that name none; loads overlap nothing, either."""
+        schedule = PeriodicDiskRevolve(5, 1, DiskCosts(1, 1, 3, 2), 1)
+        assert schedule.slots[MEMORY] == 0
+        waiting = Costs(1, 1, {DISK: 3}, {DISK: 2})
+        overlapping = dataclasses.replace(waiting, overlaps=frozenset({DISK}))
+        counts = [interpret(schedule.records(), 5, schedule.slots, costs) for costs in (waiting, overlapping)]
+        assert counts[0] == counts[1]
+        with pytest.raises(SequenceError, match="memory has 0 slots"):
+            interpret([Store(0, MEMORY)], 2, {MEMORY: 0, DISK: 1}, overlapping)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])

@@ -21,7 +21,8 @@ class Costs:
     Attributes:
         forward, reverse: one step forward; one step reversed, with what it runs forward itself.
         write, read: one state to and from a tier; 0 for tiers not named.
-        overlaps: tiers whose transfers run beside compute. A copy out holds a slot in memory until it is done.
+        overlaps: tiers whose transfers run beside compute. A copy out holds a slot in memory until it is done;
+            where there is none, compute waits for it.
     """
 
     forward: float = 1.0
@@ -124,7 +125,10 @@ class _Machine:
         write = self.costs.write.get(record.tier, 0.0)
         if record.tier in self.costs.overlaps:
             done = self._transfer("out", record.tier, self.now, write)
-            bisect.insort(self.writes_under_way, done)
+            if self._has_no_slots:  # as of a schedule for a synchronous disk: it is the working state that goes out
+                self.now = done
+            else:
+                bisect.insort(self.writes_under_way, done)
         else:
             self.now += write
             done = self.now
@@ -170,11 +174,15 @@ class _Machine:
             raise SequenceError(f"there is no tier {tier!r}")
         return self.held[tier]
 
+    @property
+    def _has_no_slots(self) -> bool:
+        return self.slots.get(MEMORY) == 0
+
     def _make_way(self, tier: str, key: tuple[int, bool]) -> None:
         """Before a copy to ``tier`` begins: it needs a slot in memory, be it on its way out or for good."""
         if key in self._tier(tier):
             raise SequenceError("it is there already")
-        if tier == MEMORY or tier in self.costs.overlaps:
+        if tier == MEMORY or (tier in self.costs.overlaps and not self._has_no_slots):
             self._wait_for_slot()
 
     def _take(self, tier: str, key: tuple[int, bool], done: float) -> None:
