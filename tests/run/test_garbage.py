@@ -13,7 +13,7 @@ from torch import Tensor
 
 import ebbtide
 from ebbtide.decisions import Recompute
-from ebbtide.run.garbage import expect_objects
+from ebbtide.observe.garbage import expect_objects
 from tests.run.harness import SLOW_DISK
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")

@@ -20,6 +20,7 @@ class SeenStorage:
         alone: moments from which on only autograd held it: the first such, and one after each time it was asked for.
         aliases, views: how many tensors of it holdings have, and how many saved tensors show it.
         evicted: whether it is moved out under the safe policy.
+        is_garbage: whether it would be in the hands of garbage, in steps in which that is not collected.
         versions: its values, as places in the recorder's list of them.
     """
 
@@ -29,6 +30,7 @@ class SeenStorage:
         "cdata",
         "dies",
         "evicted",
+        "is_garbage",
         "number",
         "size_bytes",
         "versions",
@@ -43,7 +45,7 @@ class SeenStorage:
         self.alone: list[int] = []
         self.aliases = 0
         self.views = 0
-        self.evicted = False
+        self.evicted = self.is_garbage = False
         self.versions: list[int] = []
 
 

@@ -175,6 +175,11 @@ class Ledger:
         """The most bytes that were ever alive."""
         return self.resting_bytes + self.peak_made_bytes
 
+    @property
+    def made_here_bytes(self) -> int:
+        """Bytes of storages that were made and live, also when the ledger does not count any more."""
+        return sum(record.size_bytes for record in list(self._living.values()) if not record.external)
+
     def touch(self, storage: torch.UntypedStorage) -> StorageRecord:
         """The record of a storage that is used; one that was never seen before is external."""
         return self._living.get(storage._cdata) or self._enter(storage, external=True)

@@ -102,6 +102,7 @@ class Recorder(DispatchMode):
 
     def __enter__(self) -> Recorder:
         gc.collect(self._oldest)  # garbage of earlier steps must not die in this one
+        self.storages.begin()
         self._trail.start()
         watch_compiling(self)
         self._calls = compiled_calls()
@@ -112,6 +113,7 @@ class Recorder(DispatchMode):
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        self.storages.end()
         super().__exit__(*exception)
         self.hidden = True  # it stays on, if this is another thread than it was put on in
         tell_no_more(self._pass_begins)
@@ -250,7 +252,7 @@ class Recorder(DispatchMode):
             now = self._mark()
             if self._time.is_behind(now):
                 self._ops[-1].spans.append((self._left, now))
-        self.storages.see_who_is_alone()
+        self.storages.moment_begins()
 
     def _inputs(self, args: Any, kwargs: Any, tick: int) -> tuple[int, ...]:
         values: dict[int, None] = {}
@@ -296,16 +298,6 @@ class Recorder(DispatchMode):
                 made += storage.size_bytes
                 draft.outputs += (storage.versions[-1],)
         return made
-
-    def _spare_readers(self) -> None:
-        """What reads storages that are emptied, or values that stay as they are, is never run again."""
-        self.storages.look_for_emptied()
-        values = self.storages.values
-        emptied = [values[value] for storage in self.storages.emptied.values() for value in storage.versions]
-        for draft in (*emptied, *(draft for draft in values if draft.stays)):
-            for tick in draft.uses:
-                if self._ops[tick].replay != "view":
-                    self._ops[tick].replay = "opaque"
 
     # --- saved tensors -------------------------------------------------------------------------------------------
 
@@ -384,7 +376,7 @@ class Recorder(DispatchMode):
     def finish(self) -> Step:
         """The step that was recorded, up to now. Waits until the device is done with it."""
         self.interrupts.raise_kept()
-        self._spare_readers()
+        self.storages.spare_readers(self._ops)
         moments = len(self._ops) + len(self._events)
         ops = tuple(draft.op(total_seconds(self._time, draft.spans)) for draft in self._ops)
         values = tuple(draft.value(moments) for draft in self.storages.values)

@@ -3,13 +3,20 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Sequence
+
 import torch
 
 from ebbtide.errors import StepError
 from ebbtide.observe.allocated import Memory
-from ebbtide.observe.drafts import SeenStorage, ValueDraft
+from ebbtide.observe.drafts import OpDraft, SeenStorage, ValueDraft
+from ebbtide.observe.garbage import HeldOff
 from ebbtide.observe.ledger import Ledger, StorageRecord, storage_wrapper_count, use_count
 from ebbtide.step import EXTERNAL
+
+COLLECTS_BYTES = 1 << 30
+"""Bytes that a step has made and that live at which garbage is collected; later, each time that they have doubled."""
 
 
 class Storages:
@@ -30,11 +37,23 @@ class Storages:
         self.ledger = Ledger(self._died) if memory is None else Ledger(self._died, memory.size_of)
         self.values: list[ValueDraft] = []
         self.emptied: dict[int, SeenStorage] = {}
+        self._garbage_bytes = self._left_bytes = 0
+        self._is_collecting, self._collects_at = False, COLLECTS_BYTES
+        self._collector = HeldOff()
         self._count = 0
         self._records: dict[StorageRecord, SeenStorage] = {}
         self._watched: dict[int, SeenStorage] = {}
         self._no_storage: SeenStorage | None = None
         self._wrapper = storage_wrapper_count()
+
+    def begin(self) -> None:
+        """The step begins."""
+        self._collector.begin()
+
+    def end(self) -> None:
+        """It ends."""
+        self._left_bytes = self.ledger.made_here_bytes
+        self._collector.end()
 
     # --- what ops use and make -----------------------------------------------------------------------------------
 
@@ -102,13 +121,47 @@ class Storages:
 
     # --- who has them --------------------------------------------------------------------------------------------
 
+    def moment_begins(self) -> None:
+        """The present moment begins: note which storages are alone, and collect garbage where much is alive."""
+        self.see_who_is_alone()
+        if self.ledger.made_bytes >= self._collects_at:
+            self.collect_garbage()
+            self._collects_at = max(COLLECTS_BYTES, 2 * self.ledger.made_bytes)
+
     def see_who_is_alone(self) -> None:
         """Note, as the present moment begins, which storages nobody has besides autograd."""
         if self._watched:
             for number, storage in list(self._watched.items()):
-                if use_count(storage.cdata) <= storage.aliases + self._wrapper - 1:
+                if self._is_alone(storage):
                     storage.alone.append(self.moment)
                     del self._watched[number]
+
+    def _is_alone(self, storage: SeenStorage) -> bool:
+        return use_count(storage.cdata) <= storage.aliases + self._wrapper - 1
+
+    def collect_garbage(self) -> None:
+        """Let Python collect all garbage. Later steps may not: what dies here, or is alone from now on, is in the hands
+        of garbage until the step ends. See rule 7."""
+        self.see_who_is_alone()
+        self._is_collecting = True
+        try:
+            gc.collect()
+        finally:
+            self._is_collecting = False
+        for number, storage in list(self._watched.items()):
+            if self._is_alone(storage):
+                self._is_garbage(storage)
+                del self._watched[number]
+
+    def _is_garbage(self, storage: SeenStorage) -> None:
+        if not self.is_external(storage):
+            self._garbage_bytes += storage.size_bytes * (not storage.is_garbage)
+            storage.is_garbage = True
+
+    def garbage_bytes(self) -> int:
+        """Bytes that the step, which is over, has made and left to the garbage collector, which runs for that."""
+        gc.collect()
+        return self._garbage_bytes + self._left_bytes - self.ledger.made_here_bytes
 
     def look_for_emptied(self) -> None:
         """Storages that live and have no memory any more."""
@@ -116,9 +169,18 @@ class Storages:
             if record.is_emptied:
                 self.emptied[storage.number] = storage
 
+    def spare_readers(self, ops: Sequence[OpDraft]) -> None:
+        """What reads storages that are emptied, or values that stay as they are, is never run again."""
+        self.look_for_emptied()
+        emptied = [self.values[value] for storage in self.emptied.values() for value in storage.versions]
+        for draft in (*emptied, *(draft for draft in self.values if draft.stays)):
+            for tick in draft.uses:
+                if ops[tick].replay != "view":
+                    ops[tick].replay = "opaque"
+
     def watch(self, storage: SeenStorage) -> None:
         """Somebody has ``storage`` besides autograd, if it is here: see from when on nobody has."""
-        if storage.aliases > 0 and not storage.evicted and storage.versions:
+        if storage.aliases > 0 and not (storage.evicted or storage.is_garbage) and storage.versions:
             self._watched[storage.number] = storage
 
     def held(self, storage: SeenStorage, aliases: int) -> None:
@@ -131,7 +193,7 @@ class Storages:
         """Autograd took (+1) or dropped (-1) a saved tensor that shows ``storage``."""
         storage.views += views
         if storage.views == 0 and storage.evicted and storage.dies < 0 and self.ledger.open:
-            storage.dies = self.moment
+            self._note_death(storage)
 
     def evicted(self, storage: SeenStorage) -> None:
         """``storage`` leaves under the safe policy: its death is not the value's."""
@@ -149,5 +211,11 @@ class Storages:
     def _died(self, record: StorageRecord) -> None:
         storage = self._records.pop(record, None)
         if storage is not None and not storage.evicted:
-            storage.dies = self.moment
+            self._note_death(storage)
             self._watched.pop(storage.number, None)
+
+    def _note_death(self, storage: SeenStorage) -> None:
+        if self._is_collecting:
+            self._is_garbage(storage)
+        if not storage.is_garbage:
+            storage.dies = self.moment

@@ -21,6 +21,7 @@ import torch
 from ebbtide.errors import RecipeError
 from ebbtide.observe.clock import Clock, Span
 from ebbtide.observe.compiled_calls import compiled_calls
+from ebbtide.observe.garbage import expect_objects
 from ebbtide.observe.ledger import sizes
 from ebbtide.observe.mode import DisableTorchDispatch, correct_mode_flags, is_between_ops, modes_on
 from ebbtide.observe.passes import in_pass, tell_no_more, tell_of_passes
@@ -30,7 +31,6 @@ from ebbtide.observe.wrapped import PLAIN_TYPES, inside, is_subclass
 from ebbtide.run.allocator import Trimmer
 from ebbtide.run.capture import OFF, CaptureMode
 from ebbtide.run.forks import KnownScripts
-from ebbtide.run.garbage import expect_objects
 from ebbtide.run.holdings import Kept, View, keep, outside_inference_mode
 from ebbtide.run.safe import SafePolicy
 from ebbtide.run.script import NOBODY, ExpectedSave, Script

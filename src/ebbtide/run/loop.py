@@ -28,11 +28,14 @@ from ebbtide.run.looks import Looks
 from ebbtide.run.parts import Parts
 from ebbtide.run.roomy import MOST_SIZES, in_place_of, latest_and_largest
 from ebbtide.run.tiers import SlowTier
+from ebbtide.units import format_bytes
 
 FINAL_STATES = ("planned", "idle")
 """States in which nothing is left to find out."""
 TRUSTED_STATES = ("rehearse", *FINAL_STATES)
 """States of steps by whose plan values were compared and bytes were counted, if there was anything to find out so."""
+WORTH_SHARE = 0.05
+"""Share of the least reachable peak from which on it is worth a word that it is garbage."""
 MOST_STRANGERS = 8
 """Kinds that came but once. Where there are more of them, each step may be another one, and a plan of no use: kinds are
 planned for once they come again, or all at once if they differ in sizes alone."""
@@ -276,6 +279,7 @@ class Loop:
             kind.make_plan(self.machine, limit_bytes)
         except BudgetError as error:
             if not self.compiles or all(op.name != COMPILED_GRAPH.name for op in step.ops):
+                _tell_of_garbage(error, recorder.storages.garbage_bytes())
                 raise
             self._stop_compiling(error)
         else:
@@ -350,6 +354,15 @@ class Loop:
         self.compiles = False
         self.kinds.forget_all()
         self.looks.begin_anew()
+
+
+def _tell_of_garbage(error: BudgetError, garbage_bytes: int) -> None:
+    """Say so where much of what the step holds is garbage."""
+    if garbage_bytes > WORTH_SHARE * error.reachable_bytes:
+        error.add_note(
+            f"This step left {format_bytes(garbage_bytes)} in reference cycles, which only Python's garbage collector"
+            " gives back, nobody knows when: break them, or call gc.collect() within each step."
+        )
 
 
 def _restore_allocator() -> None:

@@ -39,6 +39,10 @@ from ebbtide.run.wrapped import Handle, Outer, wrap_like
 
 LEAST_MOVED_BYTES = 64 * 1024
 """Smaller tensors stay: moving them costs more than they free."""
+ROOM_FOR_GARBAGE = 1 / 16
+"""Share of the limit that is made room for where garbage is collected, which takes as long as some hundred ops;"""
+MORE_AFTER_VAIN = 1.125
+"""if there was not half as much of it, so many times the bytes have to be alive before it is looked for again."""
 
 
 class _CachedHolding(Holding):
@@ -123,6 +127,7 @@ class SafePolicy:
         self._away: list[weakref.ref[Holding]] = []
         self._last_live_bytes = 0
         self._growth_bytes = growth_bytes
+        self._collects_at = 0.0
         self.is_over = False
 
     def retire(self) -> None:
@@ -283,9 +288,17 @@ class SafePolicy:
         live = self._live_bytes()
         if self._last_live_bytes:
             self._growth_bytes = max(self._growth_bytes, live - self._last_live_bytes)
-        self._last_live_bytes = left = live
+        self._last_live_bytes = live
+        left = self._evict_some(live, self._limit_bytes)
+        if left + self._growth_bytes > self._limit_bytes:
+            self._collect_garbage(left, self._limit_bytes)
+        if self._trimmer is not None:
+            self._trimmer.check(live - self._resting_bytes(), self._growth_bytes)
+
+    def _evict_some(self, live_bytes: int, limit_bytes: int) -> int:
+        """Move out what may leave until there is room. Returns the bytes that are alive then."""
         for key, reference in list(self._cache.items()):
-            if left + self._growth_bytes <= self._limit_bytes:
+            if live_bytes + self._growth_bytes <= limit_bytes:
                 break
             holding = reference()
             if holding is None or holding.tensor is None:
@@ -293,9 +306,19 @@ class SafePolicy:
             elif holding.intact and use_count(holding.identity) <= self._wrapper:  # ours is the only tensor of it
                 del self._cache[key]
                 self._evict(holding)
-                left = self._live_bytes()  # to ask takes long where there are many
-        if self._trimmer is not None:
-            self._trimmer.check(live - self._resting_bytes(), self._growth_bytes)
+                live_bytes = self._live_bytes()  # to ask takes long where there are many
+        return live_bytes
+
+    def _collect_garbage(self, live_bytes: int, limit_bytes: int) -> None:
+        """All that may leave has left, and there is no room: collect garbage, unless Python does that by itself, and
+        move out what it had."""
+        recorder = self.recorder
+        if recorder is None or not recorder.ledger.open or live_bytes < self._collects_at:
+            return
+        recorder.storages.collect_garbage()
+        room = int(ROOM_FOR_GARBAGE * limit_bytes)
+        left = self._evict_some(self._live_bytes(), limit_bytes - room)
+        self._collects_at = 0.0 if live_bytes - left >= room / 2 else MORE_AFTER_VAIN * left
 
     def _evict(self, holding: Holding) -> None:
         holding.send(self._tier())
