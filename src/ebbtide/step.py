@@ -179,6 +179,11 @@ class Step:
         return math.fsum(op.duration_seconds for op in self.ops)
 
     @property
+    def has_backward_pass(self) -> bool:
+        """Whether any op of a backward pass runs in it."""
+        return any(op.phase == "backward" for op in self.ops)
+
+    @property
     def next_storage(self) -> int:
         """A number that no storage of the step has."""
         return 1 + max((value.storage for value in self.values), default=-1)

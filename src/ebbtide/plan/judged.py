@@ -79,8 +79,13 @@ def budget_error(problem: Problem, least: Course, limit_bytes: int, policy: str 
         f" {'peak it reaches' if policy else 'reachable peak'} is {format_bytes(reachable)}{place}; ask for at least"
         f" {reachable} bytes{' or plan with another method' if policy else ''}"
     )
-    if step.ops and all(op.phase == "forward" for op in step.ops):
+    if step.saved and not step.has_backward_pass:
         message += ". The step has no backward pass: call backward() within it, or all that it saves has to stay"
+    elif step.has_backward_pass and not step.saved:
+        message += (
+            ". The step has a backward pass, and autograd saved nothing for it within the step that could leave: run"
+            " the forward pass within it, too"
+        )
     idle_bytes = 0 if problem.routes else int(problem.spans.size_bytes[problem.spans.final].sum())
     if idle_bytes > WORTH_SHARE * (reachable - problem.resting_bytes):
         message += f". Graphs hold {format_bytes(idle_bytes)} that no backward pass asks for any more: {ADVICE}"

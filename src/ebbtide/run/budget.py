@@ -32,7 +32,8 @@ class Budget:
     * From then on steps run as planned.
 
     Args:
-        limit: an int, ``"6GiB"``, or ``"50%"`` of the plain peak, the larger one of the steps that are observed first.
+        limit: an int, ``"6GiB"``, or ``"50%"`` of the plain peak, the larger one of the steps that are observed first;
+            those before the first training step, which have no backward pass and save nothing, do not count.
             On a CPU, bytes of all tensors alive that a step touches or makes, parameters and gradients included. On
             CUDA, all bytes that PyTorch's allocator has handed out on the step's device: optimizer state and
             workspaces, too.

@@ -240,7 +240,10 @@ class Loop:
     def learn(self, recorder: Recorder) -> None:
         """A step was observed: plan it, or take it as a second look at a known kind."""
         step, captures_all = recorder.finish(), recorder.captures_all
-        self.looks.note_observed()
+        # Evaluation before the first training step: a percentage is not of its peak, and it has no limit itself.
+        tells_limit = self.limit_bytes is not None or bool(step.saved) or step.has_backward_pass
+        if tells_limit:
+            self.looks.note_observed()
         seen = Kind(step, verify=self.verify, captures_all=captures_all, keeps_graphs=recorder.keeps_graphs)
         roomy = next((known for known in self.kinds.values() if known.has_room_for(seen)), None)
         if roomy is not None:
@@ -261,20 +264,14 @@ class Loop:
         is_one_of_many = (
             kind.comings.count == 1 and sum(other.comings.count == 1 for other in self.kinds.values()) > MOST_STRANGERS
         )
-        if self.looks.left > 0 and len(self.kinds) == 1:
+        if not tells_limit or (self.looks.left > 0 and (len(self.kinds) == 1 or self.limit_bytes is None)):
             return  # look once more, without the page faults of the first time
-        if self.limit_bytes is None:
-            # Of all that was seen: the second step may be a short batch, or one that was left out.
-            most = max(plain_peak_bytes(known) for one in self.kinds.values() for known in one.observed)
-            if not most:
-                return
-            assert self._fraction is not None
-            self.limit_bytes = int(self._fraction * most)
+        limit_bytes = self._find_limit()
+        if limit_bytes is None:
+            return
         if self._try_shared_plan(kind, is_one_of_many) or is_one_of_many:
             self.looks.have_enough()
             return
-        limit_bytes = self.within
-        assert limit_bytes is not None
         try:
             kind.make_plan(self.machine, limit_bytes)
         except BudgetError as error:
@@ -284,6 +281,20 @@ class Loop:
             self._stop_compiling(error)
         else:
             self.looks.have_enough()
+
+    def _find_limit(self) -> int | None:
+        """The limit of the next plan. A percentage is of the largest plain peak of the observed steps that have a
+        backward pass; while none has, of those that there are, and is not fixed by that. None if they hold nothing."""
+        if self.limit_bytes is None:
+            assert self._fraction is not None
+            # Of all that was seen: the second step may be a short batch, or one that was left out.
+            observed = [step for kind in self.kinds.values() for step in kind.observed]
+            training = [step for step in observed if step.has_backward_pass]
+            limit_bytes = int(self._fraction * max(map(plain_peak_bytes, training or observed)))
+            if not training or not limit_bytes:
+                return limit_bytes or None
+            self.limit_bytes = limit_bytes
+        return self.within
 
     def claim_count_of_parts(self) -> bool:
         """Claim a count, if one is left, for the step that begins now. Returns whether it is counted, as one that may
