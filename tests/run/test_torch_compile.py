@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 
 import ebbtide
 from ebbtide.decisions import Offload, Recompute
+from ebbtide.errors import BudgetError
 from ebbtide.observe import inductor
 from ebbtide.run.observing import observe_step
 from tests.run.harness import FAST_DISK, SLOW_DISK
@@ -271,6 +272,34 @@ def test_a_budget_too_small_for_one_graph_runs_uncompiled(tmp_path: Path) -> Non
         assert budget.state == "planned"
         assert budget.plan is not None
         assert budget.plan.peak_bytes <= budget.plan.limit_bytes < budget.plan.plain_peak_bytes
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_budget_too_small_for_what_another_backend_made_runs_uncompiled(backend: str, tmp_path: Path) -> None:
+    """Its graph of several ops is seen op by op, and needs all that it has saved at once, too."""
+    batch, net = torch.randn(300, 96), blocks()
+    whole = torch.compile(net, backend=backend)
+    with ebbtide.Budget("70%", spill=tmp_path, machine=FAST_DISK) as budget:
+        if backend == "eager":  # what it runs are the ops of the model
+            found = [under(budget, net, seeded(whole), batch) for _ in range(STEPS)]
+            assert budget._loop.compiles
+        else:
+            with pytest.warns(UserWarning, match="compile the model's blocks instead of the whole model"):
+                found = [under(budget, net, seeded(whole), batch) for _ in range(2 + STEPS)]
+        assert equal(gradients(net, seeded(net), batch), found[-1])
+        assert budget.state == "planned"
+        assert budget.plan is not None
+        assert budget.plan.peak_bytes <= budget.plan.limit_bytes < budget.plan.plain_peak_bytes
+
+
+def test_a_budget_too_small_for_a_model_that_is_not_compiled_is_an_error(tmp_path: Path) -> None:
+    batch, net, other = torch.randn(300, 96), blocks(), torch.compile(nn.Linear(96, 96), backend="aot_eager")
+    with ebbtide.Budget("10%", spill=tmp_path, machine=FAST_DISK) as budget:
+        other(batch)
+        under(budget, net, seeded(net), batch)
+        with pytest.raises(BudgetError):
+            under(budget, net, seeded(net), batch)
+    assert budget._loop.compiles
 
 
 def test_what_is_observed_is_the_model_as_it_was_written() -> None:

@@ -10,7 +10,7 @@ import functools
 import sys
 from typing import Any
 
-_begun = 0
+_begun = _ran = 0
 _counting = False
 
 
@@ -26,14 +26,22 @@ def compiled_calls() -> int:
     return _begun
 
 
+def compiled_runs() -> int:
+    """A number that is another one if calls that may run compiled have begun since it was asked for last, and since
+    `compiled_calls` was asked for."""
+    return _ran
+
+
 def _count(frames: Any) -> None:
     """Each such call asks what to compile with."""
     original = frames._callback_from_stance
 
     @functools.wraps(original)
     def counted(callback: Any) -> Any:
-        global _begun
+        global _begun, _ran
         _begun += callback is not None  # None is for functions that are not to be compiled
-        return original(callback)
+        found = original(callback)
+        _ran += callback is not None and found is not None  # the latter is for all, where nothing is to be
+        return found
 
     frames._callback_from_stance = counted

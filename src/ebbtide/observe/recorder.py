@@ -29,7 +29,7 @@ import torch
 from ebbtide.observe.allocated import AllocatedProbe, Memory, with_everything_allocated
 from ebbtide.observe.asking import AskingNodes
 from ebbtide.observe.clock import Clock, HostClock, Span, total_seconds
-from ebbtide.observe.compiled_calls import compiled_calls
+from ebbtide.observe.compiled_calls import compiled_calls, compiled_runs
 from ebbtide.observe.drafts import OpDraft, SeenStorage, absences_of
 from ebbtide.observe.inductor import unwatch_compiling, watch_compiling
 from ebbtide.observe.interrupts import Interrupts
@@ -63,6 +63,7 @@ class Recorder(DispatchMode):
         hidden: while true, ops are run without being recorded; the runtime sets it around its own ops.
         captures_all: whether a mode that captures ops of such a step has to stay on from beginning to end, as something
             is called that `torch.compile` returned, or autograd saves within transforms. Known in the end.
+        runs_compiled: whether anything that `torch.compile` made has run, with whatever backend. Known in the end.
         keeps_graphs: whether a backward pass kept the graph that it went through.
         is_blind: whether a backward pass ran in a thread of the user's, where this mode is not on.
         lock: held by the thread of autograd that runs an op, or a hook that reports here: there may be several.
@@ -96,16 +97,16 @@ class Recorder(DispatchMode):
         self._passes: dict[int, int] = {}
         self._events: list[Event] = []
         self._left: Any = None
-        self._backward_module, self._calls = "", 0
+        self._backward_module, self._calls, self._runs = "", 0, 0
         self._is_in_node, self._is_pass_new = False, True
-        self.hidden = self.captures_all = self.keeps_graphs = self.is_blind = False
+        self.hidden = self.captures_all = self.runs_compiled = self.keeps_graphs = self.is_blind = False
 
     def __enter__(self) -> Recorder:
         gc.collect(self._oldest)  # garbage of earlier steps must not die in this one
         self.storages.begin()
         self._trail.start()
         watch_compiling(self)
-        self._calls = compiled_calls()
+        self._calls, self._runs = compiled_calls(), compiled_runs()
         self.interrupts.enter()
         tell_of_passes(self._pass_begins)
         super().__enter__()
@@ -121,6 +122,7 @@ class Recorder(DispatchMode):
         self.interrupts.leave()
         unwatch_compiling(self)
         self.captures_all |= compiled_calls() != self._calls
+        self.runs_compiled |= compiled_runs() != self._runs
         self._trail.stop()
         self.ledger.close()
 
@@ -203,7 +205,7 @@ class Recorder(DispatchMode):
             draft = OpDraft(COMPILED_GRAPH, self._inputs(inputs, {}, tick), *self._place())
             storages = dict.fromkeys(self.storages.touch(inputs[i]) for i in sorted(written) if has_storage(inputs[i]))
             self._begin(draft)
-            self.hidden = True
+            self.hidden = self.runs_compiled = True
             try:
                 result, draft.spans, grown = self._execute(run, (), {})
             finally:

@@ -12,7 +12,6 @@ from ebbtide.errors import BudgetError, OutOfMemoryError, PlanError
 from ebbtide.machine import Machine
 from ebbtide.measured import Measurements, State
 from ebbtide.observe.recorder import Recorder
-from ebbtide.observe.schema import COMPILED_GRAPH
 from ebbtide.plan import plain_peak_bytes
 from ebbtide.run import allocator
 from ebbtide.run.calibrate import machine_for
@@ -275,7 +274,7 @@ class Loop:
         try:
             kind.make_plan(self.machine, limit_bytes)
         except BudgetError as error:
-            if not self.compiles or all(op.name != COMPILED_GRAPH.name for op in step.ops):
+            if not self.compiles or not recorder.runs_compiled:
                 _tell_of_garbage(error, recorder.storages.garbage_bytes())
                 raise
             self._stop_compiling(error)
