@@ -13,6 +13,7 @@ from torch.utils import _pytree
 
 import ebbtide
 from ebbtide.errors import SequenceError
+from ebbtide.sequence import graphs
 from ebbtide.sequence.blocks import SPARE_BYTES, blocks_within
 from ebbtide.sequence.tensors import TensorLayout
 from tests.sequence.loops import WIDTH, Loop, compare, in_thread, plain
@@ -262,6 +263,34 @@ def test_functions_behind_other_ops_outside(nested: bool) -> None:
     compare(program, memory="40KiB")
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_what_is_behind_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the outer one of two scans, however often the inner one is reversed."""
+    looked_at = list[int]()
+
+    def nodes_behind(*arguments: Any) -> set[Any]:
+        behind = original(*arguments)
+        looked_at.append(len(behind))
+        return behind
+
+    original = graphs._nodes_behind
+    monkeypatch.setattr(graphs, "_nodes_behind", nodes_behind)
+    code = torch.randn(WIDTH, requires_grad=True)
+    for _ in range(50):
+        code = torch.sin(code)
+
+    def inner(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+        return torch.tanh(h * code + x), None
+
+    def outer(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+        return ebbtide.scan(inner, h + code, x.expand(3, *SHAPE))[0], None
+
+    final, _ = ebbtide.scan(outer, torch.zeros(SHAPE), torch.randn(6, *SHAPE))
+    for _ in range(2):
+        looked_at.clear()
+        final.sum().backward(retain_graph=True)
+        assert looked_at == [51, 0, 0, 0, 0, 0, 0]
 
 
 def test_small_states_take_no_more_than_they_may(tmp_path: Any) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from typing import Any, NoReturn
@@ -39,6 +40,16 @@ _alias = torch.ops.aten.alias.default
 _NOBODY = torch.empty(0, device="cpu")
 
 Edge = tuple[Node, int]
+
+
+class _Fenced(threading.local):
+    """Nodes behind the tensors outside of all scans whose steps this thread is reversing, one within the other."""
+
+    def __init__(self) -> None:
+        self.nodes: set[Node] = set()
+
+
+_fenced = _Fenced()
 
 
 class Outside:
@@ -186,7 +197,11 @@ class Outside:
         with contextlib.ExitStack() as stack:  # what an interrupt leaves of it would give wrong gradients from then on
             for node in nodes:
                 stack.callback(node.register_prehook(lambda grads: (None,) * len(grads)).remove)
-            for function in _functions_behind(nodes):
+            behind = _nodes_behind(nodes, _fenced.nodes)
+            stack.callback(_fenced.nodes.difference_update, behind)
+            _fenced.nodes |= behind
+            function: Any
+            for function in filter(_is_called, behind):
                 stack.callback(_call_again, function)
                 # It would be given zeros for none, and may make something of them.
                 nothing = (None,) * len(function.needs_input_grad)
@@ -205,16 +220,21 @@ def _call_again(function: Any) -> None:
         vars(function).pop(name, None)
 
 
-def _functions_behind(nodes: Set[Node]) -> list[Any]:
-    """Custom functions that ``nodes`` are, or that made what these were computed from, but for those that are fenced
-    already, by a scan around this one."""
-    seen, left = set(nodes), list(nodes)
+def _is_called(node: Any) -> bool:
+    """Whether it is a custom function that the engine calls, as no scan has fenced it."""
+    return issubclass(type(node), BackwardCFunction) and "apply" not in vars(node)
+
+
+def _nodes_behind(nodes: set[Node], known: set[Node]) -> set[Node]:
+    """``nodes`` and all that these were computed from, without what is ``known``, of which all behind it is, too."""
+    seen = nodes - known
+    left = list(seen)
     while left:
         for node, _ in left.pop().next_functions:
-            if node is not None and node not in seen:
+            if node is not None and node not in seen and node not in known:
                 seen.add(node)
                 left.append(node)
-    return [node for node in seen if issubclass(type(node), BackwardCFunction) and "apply" not in vars(node)]
+    return seen
 
 
 def local_gradients(
