@@ -17,6 +17,7 @@ from ebbtide.errors import SequenceError
 from ebbtide.observe.mode import nodes_made
 from ebbtide.sequence.blocks import Block
 from ebbtide.sequence.checksums import Checksums
+from ebbtide.sequence.draws import StepDraws
 from ebbtide.sequence.graphs import Outside, close_off, is_dense, local_gradients
 from ebbtide.sequence.hooks import PutHooks, drop_hooks
 from ebbtide.sequence.inputs import Inputs
@@ -87,6 +88,7 @@ class CellChain:
         self._layout = layout
         self._truncate = truncate
         self._began = began
+        self._draws = StepDraws(layout.surroundings)
         self._checksums = Checksums("cell") if check else None
         self._steps = Steps()
         self._ys: list[tuple[list[Any], TreeSpec]] = []
@@ -185,6 +187,7 @@ class CellChain:
         nothing = ran.spec is LEAF and ran.parts[0] is None
         self._ys.append(_NOTHING if nothing else ([numbers.get(id(part), part) for part in ran.parts], ran.spec))
         if step == len(self._inputs) - 1:
+            self._draws.end(step + 1)
             for part in ran.following:
                 if part.requires_grad and id(part) not in numbers:
                     numbers[id(part)] = Number(len(self.results))
@@ -317,8 +320,9 @@ class CellChain:
         whole: frozenset[int],
     ) -> None:
         """Run a step again, and its graph back; ``own`` are the gradients of its outputs."""
-        since = nodes_made()
+        since, generators = nodes_made(), self._draws.begin()
         ran = self._run(state, step, whole)
+        self._draws.check(step, generators)
         if self.hooks.handles:
             drop_hooks((*ran.given, *(self.outside.tensors[number] for number in record.uses)))
         roots = [(part, grad) for part, grad in zip(ran.following, self._adjoint, strict=True) if grad is not None]
@@ -371,13 +375,9 @@ class CellChain:
         if missed:
             outputs = (*ran.following, *ran.outputs().values())
             self.outside.check_reached(missed, outputs, (*state, *ran.given), since, step)
-        for number, grad, add in zip(
-            (*record.inputs, *record.uses), rest, [False] * len(record.inputs) + added, strict=True
-        ):
-            if add:
-                self._sums.add(number, grad)
-            else:
-                self._sums.put(number, grad)
+        into = [self._sums.put] * len(record.inputs) + [self._sums.add if add else self._sums.put for add in added]
+        for put, number, grad in zip(into, (*record.inputs, *record.uses), rest, strict=True):
+            put(number, grad)
 
     def end_reverse(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """The gradients of `outside` and of state 0; not held here any more."""

@@ -51,5 +51,6 @@ class FirstRun:
             if before is not None and not torch.equal(before, now):
                 raise SequenceError(
                     "the cell draws random numbers in its first run that it does not draw when it runs again, such as "
-                    "those of a mask that it keeps; call it once before the scan, or draw them in each step"
+                    "those of a mask that it keeps, or another thread draws meanwhile; call it once before the scan, "
+                    "or draw them in each step"
                 )

@@ -146,7 +146,7 @@ def _surveyed(
         written, scene, first_run = _survey(cell, start, inputs, first, layout)
     finally:
         drawing.rewind()
-    return TensorLayout(state, written.drawing_from(drawing.generators())), scene, first_run
+    return TensorLayout(state, written.drawing_from(drawing.generators(), drawing.drawn_on)), scene, first_run
 
 
 def _survey(

@@ -168,3 +168,12 @@ def other_graph(step: int) -> SequenceError:
         f"step {step} gave another graph when it was run again: the cell must depend on the state and the input alone; "
         "check=True finds the first step that differs"
     )
+
+
+def other_draws(step: int) -> SequenceError:
+    """What a step raises that has left random generators elsewhere than the first time."""
+    return SequenceError(
+        f"step {step} drew other random numbers when it was run again: whenever it runs, it must draw as it did the "
+        "first time, in the same mode (training or not), and no other thread may draw from the same generator "
+        "meanwhile; give that thread a torch.Generator of its own"
+    )

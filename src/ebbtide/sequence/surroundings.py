@@ -63,12 +63,14 @@ class Written:
         restored: storages that it only writes over.
         generators: of random numbers, besides PyTorch's own: each state has their states.
         counters: `counter_of` the tensors through which it writes.
+        drawn_on: devices with whose generators step 0 draws.
     """
 
     carried: tuple[torch.UntypedStorage, ...] = ()
     restored: tuple[torch.UntypedStorage, ...] = ()
     generators: tuple[torch.Generator, ...] = ()
     counters: tuple[Tensor, ...] = ()
+    drawn_on: frozenset[torch.device] = frozenset()
 
     def drawn_again(self, again: Written) -> Written:
         """The same, without generators of its own that a step makes anew each time, as its run ``again`` has shown.
@@ -79,10 +81,10 @@ class Written:
         are_replaced = len(again.generators) == len(self.generators)
         return dataclasses.replace(self, generators=stay) if are_replaced else self
 
-    def drawing_from(self, generators: Iterable[torch.Generator]) -> Written:
-        """The same, with these generators as well."""
+    def drawing_from(self, generators: Iterable[torch.Generator], drawn_on: Iterable[torch.device]) -> Written:
+        """The same, with these generators, and those of these devices, as well."""
         others = [one for one in generators if all(one is not known for known in self.generators)]
-        return dataclasses.replace(self, generators=(*self.generators, *others))
+        return dataclasses.replace(self, generators=(*self.generators, *others), drawn_on=self.drawn_on.union(drawn_on))
 
 
 class Surroundings:
@@ -119,6 +121,16 @@ class Surroundings:
         states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)]
         return [*states, *(generator.get_state() for generator in self._written.generators)]
 
+    def drawn(self) -> list[bytes]:
+        """The states of those that step 0 draws from."""
+        drawn_on, own = self._written.drawn_on, self._written.generators
+        if not drawn_on and not own:
+            return []
+        states = [torch.get_rng_state()] if torch.device("cpu") in drawn_on else []
+        states += [torch.cuda.get_rng_state(device) for device in self._devices if device in drawn_on]
+        states += [generator.get_state() for generator in own]
+        return list(map(_as_bytes, states))
+
     def set(self, states: Sequence[Tensor]) -> None:
         """Go back to ``states``. Raises `SequenceError` if a storage has another size now."""
         rest = iter(states)
@@ -144,6 +156,12 @@ class Surroundings:
             finally:
                 self.set(before)
                 _put(self._written.restored, restored)
+
+
+def _as_bytes(state: Tensor) -> bytes:
+    """A generator's state, to be compared."""
+    with torch._C.DisableTorchFunction():
+        return state.numpy().tobytes()
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
@@ -204,11 +222,13 @@ class Watch(DispatchMode):
 
     Attributes:
         converts: whether something ran within a context of autocast that keeps what it has converted.
+        drawn_on: devices with whose generators it draws.
     """
 
     def __init__(self, own: Iterable[Tensor]) -> None:
         super().__init__()
         self.converts = False
+        self.drawn_on: set[torch.device] = set()
         self._own: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._outside: dict[int, torch.UntypedStorage] = {}
         self._read: set[int] = set()
@@ -248,6 +268,7 @@ class Watch(DispatchMode):
             restored=tuple(one.storage for key, one in found.items() if key not in self._read),
             generators=tuple(generator for generator, _ in drawn.values()),
             counters=counters,
+            drawn_on=frozenset(self.drawn_on),
         )
 
     def made(self) -> list[torch.UntypedStorage]:
@@ -280,7 +301,13 @@ class Watch(DispatchMode):
             self._note_made(args)
         self._note(func, args, kwargs)
         self.converts |= torch.is_autocast_cache_enabled() and is_within_autocast()
+        before = _as_bytes(torch.get_rng_state()) if operator_info(func).replay == "random" else b""
         result = run_op(func, args, kwargs)
+        if before:
+            devices = {tensor.device for tensor in tensors_in((result,))}
+            if before == _as_bytes(torch.get_rng_state()):  # attention without dropout, or another generator
+                devices.discard(torch.device("cpu"))
+            self.drawn_on |= devices
         self._note_made((result,))
         return result
 
