@@ -19,6 +19,62 @@ SHAPE = 8, WIDTH
 MEMORY = "40KiB"
 
 
+class Noisy(nn.Module):
+    """Drops in a method of its own that is no module's call; its steps can be run by that method, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def step(self, h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+        return torch.tanh(nn.functional.dropout(self.linear(h), 0.3, self.training) + x), None
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.step(h, h)[0]
+
+
+def evaluated(model: nn.Module, cell: Any, n: int, passes: int) -> Callable[[Loop], tuple[Any, list[Tensor]]]:
+    """A program that evaluates the model before the backward pass."""
+
+    def program(loop: Loop) -> tuple[Any, list[Tensor]]:
+        torch.manual_seed(1)
+        for part in model.modules():
+            if isinstance(part, nn.Linear | nn.BatchNorm1d):
+                part.reset_parameters()
+        model.zero_grad()
+        model.train()
+        final, _ = loop(cell, torch.zeros(SHAPE), torch.randn(n, *SHAPE))
+        for _ in range(passes):
+            model.eval()
+            final.square().sum().backward(retain_graph=True)
+        return (final, [part.training for part in model.modules()]), list(model.parameters())
+
+    return program
+
+
+class TestModesOfModules:
+    """A plain loop does not mind `eval` once it has run."""
+
+    @pytest.mark.parametrize("passes", [1, 2])
+    @pytest.mark.parametrize("n", [1, 12])
+    @pytest.mark.parametrize(
+        "part", [nn.Dropout(0.3), nn.BatchNorm1d(WIDTH), Noisy()], ids=lambda part: part._get_name()
+    )
+    def test_are_those_of_the_forward_pass(self, part: nn.Module, n: int, passes: int) -> None:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), part, nn.Tanh())
+        compare(evaluated(model, lambda h, x: (model(h) + x, None), n, passes), memory=MEMORY)
+
+    def test_also_of_the_one_whose_method_is_the_cell(self) -> None:
+        model = Noisy()
+        compare(evaluated(model, model.step, 12, 1), memory=MEMORY)
+
+    def test_others_are_refused(self) -> None:
+        model = Noisy()
+        program = evaluated(model, lambda h, x: model.step(h, x), 12, 1)  # noqa: PLW0108
+        with pytest.raises(ebbtide.SequenceError, match="step 11 drew other random numbers"):
+            program(ebbtide.scan)
+
+
 class TestAnotherThreadDraws:
     """From PyTorch's generator, while a step runs for the first time."""
 

@@ -167,7 +167,8 @@ def _survey(
     noting = given.watched(first_run.noted(cell, layout.surroundings, watch))
     stay = isinstance(inputs, (tuple, Tensor))
     chain = CellChain(noting, (first,) if stay else [first], layout)
-    written = _watched_step(chain, start, scene, watch, cached)
+    with scene.noting_modules(cell):
+        written = _watched_step(chain, start, scene, watch, cached)
     made = watch.made()
     if made or written.generators:
         if written.generators and not stay:  # it may make one, too

@@ -1,18 +1,21 @@
-"""What a scan's forward pass ran under: autocast, defaults, modes, which kernels compute attention."""
+"""What a scan's forward pass ran under: autocast, defaults, modes, also of modules, which kernels compute attention."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import torch
 from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
-from ebbtide.observe.uncompiled import uncompiled
+from ebbtide.observe.uncompiled import never_compiled, uncompiled
 from ebbtide.observe.wrapped import AsOrdinary
 from ebbtide.sequence.graphs import without_saved_tensor_hooks
 
@@ -45,6 +48,25 @@ class Scene:
         # Functions of subclasses: if the loss is of a subclass, PyTorch runs the whole backward pass without these.
         self._function_modes = _function_modes()
         self._functions = torch._C._EnableTorchFunction if torch._C._is_torch_function_enabled() else AsOrdinary
+        self._modules: list[tuple[weakref.ref[torch.nn.Module], bool]] = []  # and whether they are in training mode
+
+    @contextlib.contextmanager
+    def noting_modules(self, cell: object) -> Iterator[None]:
+        """Steps are to run with the modules that are called inside in the mode, training or not, that they have then.
+
+        And with that of the module that has ``cell`` as a method.
+        """
+        owner, thread = getattr(cell, "__self__", None), threading.get_ident()
+        called = {id(owner): owner} if isinstance(owner, torch.nn.Module) else {}
+
+        @never_compiled
+        def note(module: torch.nn.Module, _: object) -> None:
+            if threading.get_ident() == thread:
+                called[id(module)] = module
+
+        with register_module_forward_pre_hook(note):
+            yield
+        self._modules = [(weakref.ref(module), module.training) for module in called.values()]
 
     @contextlib.contextmanager
     def _cached(self) -> Iterator[None]:
@@ -82,6 +104,11 @@ class Scene:
                 # Elsewhere contexts of the cell's are the outermost ones, which let go of what they have converted.
                 stack.enter_context(_autocast(self._autocast))
             stack.enter_context(keeping_conversions(self._keeps))
+            for reference, trains in self._modules:
+                module = reference()
+                if module is not None and module.training != trains:
+                    stack.callback(setattr, module, "training", module.training)
+                    module.training = trains
             on = set(map(id, _function_modes()))
             for mode in self._function_modes:
                 if id(mode) not in on:  # as in a backward pass that one on the way has intercepted
