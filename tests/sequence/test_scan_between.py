@@ -112,3 +112,66 @@ class TestAnotherThreadDraws:
             return nn.functional.scaled_dot_product_attention(rows, rows, rows)[0, 0]
 
         compare(self.program(attend))
+
+
+class TestAlteredTensors:
+    """Those that the cell reads, and that autograd does not save."""
+
+    @pytest.mark.parametrize("passes", [1, 2])
+    @pytest.mark.parametrize("n", [1, 12])
+    def test_small_ones_are_what_they_were(self, n: int, passes: int) -> None:
+        """And afterwards as they have become."""
+
+        def program(loop: Loop) -> tuple[Any, list[Tensor]]:
+            inner, mean, scale = nn.Linear(WIDTH, WIDTH), torch.zeros(WIDTH), torch.tensor(0.5)
+            xs = torch.randn(n, *SHAPE)
+            target = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+            def cell(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+                return torch.tanh(inner(h + (x - mean) * scale) + target(x).sign()), None
+
+            final, _ = loop(cell, torch.zeros(SHAPE), xs)
+            for _ in range(passes):
+                mean.lerp_(xs.mean((0, 1)), 0.5)
+                scale.mul_(0.9)
+                target.weight.neg_()
+                final.square().sum().backward(retain_graph=True)
+            return (final, mean, scale, target.weight), list(inner.parameters())
+
+        compare(program, memory=MEMORY)
+
+    def test_by_the_cell_of_a_scan_around(self) -> None:
+        def program(loop: Loop) -> tuple[Any, list[Tensor]]:
+            weight, count = torch.randn(WIDTH, requires_grad=True), torch.ones(())
+
+            def inner(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+                return torch.tanh(h * weight + x - 1 / count), None
+
+            def outer(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+                h, _ = loop(inner, h, x.expand(5, *SHAPE))
+                count.add_(1)
+                return h, None
+
+            final, _ = loop(outer, torch.zeros(SHAPE), torch.randn(6, *SHAPE))
+            (gradient,) = torch.autograd.grad(final.square().sum(), weight)
+            gradients.append(gradient)
+            return (final, count), []
+
+        gradients = list[Tensor]()
+        compare(program, memory=MEMORY)
+        torch.testing.assert_close(*gradients)  # a scan of scans adds up in another order than two loops
+
+    @pytest.mark.parametrize("reads", [True, False])
+    def test_large_ones_are_refused(self, reads: bool) -> None:
+        table, weight = torch.randn(2 << 20), torch.randn(WIDTH, requires_grad=True)
+
+        def cell(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+            return torch.tanh(h * weight + x + (table[:WIDTH] if reads else 0)), None
+
+        final, _ = ebbtide.scan(cell, torch.zeros(SHAPE), torch.randn(12, *SHAPE), memory=MEMORY)
+        table.zero_()
+        if reads:
+            with pytest.raises(ebbtide.SequenceError, match=r"shape \(2097152,\) that the cell reads was altered"):
+                final.sum().backward()
+        else:
+            final.sum().backward()

@@ -27,6 +27,7 @@ from ebbtide.sequence.executor import Executor
 from ebbtide.sequence.first_run import FirstRun
 from ebbtide.sequence.inputs import FirstInput, Inputs, in_turn, indexed
 from ebbtide.sequence.leaves import detached, is_kept
+from ebbtide.sequence.only_read import OnlyRead
 from ebbtide.sequence.planning import Course, quickest
 from ebbtide.sequence.progress import is_wanted, watch
 from ebbtide.sequence.results import refuse_batched, refuse_transforms
@@ -261,6 +262,7 @@ class _Sweep:
         self._check = check
         self._progress = progress
         self._scene = scene
+        self._only_read = OnlyRead(layout.surroundings.only_read)
         self._start_surroundings = layout.surroundings.read()
         self._turn_surroundings = self._start_surroundings
         self._course: Course | None = None
@@ -280,17 +282,19 @@ class _Sweep:
                 self._turn_versions = versions_of(self._executor.working)
                 # On detached tensors: this is the first run of the last step, and gradients go through its second run.
                 self.chain.advance(detached(self._executor.working), self._n - 1, self._n)
+                self._only_read.note()
             except BaseException:
                 self.close()
                 raise
 
     def back(self, grads: tuple[Tensor | None, ...]) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Reverse every step; gradients of what is outside and of state 0. Nothing is left after it."""
-        draws = CallersDraws(self._layout.surroundings, self._scene.callers_autocast())
-        chain = self.chain
-        with self._scene.set(), self._layout.surroundings.preserved(), chain.outside.fenced(), chain.hooks:
+        chain, surroundings, only_read = self.chain, self._layout.surroundings, self._only_read
+        draws = CallersDraws(surroundings, self._scene.callers_autocast())
+        with self._scene.set(), surroundings.preserved(), only_read.as_noted(), chain.outside.fenced(), chain.hooks:
             try:
-                self.chain.hazards.check()
+                chain.hazards.check()
+                only_read.check()
                 if self._executor is not None and versions_of(self._executor.working) != self._turn_versions:
                     self.close()  # it is what a step has put out, too, and who has that has altered it
                 if self._executor is None:

@@ -31,6 +31,7 @@ from ebbtide.observe.schema import operator_info, running_statistics, trains
 from ebbtide.observe.uncompiled import never_compiled
 from ebbtide.observe.wrapped import AsOrdinary, wraps
 
+Reference = weakref.ref[Tensor]
 _NO_MODES = contextlib.nullcontext()
 _OVERWRITING = {
     *(f"aten::{name}" for name in ("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_")),
@@ -64,6 +65,7 @@ class Written:
         generators: of random numbers, besides PyTorch's own: each state has their states.
         counters: `counter_of` the tensors through which it writes.
         drawn_on: devices with whose generators step 0 draws.
+        only_read: tensors that it reads and does not write to.
     """
 
     carried: tuple[torch.UntypedStorage, ...] = ()
@@ -71,6 +73,7 @@ class Written:
     generators: tuple[torch.Generator, ...] = ()
     counters: tuple[Tensor, ...] = ()
     drawn_on: frozenset[torch.device] = frozenset()
+    only_read: tuple[Reference, ...] = dataclasses.field(default=(), compare=False)
 
     def drawn_again(self, again: Written) -> Written:
         """The same, without generators of its own that a step makes anew each time, as its run ``again`` has shown.
@@ -97,12 +100,14 @@ class Surroundings:
     Attributes:
         carried_bytes: of what is carried of that.
         own_generators: from which the cell draws besides those of devices.
+        only_read: see `Written`.
     """
 
     def __init__(self, devices: Sequence[torch.device], written: Written) -> None:
         self._devices = devices
         self._written = written
         self.own_generators = written.generators
+        self.only_read = written.only_read
         self.carried_bytes = sum(storage.nbytes() for storage in written.carried)
 
     def now(self) -> list[Tensor]:
@@ -110,7 +115,7 @@ class Surroundings:
         if not self._written.carried:
             return self.generators()
         with unseen():
-            return [*self.generators(), *map(_bytes_of, self._written.carried)]
+            return [*self.generators(), *map(bytes_of_storage, self._written.carried)]
 
     def read(self) -> list[Tensor]:
         """`now`, of its own memory."""
@@ -164,7 +169,7 @@ def _as_bytes(state: Tensor) -> bytes:
         return state.numpy().tobytes()
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+def bytes_of_storage(storage: torch.UntypedStorage) -> Tensor:
     """A storage as bytes, with a version counter of its own: what is written so is no change that autograd minds."""
     empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return empty.set_(storage, 0, (storage.nbytes(),), (1,))
@@ -174,7 +179,7 @@ def _copies(storages: Sequence[torch.UntypedStorage]) -> list[Tensor]:
     if not storages:
         return []
     with torch.no_grad(), unseen():
-        return [_bytes_of(storage).clone() for storage in storages]
+        return [bytes_of_storage(storage).clone() for storage in storages]
 
 
 def _put(storages: Sequence[torch.UntypedStorage], values: Sequence[Tensor]) -> None:
@@ -187,7 +192,7 @@ def _put(storages: Sequence[torch.UntypedStorage], values: Sequence[Tensor]) -> 
                     f"a tensor outside of {value.numel()} bytes that the cell writes to has {storage.nbytes()} bytes "
                     "now: it must keep its size until the backward pass has ended"
                 )
-            _bytes_of(storage).copy_(value)
+            bytes_of_storage(storage).copy_(value)
 
 
 @dataclasses.dataclass(slots=True)
@@ -211,7 +216,7 @@ class _Found:
     @property
     def is_altered(self) -> bool:
         """Whether it has other bytes than before."""
-        return not torch.equal(_bytes_of(self.storage), self.before)
+        return not torch.equal(bytes_of_storage(self.storage), self.before)
 
 
 class Watch(DispatchMode):
@@ -232,6 +237,7 @@ class Watch(DispatchMode):
         self._own: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._outside: dict[int, torch.UntypedStorage] = {}
         self._read: set[int] = set()
+        self._through: dict[int, tuple[Reference, int]] = {}  # by id of what is read or viewed, with its storage's key
         self._found: dict[int, _Found] = {}
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # by id, with their states before
         self._made_written: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -269,6 +275,7 @@ class Watch(DispatchMode):
             generators=tuple(generator for generator, _ in drawn.values()),
             counters=counters,
             drawn_on=frozenset(self.drawn_on),
+            only_read=tuple(one for one, key in self._through.values() if key in self._read and key not in found),
         )
 
     def made(self) -> list[torch.UntypedStorage]:
@@ -316,7 +323,8 @@ class Watch(DispatchMode):
         statistics = [args[place] for place in running_statistics(func) if place < len(args)]
         written = statistics or [tensor for tensor, *_ in written_by(info, args, kwargs)]
         read: tuple[Any, ...] = (*args, *kwargs.values())
-        list(self._outside_of(read))  # all of them, views as well: what shares their storages is outside, too
+        for tensor, storage in self._outside_of(read):  # views as well: what shares their storages is outside, too
+            self._note_through(tensor, storage)
         overwrites = bool(info.written_names) or (name in _OVERWRITING and not _accumulates(args, kwargs))
         if info.replay == "view":
             read = ()
@@ -332,7 +340,7 @@ class Watch(DispatchMode):
         self._note_made_written(written)
         for tensor, storage in self._outside_of(written):
             if storage._cdata not in self._found:
-                self._found[storage._cdata] = _Found(storage, _bytes_of(storage).clone())
+                self._found[storage._cdata] = _Found(storage, bytes_of_storage(storage).clone())
             found = self._found[storage._cdata]
             base = tensor if tensor._base is None else tensor._base  # their versions are counted together
             if all(base is not known for known in found.through):
@@ -340,6 +348,12 @@ class Watch(DispatchMode):
             found.is_certain |= not statistics or trains(func, args)
             is_whole = tensor.numel() * tensor.element_size() == storage.nbytes()
             found.is_covered |= overwrites and is_whole and name not in _IN_PARTS
+
+    def _note_through(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
+        base = tensor if tensor._base is None else tensor._base
+        known = self._through.get(id(base))
+        if (known is None or known[0]() is None) and not base.is_inference():
+            self._through[id(base)] = weakref.ref(base), storage._cdata
 
     def _note_generators(self, arguments: Iterable[Any]) -> None:
         for item in arguments:
