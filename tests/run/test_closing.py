@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +79,30 @@ def test_an_interrupt_as_a_step_has_ended(tmp_path: Path) -> None:
             else:
                 program.compute(index, lambda step=step: step)  # type: ignore[misc]
         assert memory.measured[-1].left == ""
+
+
+@pytest.mark.parametrize("at", [0, 4], ids=["observe", "planned"])
+def test_the_process_ends_amid_a_step(tmp_path: Path, at: int) -> None:
+    """In a generator that nobody closes: the interpreter does, with the last things that it does."""
+    script = f"""
+        import contextlib
+        from pathlib import Path
+        import ebbtide
+        from tests.run.faults import Steps
+        from tests.run.harness import FAST_DISK
+
+        def steps():
+            for index in range(8):
+                with memory.step():
+                    yield program.compute(index, contextlib.nullcontext)
+
+        program, memory = Steps(at=-1), ebbtide.Budget("60%", spill=Path({str(tmp_path)!r}), machine=FAST_DISK)
+        left = steps()
+        for _ in range({at} + 1):
+            next(left)
+        """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_what_came_back_may_be_resized(tmp_path: Path) -> None:

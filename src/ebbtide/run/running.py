@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import threading
 import warnings
 from types import TracebackType
@@ -190,6 +191,8 @@ class Running:
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if sys.is_finalizing():
+            return  # with a generator that nobody closed: all goes anyway, and a backward pass would abort the process
         loop, short, late = self._loop, None, None
         if loop.running is not self:
             raise StepError("this step is not under way: it was not entered, or is over")
