@@ -13,15 +13,31 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide.decisions import Offload
+from ebbtide.errors import BudgetError
+from ebbtide.machine import Machine
+from ebbtide.run.loop import MOST_WITHOUT_PASS
 from ebbtide.run.meter import PeakMeter
 from tests.run.backends.test_programs import TIERS, streams
 from tests.run.backends.threads import InlineBackend
-from tests.run.harness import FAST_DISK, SLOW_DISK, Guard, Program, Record, once, run_plain, run_within
+from tests.run.harness import (
+    FAST_DISK,
+    SLOW_DISK,
+    Guard,
+    Program,
+    Record,
+    compare,
+    once,
+    paper_machine,
+    plain_peak_bytes,
+    run_plain,
+    run_within,
+)
 from tests.run.programs import mlp
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
 
 BATCH = 1024
+NO_DISK = paper_machine("ram", bandwidth_bytes_per_second=1e12, latency_seconds=0)
 MACHINES = {"fast": FAST_DISK, "slow": SLOW_DISK}
 
 
@@ -156,6 +172,43 @@ class Taught(Program):
         return {"loss": loss, "mean": mean}
 
 
+class Skipping(Program):
+    """A loop that skips some batches, of which there is no backward pass then."""
+
+    skipped: frozenset[int] = frozenset()
+
+    def build(self) -> nn.Module:
+        return mlp(64, 128, 128, 128, 128, 16)
+
+    def compute(self, index: int, guard: Guard) -> Record:
+        with guard():
+            loss = self.model(self.data(index, BATCH, 64)).square().mean()
+            if index not in self.skipped:
+                loss.backward()
+        return {"loss": loss}
+
+
+class SkippingSecond(Skipping):
+    skipped = frozenset({1, 5})
+
+
+class SkippingFirst(Skipping):
+    skipped = frozenset({0, 1, 2, 6})
+
+
+class PassBehind(Program):
+    """A loop whose backward passes come behind its steps."""
+
+    def build(self) -> nn.Module:
+        return mlp(64, 128, 128, 128, 128, 16)
+
+    def compute(self, index: int, guard: Guard) -> Record:
+        with guard():
+            loss = self.model(self.data(index, BATCH, 64)).square().mean()
+        loss.backward()
+        return {"loss": loss}
+
+
 PROGRAMS: list[Callable[[], Program]] = [
     Retained,
     Dropped,
@@ -189,6 +242,46 @@ def test_identical(build: Callable[[], Program], limit: str, machine: str, tmp_p
 def test_identical_on_streams(build: Callable[[], Program], kind: str, tmp_path: Path) -> None:
     with InlineBackend(PROGRAMS.index(build)) as backend:
         run_within(build, plain(build), "50%", FAST_DISK, tmp_path, streams(backend, kind, tmp_path))
+
+
+@pytest.mark.parametrize("machine", [FAST_DISK, NO_DISK], ids=["disk", "none"])
+@pytest.mark.parametrize("build", [SkippingSecond, SkippingFirst])
+def test_skipped_batches_end_no_training(build: type[Skipping], machine: Machine, tmp_path: Path) -> None:
+    """Not even where no plan for them meets the limit: they are beginnings of other steps."""
+    program, limit_bytes = build(), int(0.75 * plain_peak_bytes(Skipping))
+    with ebbtide.Budget(limit_bytes, spill=tmp_path, machine=machine) as memory:
+
+        @contextlib.contextmanager
+        def metered() -> Iterator[None]:
+            with PeakMeter() as meter, memory.step():
+                yield
+            latest = memory.measured[-1]  # the first one that is not skipped leaves a plan for those that are
+            assert meter.peak_bytes <= limit_bytes or latest.state == "observe" or latest.left
+
+        for index, record in enumerate(plain(build)):
+            compare(record, program.run(index, metered), f"step {index}")
+        assert any(one.state in ("verify", "audit") and not one.left for one in memory.measured)
+        assert sum(one.state == "observe" for one in memory.measured) <= 5
+        assert memory.plan is not None
+        assert memory.plan.binds
+
+
+def test_steps_that_never_have_a_backward_pass(tmp_path: Path) -> None:
+    """Where nothing can leave, that is said once it cannot be that they were all skipped."""
+    program, limit_bytes = PassBehind(), int(0.75 * plain_peak_bytes(Skipping))
+    with ebbtide.Budget(limit_bytes, spill=tmp_path, machine=NO_DISK) as memory:
+        for index in range(MOST_WITHOUT_PASS + 1):
+            program.run(index, memory.step)
+        with pytest.raises(BudgetError, match="no backward pass"):
+            program.run(MOST_WITHOUT_PASS + 1, memory.step)
+    assert len(memory.measured) == MOST_WITHOUT_PASS + 2  # two looks, before the first plan
+
+
+def test_a_pass_that_comes_behind_its_step(tmp_path: Path) -> None:
+    limit_bytes = int(0.75 * plain_peak_bytes(Skipping))
+    trial = run_within(PassBehind, plain(PassBehind), limit_bytes, FAST_DISK, tmp_path, metered=False)
+    assert trial.states[-1] == "planned"
+    assert any(isinstance(decision, Offload) for decision in trial.decisions)
 
 
 @pytest.mark.parametrize("keeps", [Retained, Looked])

@@ -119,8 +119,8 @@ def absences_of(
 
     The first gap of a value lies before it is first asked for, others between backward passes. A value that one pass
     asks for several times comes back for the first of them and stays until the last. After that it has a final gap if
-    it lives on to some event, and if the step has a backward pass: without one, a later pass will ask for everything.
-    A value that is written to after it was saved has no gaps, nor has one that stays: see `ValueDraft`.
+    it lives on to some event: in a step without a backward pass, too, such as that of a batch that is skipped. A value
+    that is written to after it was saved has no gaps, nor has one that stays: see `ValueDraft`.
 
     Args:
         all_saved: all saved tensors of a step.
@@ -143,7 +143,7 @@ def absences_of(
             gaps = _gaps(storage.alone, sorted(requests), passes)
             absences += [Absence(value, opens, closes) for opens, closes in gaps]
             opens, dies = storage.alone[-1] if storage.alone else NEVER, storage.dies if storage.dies >= 0 else end
-            if passes and opens > max(requests, default=NEVER) and _any_between(events, opens, dies):
+            if opens > max(requests, default=NEVER) and _any_between(events, opens, dies):
                 absences.append(Absence(value, opens, dies))
     return tuple(absences)
 

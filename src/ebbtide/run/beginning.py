@@ -1,4 +1,4 @@
-"""By which plan to begin a step where kinds come in no order."""
+"""By which plan to begin a step where kinds come in no order, and which steps are but the beginnings of others."""
 
 from __future__ import annotations
 
@@ -44,3 +44,15 @@ def kind_to_begin_with(
     candidates = list(dict.fromkeys((*covering, likely, *planned)))
     probably = (kind for kind in candidates if all(room.likely_bytes >= 0 for room in rooms(kind)))
     return next(itertools.chain(surely(candidates), probably, covering), likely)
+
+
+def whole_of(kind: Kind, kinds: Iterable[Kind], *, alike: bool) -> Kind | None:
+    """The kind with a backward pass that came last; if ``alike``, of those whose steps save first what those of
+    ``kind`` save, as far as types and shapes tell."""
+    others = (other for other in kinds if other.step.has_backward_pass and (not alike or _begins(kind, other)))
+    return max(others, key=lambda other: other.comings.latest, default=None)
+
+
+def _begins(kind: Kind, whole: Kind) -> bool:
+    pairs = itertools.zip_longest(kind.step.saved, whole.step.saved[: len(kind.step.saved)])
+    return all(two is not None and (one.dtype, one.shape) == (two.dtype, two.shape) for one, two in pairs)

@@ -14,6 +14,7 @@ from ebbtide.measured import Measurements, State
 from ebbtide.observe.recorder import Recorder
 from ebbtide.plan import plain_peak_bytes
 from ebbtide.run import allocator
+from ebbtide.run.beginning import whole_of
 from ebbtide.run.calibrate import machine_for
 from ebbtide.run.device import TrainingDevice
 from ebbtide.run.drift import Drift
@@ -38,6 +39,9 @@ WORTH_SHARE = 0.05
 MOST_STRANGERS = 8
 """Kinds that came but once. Where there are more of them, each step may be another one, and a plan of no use: kinds are
 planned for once they come again, or all at once if they differ in sizes alone."""
+MOST_WITHOUT_PASS = 8
+"""Steps without a backward pass, and without a plan, before that is an error where none with one was seen yet: the
+first batches may be skipped ones."""
 
 COUNTS_LATE, TIMES_LATE, SHARE_LATE = 16, 4, 0.01
 """Steps to count until one comes of a kind that is never begun with; how often that may be done for one that is likely
@@ -97,6 +101,7 @@ class Loop:
         self.measured = Measurements()
         self.kinds = KnownKinds()
         self._too_large: set[int] = set()
+        self._without_pass = 0
         self.looks = Looks()
         self._parts = Parts()
         self._counts_left = self._counts_from = self._no_counts_before = self._counts_late = 0
@@ -266,7 +271,7 @@ class Loop:
         if not tells_limit or (self.looks.left > 0 and (len(self.kinds) == 1 or self.limit_bytes is None)):
             return  # look once more, without the page faults of the first time
         limit_bytes = self._find_limit()
-        if limit_bytes is None:
+        if limit_bytes is None or self._try_leave_to_another(kind, alike=True):
             return
         if self._try_shared_plan(kind, is_one_of_many) or is_one_of_many:
             self.looks.have_enough()
@@ -274,6 +279,8 @@ class Loop:
         try:
             kind.make_plan(self.machine, limit_bytes)
         except BudgetError as error:
+            if self._try_leave_to_another(kind, alike=False):
+                return
             if not self.compiles or not recorder.runs_compiled:
                 _tell_of_garbage(error, recorder.storages.garbage_bytes())
                 raise
@@ -353,6 +360,31 @@ class Loop:
         if is_many:  # with so much room there is no plan: each runs by its own, or by the safe policy
             self._too_large.add(kind.structure)
         return False
+
+    def _try_leave_to_another(self, kind: Kind, *, alike: bool) -> bool:
+        """Forget ``kind`` where its steps have no backward pass and are but the beginnings of others, as those of
+        skipped batches are: they run by these others' plans as far as they come. Returns whether it was so.
+
+        Args:
+            kind: the kind of the observed step.
+            alike: whether what it saves has to be what the others begin with; else there is no plan for it otherwise.
+        """
+        if kind.step.has_backward_pass:
+            return False
+        whole = whole_of(kind, self.kinds.values(), alike=alike)
+        if whole is None:
+            self._without_pass += not alike
+            may_come = not alike and self._without_pass <= MOST_WITHOUT_PASS
+            if may_come:
+                self.looks.take_another()
+            return may_come
+        self.kinds.forget(kind)
+        self.kinds.met(whole, self._latest)
+        if whole.plan is None:
+            self.looks.take_another()
+        else:
+            self.looks.note_nothing_new()
+        return True
 
     def _stop_compiling(self, error: BudgetError) -> None:
         """A compiled graph needs all that it reads at once; its ops, one by one, may do with less."""
