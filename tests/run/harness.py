@@ -60,6 +60,7 @@ def slow_machine(fast: str, *slow: Tier) -> Machine:
 
 FAST_DISK = fast_machine("ram", Tier("disk", "disk"))
 SLOW_DISK = slow_machine("ram", Tier("disk", "disk"))
+NO_DISK = fast_machine("ram")
 
 
 class Program:

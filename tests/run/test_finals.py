@@ -15,19 +15,19 @@ import ebbtide
 from ebbtide.decisions import Offload
 from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
-from ebbtide.run.loop import MOST_WITHOUT_PASS
+from ebbtide.run.looks import MOST_SKIPPED
 from ebbtide.run.meter import PeakMeter
 from tests.run.backends.test_programs import TIERS, streams
 from tests.run.backends.threads import InlineBackend
 from tests.run.harness import (
     FAST_DISK,
+    NO_DISK,
     SLOW_DISK,
     Guard,
     Program,
     Record,
     compare,
     once,
-    paper_machine,
     plain_peak_bytes,
     run_plain,
     run_within,
@@ -37,7 +37,6 @@ from tests.run.programs import mlp
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
 
 BATCH = 1024
-NO_DISK = paper_machine("ram", bandwidth_bytes_per_second=1e12, latency_seconds=0)
 MACHINES = {"fast": FAST_DISK, "slow": SLOW_DISK}
 
 
@@ -270,11 +269,11 @@ def test_steps_that_never_have_a_backward_pass(tmp_path: Path) -> None:
     """Where nothing can leave, that is said once it cannot be that they were all skipped."""
     program, limit_bytes = PassBehind(), int(0.75 * plain_peak_bytes(Skipping))
     with ebbtide.Budget(limit_bytes, spill=tmp_path, machine=NO_DISK) as memory:
-        for index in range(MOST_WITHOUT_PASS + 1):
+        for index in range(MOST_SKIPPED + 1):
             program.run(index, memory.step)
         with pytest.raises(BudgetError, match="no backward pass"):
-            program.run(MOST_WITHOUT_PASS + 1, memory.step)
-    assert len(memory.measured) == MOST_WITHOUT_PASS + 2  # two looks, before the first plan
+            program.run(MOST_SKIPPED + 1, memory.step)
+    assert len(memory.measured) == MOST_SKIPPED + 2  # two looks, before the first plan
 
 
 def test_a_pass_that_comes_behind_its_step(tmp_path: Path) -> None:

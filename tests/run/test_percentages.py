@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide.errors import BudgetError
-from tests.run.harness import FAST_DISK
+from ebbtide.machine import Machine
+from ebbtide.run.looks import MOST_SKIPPED
+from tests.run.harness import FAST_DISK, NO_DISK
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
 
@@ -21,12 +23,12 @@ NO_BACKWARD_PASS, NO_FORWARD_PASS = "call backward", "run the forward pass withi
 class Loop:
     """A training loop, of which a part may lie outside the steps."""
 
-    def __init__(self, limit: int | str, directory: Path) -> None:
+    def __init__(self, limit: int | str, directory: Path, machine: Machine = FAST_DISK) -> None:
         torch.manual_seed(0)
         layers = (layer for _ in range(6) for layer in (nn.Linear(128, 128), nn.GELU()))
         self.net = nn.Sequential(*layers, nn.Linear(128, 10))
         self.batch, self.labels = torch.randn(256, 128), torch.randint(0, 10, (256,))
-        self.memory = ebbtide.Budget(limit, spill=directory, machine=FAST_DISK)
+        self.memory = ebbtide.Budget(limit, spill=directory, machine=machine)
 
     def loss(self) -> Tensor:
         """The forward pass."""
@@ -89,11 +91,20 @@ def test_evaluation_alone_that_is_too_large_is_no_want_of_a_backward_pass(tmp_pa
     assert NO_FORWARD_PASS not in str(caught.value)
 
 
-def test_a_step_without_its_backward_pass_is_told_of_it_and_is_what_no_percentage_is_of(tmp_path: Path) -> None:
+def test_a_step_without_its_backward_pass_is_told_of_it(tmp_path: Path) -> None:
+    """Where nothing can leave, and once it cannot be that all batches were skipped."""
+    loop = Loop("80%", tmp_path, NO_DISK)
+    with loop.memory:
+        for _ in range(MOST_SKIPPED + 1):
+            loop.go_forward()
+        with pytest.raises(BudgetError, match=NO_BACKWARD_PASS):
+            loop.go_forward()
+
+
+def test_no_percentage_is_of_a_step_without_its_backward_pass(tmp_path: Path) -> None:
     loop = Loop("80%", tmp_path)
     with loop.memory:
-        loop.go_forward()
-        with pytest.raises(BudgetError, match=NO_BACKWARD_PASS):
+        for _ in range(3):
             loop.go_forward()
         assert loop.memory.limit_bytes is None
         for _ in range(8):

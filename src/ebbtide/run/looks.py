@@ -17,6 +17,8 @@ _VAIN_SHARE_OPS = 0.05
 """after one that saved what was expected but ran other ops: as a rule it logged something, and later ones do not."""
 CHANGED_LOOKS = 2
 """How many steps in a row have to run other ops than the planned one for it to be planned for anew."""
+MOST_SKIPPED = 8
+"""Observed steps without a backward pass that no plan is found for, before one with a pass has come."""
 
 
 class Looks:
@@ -28,7 +30,7 @@ class Looks:
 
     def __init__(self) -> None:
         self.left = _FIRST_LOOKS
-        self._next, self._vain = _LOOKS_AFTER_LEAVING, 0
+        self._next, self._vain, self._skipped = _LOOKS_AFTER_LEAVING, 0, 0
         self._leaving = Recurrence()
 
     def are_due(self, number: int) -> bool:
@@ -42,6 +44,15 @@ class Looks:
     def take_another(self) -> None:
         """Observe the next step, whatever it is."""
         self.left = max(1, self.left)
+
+    def claim_one_for_skipped(self) -> bool:
+        """Claim another look after a step without a backward pass: the first batches may be skipped ones. Returns
+        whether one was left, which is so for some steps only."""
+        self._skipped += 1
+        if self._skipped > MOST_SKIPPED:
+            return False
+        self.take_another()
+        return True
 
     def have_enough(self) -> None:
         """What was observed is planned for: observe no more for now."""

@@ -27,21 +27,16 @@ from ebbtide.run.links import machine_on
 from ebbtide.run.looks import Looks
 from ebbtide.run.parts import Parts
 from ebbtide.run.roomy import MOST_SIZES, in_place_of, latest_and_largest
+from ebbtide.run.solving import tell_of_garbage
 from ebbtide.run.tiers import SlowTier
-from ebbtide.units import format_bytes
 
 FINAL_STATES = ("planned", "idle")
 """States in which nothing is left to find out."""
 TRUSTED_STATES = ("rehearse", *FINAL_STATES)
 """States of steps by whose plan values were compared and bytes were counted, if there was anything to find out so."""
-WORTH_SHARE = 0.05
-"""Share of the least reachable peak from which on it is worth a word that it is garbage."""
 MOST_STRANGERS = 8
 """Kinds that came but once. Where there are more of them, each step may be another one, and a plan of no use: kinds are
 planned for once they come again, or all at once if they differ in sizes alone."""
-MOST_WITHOUT_PASS = 8
-"""Steps without a backward pass, and without a plan, before that is an error where none with one was seen yet: the
-first batches may be skipped ones."""
 
 COUNTS_LATE, TIMES_LATE, SHARE_LATE = 16, 4, 0.01
 """Steps to count until one comes of a kind that is never begun with; how often that may be done for one that is likely
@@ -101,7 +96,6 @@ class Loop:
         self.measured = Measurements()
         self.kinds = KnownKinds()
         self._too_large: set[int] = set()
-        self._without_pass = 0
         self.looks = Looks()
         self._parts = Parts()
         self._counts_left = self._counts_from = self._no_counts_before = self._counts_late = 0
@@ -282,7 +276,7 @@ class Loop:
             if self._try_leave_to_another(kind, alike=False):
                 return
             if not self.compiles or not recorder.runs_compiled:
-                _tell_of_garbage(error, recorder.storages.garbage_bytes())
+                tell_of_garbage(error, recorder.storages.garbage_bytes())
                 raise
             self._stop_compiling(error)
         else:
@@ -362,22 +356,18 @@ class Loop:
         return False
 
     def _try_leave_to_another(self, kind: Kind, *, alike: bool) -> bool:
-        """Forget ``kind`` where its steps have no backward pass and are but the beginnings of others, as those of
-        skipped batches are: they run by these others' plans as far as they come. Returns whether it was so.
+        """Forget ``kind`` where its steps save something, have no backward pass and are but the beginnings of others,
+        as those of skipped batches are: they run by the plans of these as far as they come. Returns whether it was so.
 
         Args:
             kind: the kind of the observed step.
             alike: whether what it saves has to be what the others begin with; else there is no plan for it otherwise.
         """
-        if kind.step.has_backward_pass:
+        if kind.step.has_backward_pass or not kind.step.saved:
             return False
         whole = whole_of(kind, self.kinds.values(), alike=alike)
         if whole is None:
-            self._without_pass += not alike
-            may_come = not alike and self._without_pass <= MOST_WITHOUT_PASS
-            if may_come:
-                self.looks.take_another()
-            return may_come
+            return not alike and self.looks.claim_one_for_skipped()
         self.kinds.forget(kind)
         self.kinds.met(whole, self._latest)
         if whole.plan is None:
@@ -396,15 +386,6 @@ class Loop:
         self.compiles = False
         self.kinds.forget_all()
         self.looks.begin_anew()
-
-
-def _tell_of_garbage(error: BudgetError, garbage_bytes: int) -> None:
-    """Say so where much of what the step holds is garbage."""
-    if garbage_bytes > WORTH_SHARE * error.reachable_bytes:
-        error.add_note(
-            f"This step left {format_bytes(garbage_bytes)} in reference cycles, which only Python's garbage collector"
-            " gives back, nobody knows when: break them, or call gc.collect() within each step."
-        )
 
 
 def _restore_allocator() -> None:

@@ -22,9 +22,12 @@ from ebbtide.plan import Caution, simulate, solve
 from ebbtide.run.allocator import trim_heap
 from ebbtide.run.tiers.layouts import planned_places
 from ebbtide.step import Step
+from ebbtide.units import format_bytes
 
 REPLAY_HOST_SECONDS, TRANSFER_HOST_SECONDS = 1e-4, 5e-5
 """What the host does for an op that runs again, and for a transfer."""
+GARBAGE_SHARE = 0.05
+"""Share of the least reachable peak from which on it is worth a word that it is garbage."""
 
 
 def plan_for(
@@ -84,3 +87,12 @@ def _has_room(machine: Machine, step: Step, plan: Plan) -> bool:
         or planned_places(step, plan.decisions, tier.name).footprint_bytes <= tier.capacity_bytes
         for tier in machine.slow_tiers()
     )
+
+
+def tell_of_garbage(error: BudgetError, garbage_bytes: int) -> None:
+    """Say so where much of what the step holds is garbage."""
+    if garbage_bytes > GARBAGE_SHARE * error.reachable_bytes:
+        error.add_note(
+            f"This step left {format_bytes(garbage_bytes)} in reference cycles, which only Python's garbage collector"
+            " gives back, nobody knows when: break them, or call gc.collect() within each step."
+        )
