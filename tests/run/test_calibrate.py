@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,11 +17,12 @@ import torch
 
 from ebbtide.errors import SpillError
 from ebbtide.machine import Link, Machine, Tier, check_machine
-from ebbtide.run import beside
+from ebbtide.run import beside, replay_cost
 from ebbtide.run import calibrate as module
 from ebbtide.run.calibrate import FREE_BYTES, calibrate, machine_for
 from ebbtide.run.fits import slope
 from ebbtide.run.native import arena_library
+from ebbtide.run.script import Script
 from ebbtide.run.tiers.disk import DiskTier
 
 MADE_UP = Machine(
@@ -58,11 +60,11 @@ def test_measures_this_machine(tmp_path: Path) -> None:
     assert machine.fast == "ram"
     assert [tier.kind for tier in machine.slow_tiers()] == ["disk"]
     for link in (machine.link("ram", "disk"), machine.link("disk", "ram")):
-        assert 0 < link.latency_seconds < 0.1
+        assert link.latency_seconds > 0
         assert 1e6 < link.duplex_bytes_per_second <= link.bandwidth_bytes_per_second < 1e12
         assert 0 <= link.compute_slowdown < 1
-        assert 0 <= link.compute_seconds < 0.01
-    assert 1e-6 < machine.replay_seconds < 0.01
+        assert link.compute_seconds >= 0
+    assert machine.replay_seconds >= 0
     assert [done for done, _ in steps] == sorted(done for done, _ in steps)
     assert steps[-1] == (1.0, "done")
     assert torch.equal(torch.get_rng_state(), generator)
@@ -98,25 +100,64 @@ def test_measures_in_the_arena_even_before_any_step(tmp_path: Path) -> None:
     assert int(done.stdout) >= 1 << 20
 
 
+class DiskClock:
+    """The seconds for which a disk was busy, in the place of the module `time`: on it nothing else takes any."""
+
+    sleep = staticmethod(time.sleep)
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self.seconds = 0.0
+        self._bytes_per_second = bytes_per_second
+        self._lock = threading.Lock()
+
+    def transfer(self, size_bytes: int) -> None:
+        """Take as long as so many bytes do."""
+        seconds = size_bytes / self._bytes_per_second
+        time.sleep(seconds)
+        with self._lock:
+            self.seconds += seconds
+
+    def perf_counter(self) -> float:
+        return self.seconds
+
+
 def test_a_slow_disk_takes_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rate = 50e6
+    clock = DiskClock(rate)
     write, read = DiskTier._pwrite, DiskTier._preadv
 
     def slow_write(self: DiskTier, fd: int, view: memoryview, offset_bytes: int) -> int:
-        time.sleep(len(view) / rate)
+        clock.transfer(len(view))
         return write(self, fd, view, offset_bytes)
 
     def slow_read(self: DiskTier, fd: int, view: memoryview, offset_bytes: int) -> int:
-        time.sleep(len(view) / rate)
+        clock.transfer(len(view))
         return read(self, fd, view, offset_bytes)
 
     monkeypatch.setattr(DiskTier, "_pwrite", slow_write)
     monkeypatch.setattr(DiskTier, "_preadv", slow_read)
-    start = time.perf_counter()
+    monkeypatch.setattr(beside._Compute, "_run", lambda _: None)  # of a busy machine's cores it may get few
+    monkeypatch.setattr(module, "time", clock)
     machine = calibrate(tmp_path)
-    assert time.perf_counter() - start < 8  # 3 s on a machine with nothing else to do
+    assert clock.seconds < 8
     for link in machine.links:
-        assert 0.5 * rate < link.bandwidth_bytes_per_second < 1.1 * rate
+        assert link.latency_seconds == pytest.approx(module.LATENCY_BYTES / rate)
+        assert link.bandwidth_bytes_per_second == pytest.approx(rate, rel=0.01)
+
+
+@pytest.mark.parametrize("lost_seconds", [5e-6, 0.0, -5e-6])
+def test_what_ops_that_run_again_cost_besides_their_own_time(
+    lost_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None costs less than nothing, whatever the clock says on a busy machine."""
+    op_seconds = 1e-6
+
+    def seconds(script: Script, _: torch.Tensor) -> float:
+        return 1.0 + len(script.known) * (op_seconds + lost_seconds)
+
+    monkeypatch.setattr(replay_cost, "_seconds", seconds)
+    monkeypatch.setattr(replay_cost, "_forward_seconds", lambda _: replay_cost.OPS * op_seconds)
+    assert replay_cost.lost_per_replay() == pytest.approx(max(lost_seconds, 0.0), abs=1e-12)
 
 
 def test_what_is_timed_begins_where_a_block_of_any_disk_may() -> None:
