@@ -146,3 +146,11 @@ def test_one_budget_only(tmp_path: Path) -> None:
     found = dataclasses.replace(FOUND, least_peak_bytes=GIB, plain_peak_bytes=GIB, solver=only, bound=only, policies=())
     for suffix, write in WRITERS.items():
         write(found, tmp_path / f"only{suffix}")
+    page = Page((tmp_path / "only.html").read_text())
+    assert page.names.count("circle") == 2  # of the solver and of the bound
+    assert "1.00 GiB" in page.words
+    assert (tmp_path / "only.png").read_bytes().startswith(b"\x89PNG")
+    document = json.loads((tmp_path / "only.json").read_text())
+    assert document["least_peak_bytes"] == document["plain_peak_bytes"] == GIB
+    assert document["solver"]["points"] == [{"limit_bytes": GIB, "peak_bytes": GIB, "seconds": 1.0}]
+    assert document["policies"] == []

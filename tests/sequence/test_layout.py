@@ -180,6 +180,23 @@ def test_states_that_the_reverse_operator_keeps_or_returns(start: str, schedule:
 
 
 def test_blocks_that_nobody_has_serve_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(Blocks, "forgo")
+    forgone = []
+    forgo = Blocks.forgo
+
+    def counted(blocks: Blocks) -> None:
+        forgone.append(blocks)
+        forgo(blocks)
+
+    monkeypatch.setattr(Blocks, "forgo", counted)
     for given in STARTS.values():
         run(wave, reverse, 40, given, turn=lambda u: 2 * u, memory=4 * given.nbytes)
+    assert len(forgone) == 0
+    kept = []
+
+    def keeping(u: Array, adjoint: Array, step: int) -> Array:
+        kept.append(u)
+        return reverse(u, adjoint, step)
+
+    run(wave, keeping, 40, START, turn=lambda u: 2 * u, memory=4 * START.nbytes)
+    assert len(forgone) > 0
+    assert len(kept) == 40
