@@ -19,7 +19,7 @@ from ebbtide.demo.process import CaseProcess
 from ebbtide.demo.run import Row, demo_notes, demo_table, faults, limit_for, run_demo
 from ebbtide.errors import EbbtideError, SpillError
 
-PLAIN = CaseResult(peak_bytes=1100, resting_bytes=100, rss_bytes=1050, seconds=2.0, loss=1.5, digest="a", timed_steps=4)
+PLAIN = CaseResult(peak_bytes=1100, resting_bytes=100, rss_bytes=1050, seconds=2.0, loss=1.5, digest="a")
 WITHIN = dataclasses.replace(PLAIN, peak_bytes=590, seconds=2.1)
 
 

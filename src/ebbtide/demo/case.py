@@ -49,7 +49,6 @@ class CaseResult:
         seconds: median time of a step.
         loss: of the last step.
         digest: sha256 of parameters, gradients and buffers after the last backward pass.
-        timed_steps: number of steps behind ``seconds``.
     """
 
     peak_bytes: int
@@ -58,7 +57,6 @@ class CaseResult:
     seconds: float
     loss: float
     digest: str
-    timed_steps: int
 
 
 class Case:
@@ -141,7 +139,6 @@ class Case:
                 seconds=statistics.median(self._seconds),
                 loss=self._loss,
                 digest=digest(self._workload.model),
-                timed_steps=len(self._seconds),
             )
         )
 
