@@ -107,44 +107,52 @@ def run(
         ArgumentError: if memory is no size, or spill no path; it is a `ValueError`.
         SpillError: if the spill directory is missing, full or faulty.
     """
+    reverse_seconds = _checked(forward, reverse, turn, schedule, reverse_seconds)
+    directories = as_directories("spill", spill)
+    n = n if callable(n) else number_of_steps(n, ", or a condition")
+    layout = Layout(state)
+    slots, first = memory_slots(layout.size_bytes, memory), layout.view(state)
+    with _spill(directories, name, n, layout, first, check) as files:
+        blocks = _blocks(layout, n, slots, as_size("memory", memory), schedule, files)
+        plan = _planned(schedule, n, slots, files, _trial(forward, layout, first, blocks), reverse_seconds)
+        chain = ArrayChain(forward, reverse, turn, layout, steps_took=plan.steps_took, check=check)
+        return _adjoint(chain, layout, first, n, plan, blocks, files, progress)
+
+
+def _checked(
+    forward: Forward,
+    reverse: Reverse,
+    turn: Callable[[Any], Any],
+    schedule: Schedule | None,
+    reverse_seconds: float | None,
+) -> float | None:
+    """``reverse_seconds``, if that and the others are what they should be.
+
+    Raises:
+        SequenceError: if one is not.
+    """
     for what, given in (("forward", forward), ("reverse", reverse), ("turn", turn)):
         if not callable(given):  # or it would be found after the forward pass
             raise SequenceError(f"{what}={given!r} cannot be called; give a function")
     if schedule is not None and not isinstance(schedule, Schedule):
         raise SequenceError(f"schedule={schedule!r} is no schedule; `choose` makes one")
-    if reverse_seconds is not None:
-        reverse_seconds = seconds_of_steps("reverse_seconds", reverse_seconds)
-    directories = as_directories("spill", spill)
-    n = n if callable(n) else number_of_steps(n, ", or a condition")
-    layout = Layout(state)
-    slots = memory_slots(layout.size_bytes, memory)
-    first = layout.view(state)
-    with _spill(directories, name, n, layout, first, check) as files:
-        blocks = _blocks(layout, n, slots, as_size("memory", memory), schedule, files)
-        if schedule is not None:
-            plan = _given(schedule, n, slots, layout.size_bytes, files)
-        else:
-            plan = _quickest(n, files, _trial(forward, layout, first, blocks), reverse_seconds)
-        chain = ArrayChain(forward, reverse, turn, layout, steps_took=plan.steps_took, check=check)
+    return None if reverse_seconds is None else seconds_of_steps("reverse_seconds", reverse_seconds)
 
-        def written(step: int, place: StatePlace) -> None:
-            if files.named is not None and chain.steps is None:
-                files.named.note(step, place, chain.orders(step))
 
-        tiers = files.tiers() if plan.spills else {}
-        with StateStore(blocks, tiers, late=plan.was_late, written=written, is_held=layout.is_held) as store:
-            if files.named is not None and plan.spills:
-                for step, place in files.there.items():
-                    store.adopt(step, DISK, place)
-                    chain.adopt(step, files.named.orders[step])
-            executor: Executor[Any] = Executor(chain, store, first, None if callable(n) else n)
-            more = Lookahead(chain, executor, n) if callable(n) else range(n).__contains__
-            records = plan.records(more)
-            if is_wanted(progress, plan.choice.seconds if plan.choice else 0.0):
-                records = watch(records, plan.choice.forward_steps + plan.choice.schedule.n if plan.choice else None)
-            executor.run(records)
-            executor.finish()
-            files.drain()
+def _adjoint(
+    chain: ArrayChain,
+    layout: Layout,
+    first: Any,
+    n: int | More,
+    plan: Course,
+    blocks: Blocks,
+    files: SpillFiles,
+    progress: bool | None,
+) -> Outcome:
+    """Run ``chain`` by ``plan``, forward from the state ``first`` and back."""
+    with _store(chain, layout, plan, blocks, files) as store:
+        executor = _executed(chain, store, first, n, plan, progress)
+        files.drain()
         assert chain.steps is not None
         return Outcome(
             adjoint=chain.adjoint,
@@ -157,6 +165,37 @@ def run(
             slow_bytes=sum(store.stored.values()) * layout.size_bytes,
             choice=plan.choice,
         )
+
+
+def _store(chain: ArrayChain, layout: Layout, plan: Course, blocks: Blocks, files: SpillFiles) -> StateStore:
+    """The states of ``chain``, among them those of a named run that was killed."""
+    named = files.named
+
+    def written(step: int, place: StatePlace) -> None:
+        if named is not None and chain.steps is None:
+            named.note(step, place, chain.orders(step))
+
+    tiers = files.tiers() if plan.spills else {}
+    store = StateStore(blocks, tiers, late=plan.was_late, written=written, is_held=layout.is_held)
+    if named is not None and plan.spills:
+        for step, place in files.there.items():
+            store.adopt(step, DISK, place)
+            chain.adopt(step, named.orders[step])
+    return store
+
+
+def _executed(
+    chain: ArrayChain, store: StateStore, first: Any, n: int | More, plan: Course, progress: bool | None
+) -> Executor[Any]:
+    """The executor that has run ``chain`` by ``plan``."""
+    executor: Executor[Any] = Executor(chain, store, first, None if callable(n) else n)
+    more = Lookahead(chain, executor, n) if callable(n) else range(n).__contains__
+    records = plan.records(more)
+    if is_wanted(progress, plan.choice.seconds if plan.choice else 0.0):
+        records = watch(records, plan.choice.forward_steps + plan.choice.schedule.n if plan.choice else None)
+    executor.run(records)
+    executor.finish()
+    return executor
 
 
 def _spill(
@@ -194,8 +233,12 @@ def _trial(forward: Forward, layout: Layout, first: Any, blocks: Blocks) -> Tria
     return Trial(lambda: copies.copy(first), step, layout.pack, blocks)
 
 
-def _quickest(n: int | More, files: SpillFiles, trial: Trial, reverse_seconds: float | None) -> Course:
-    """What to do where no schedule is given."""
+def _planned(
+    schedule: Schedule | None, n: int | More, slots: int, files: SpillFiles, trial: Trial, reverse_seconds: float | None
+) -> Course:
+    """What to do: as ``schedule`` says or, where there is none, what is quickest."""
+    if schedule is not None:
+        return _given(schedule, n, slots, trial.state_bytes, files)
     if callable(n):
         return online(files, trial)
     return quickest(n, files, trial, reverse_factor=REVERSE_FACTOR, reverse_seconds=reverse_seconds)
