@@ -10,7 +10,6 @@ import pytest
 
 from ebbtide.machine import Link
 from ebbtide.sequence import SlowMemory, pace, planning
-from ebbtide.sequence.named import resumed
 from ebbtide.sequence.schedules import (
     DISK,
     MEMORY,
@@ -27,7 +26,7 @@ from ebbtide.sequence.schedules import (
     StoreAll,
     interpret,
 )
-from ebbtide.sequence.schedules.continued import Continued
+from ebbtide.sequence.schedules.continued import Continued, resumed
 from ebbtide.sequence.schedules.disk_revolve import TABLE_STEPS
 from ebbtide.sequence.trial import StepCosts
 from tests.sequence.test_named import START, check_whole, killed_at, lines

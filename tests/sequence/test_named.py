@@ -21,7 +21,6 @@ from ebbtide.errors import SequenceError, SpillError
 from ebbtide.machine import Link
 from ebbtide.run.tiers import DiskTier
 from ebbtide.sequence import Outcome, SlowMemory, pace, planning, run
-from ebbtide.sequence.named import resumed
 from ebbtide.sequence.schedules import (
     DISK,
     MEMORY,
@@ -35,6 +34,7 @@ from ebbtide.sequence.schedules import (
     StoreAll,
     interpret,
 )
+from ebbtide.sequence.schedules.continued import resumed
 from ebbtide.sequence.trial import StepCosts
 
 pytestmark = pytest.mark.usefixtures("nothing_left")

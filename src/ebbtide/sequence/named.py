@@ -21,7 +21,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ from ebbtide.sequence.blocks import whole_bytes
 from ebbtide.sequence.codec import Codec
 from ebbtide.sequence.disk import StateDisk, StatePlace
 from ebbtide.sequence.layout import Orders
-from ebbtide.sequence.schedules import Advance, Drop, Load, Record, Store
 
 Identity = Mapping[str, Any]
 """What must be the same for a run to go on: by name, as JSON takes it."""
@@ -246,38 +245,3 @@ def _difference(run: str, folder: Path, found: Any, identity: Identity) -> str:
     return (
         f"the run {run!r} that was interrupted is another one: {told}; give name=... another name, or delete {folder}"
     )
-
-
-def resumed(records: Iterable[Record], there: Iterable[int], tier: str) -> Iterator[Record]:
-    """``records`` of a chain of which some states are on ``tier`` already: what led to these is left out.
-
-    Args:
-        records: those of the whole chain.
-        there: the steps whose states are there, ascending.
-        tier: where.
-    """
-    left = dict.fromkeys(there)
-    newest = max(left, default=0)
-    position = 0
-    skipping = bool(left)
-    for record in records:
-        if isinstance(record, Store) and record.tier == tier and record.step in left:
-            continue
-        if skipping and isinstance(record, Advance):
-            position = record.stop
-            if position <= newest:
-                continue
-            skipping = False
-            yield Load(newest, tier)
-            yield Advance(newest, position)
-            continue
-        if skipping:
-            skipping = False
-            start = max((step for step in left if step <= position), default=0)
-            if start in left:
-                yield Load(start, tier)
-            if start < position:
-                yield Advance(start, position)
-        if isinstance(record, Drop) and record.tier == tier:
-            left.pop(record.step, None)
-        yield record

@@ -14,10 +14,9 @@ from ebbtide.run.tiers.disk import free_bytes
 from ebbtide.sequence.choose import Choice, SlowMemory, best_multistage, choose, hidden_interval, predicted
 from ebbtide.sequence.codec import paying_share
 from ebbtide.sequence.disk import PART_BYTES, StateDisk
-from ebbtide.sequence.named import resumed
 from ebbtide.sequence.pace import Pace
 from ebbtide.sequence.schedules import DISK, MEMORY, DiskCosts, Multistage, Online, OnlineInMemory, Record, Schedule
-from ebbtide.sequence.schedules.continued import Continued
+from ebbtide.sequence.schedules.continued import Continued, resumed
 from ebbtide.sequence.schedules.disk_revolve import TABLE_STEPS
 from ebbtide.sequence.spill import SpillFiles
 from ebbtide.sequence.store import unnoted

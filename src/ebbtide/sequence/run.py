@@ -17,10 +17,10 @@ from ebbtide.sequence.choose import Choice, memory_slots, number_of_steps, predi
 from ebbtide.sequence.disk import StatePlace
 from ebbtide.sequence.executor import Executor
 from ebbtide.sequence.layout import Layout
-from ebbtide.sequence.named import resumed
 from ebbtide.sequence.planning import Course, online, quickest, uses_disks
 from ebbtide.sequence.progress import is_wanted, watch
 from ebbtide.sequence.schedules import DISK, MEMORY, Schedule
+from ebbtide.sequence.schedules.continued import resumed
 from ebbtide.sequence.spill import Spill, SpillFiles, open_named, open_spill
 from ebbtide.sequence.store import StateStore
 from ebbtide.sequence.trial import Trial

@@ -1,11 +1,11 @@
-"""Goes on from the states that a run has left on a disk, wherever they are."""
+"""Going on from the states that a run has left on a disk, wherever they are."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from ebbtide.arrays import Floats, Ints
 from ebbtide.sequence.schedules.disk_revolve import DiskCosts, once_times, reverse_from_disk, steps_from_disk
@@ -84,6 +84,41 @@ class Continued(Schedule):
             yield Load(start, self.tier)
             yield from reverse_from_disk(start, stop, self.states, self.tier, self._advance)
             yield Drop(start, self.tier)
+
+
+def resumed(records: Iterable[Record], there: Iterable[int], tier: str) -> Iterator[Record]:
+    """``records`` of a chain of which some states are on ``tier`` already: what led to these is left out.
+
+    Args:
+        records: those of the whole chain.
+        there: the steps whose states are there, ascending.
+        tier: where.
+    """
+    left = dict.fromkeys(there)
+    newest = max(left, default=0)
+    position = 0
+    skipping = bool(left)
+    for record in records:
+        if isinstance(record, Store) and record.tier == tier and record.step in left:
+            continue
+        if skipping and isinstance(record, Advance):
+            position = record.stop
+            if position <= newest:
+                continue
+            skipping = False
+            yield Load(newest, tier)
+            yield Advance(newest, position)
+            continue
+        if skipping:
+            skipping = False
+            start = max((step for step in left if step <= position), default=0)
+            if start in left:
+                yield Load(start, tier)
+            if start < position:
+                yield Advance(start, position)
+        if isinstance(record, Drop) and record.tier == tier:
+            left.pop(record.step, None)
+        yield record
 
 
 def _later(record: Record, steps: int) -> Record:
