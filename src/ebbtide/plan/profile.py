@@ -217,7 +217,7 @@ def _possible(
     sizes: Ints,
     in_time: Mask,
     spans: tuple[Ints, Ints],
-    later: Mask | None = None,
+    later: Mask | None,
 ) -> Mask:
     """Per tier and candidate, whether it may go there. A tier takes first what none before it may take."""
     possible = np.zeros((len(tiers), len(sizes)), dtype=np.bool_)

@@ -51,7 +51,7 @@ class StagedTier(DiskTier):
     """A disk for tensors of a device with streams: see NOTE [Two hops].
 
     Args:
-        directory, checksum, name: see `DiskTier`.
+        directory, checksum: see `DiskTier`.
         backend: the device that storages come from.
 
     Raises:
@@ -60,15 +60,15 @@ class StagedTier(DiskTier):
 
     part_bytes = STAGE_BYTES
 
-    def __init__(self, directory: str | Path, backend: Backend, *, checksum: bool = False, name: str = "disk") -> None:
+    def __init__(self, directory: str | Path, backend: Backend, *, checksum: bool = False) -> None:
         count = WRITERS + READERS
         stages = pinned_memory(backend)(count * self.part_bytes)
-        super().__init__(directory, checksum=checksum, name=name, writers=WRITERS)
+        super().__init__(directory, checksum=checksum, writers=WRITERS)
         self.congruence_bytes = CONGRUENCE_BYTES  # whatever the disk wants: only stages are read and written directly
         self.device = backend.device
         self._backend = backend
-        self._out = backend.new_stream(f"{name}-out")
-        self._back = backend.new_stream(f"{name}-back")
+        self._out = backend.new_stream(f"{self.name}-out")
+        self._back = backend.new_stream(f"{self.name}-back")
         self._stages: queue.SimpleQueue[torch.UntypedStorage] = queue.SimpleQueue()
         for start in range(0, count * self.part_bytes, self.part_bytes):
             self._stages.put(stages[start : start + self.part_bytes])

@@ -258,7 +258,7 @@ class PeriodicDiskRevolve(Schedule):
             yield Drop(start, self.tier)
 
 
-def best_period(states: int, costs: DiskCosts, n: int = TABLE_STEPS) -> int:
+def best_period(states: int, costs: DiskCosts, n: int) -> int:
     """The period ``m`` with the least ``(write + read + once[m - 1]) / m``, transfers of a part per step of it.
 
     If a part is read only once, that is ``C(states + t, t)`` with the smallest ``t`` for which ``C(states + 1 + t, t)``
