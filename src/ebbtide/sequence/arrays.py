@@ -13,7 +13,7 @@ from ebbtide.errors import SequenceError
 from ebbtide.sequence.blocks import Block
 from ebbtide.sequence.checksums import Checksums
 from ebbtide.sequence.executor import Executor
-from ebbtide.sequence.layout import Layout, Orders, bytes_of
+from ebbtide.sequence.layout import Layout, Orders, value_bytes
 from ebbtide.sequence.overlaps import Array
 
 Forward = Callable[[Any, int], Any]
@@ -107,7 +107,7 @@ class ArrayChain:
             if not is_alike(state):
                 state = self._layout.checked(state, step + 1)
             if checksums is not None:
-                checksums.compare(map(bytes_of, self._layout.arrays(state, step + 1)), step)
+                checksums.compare(map(value_bytes, self._layout.arrays(state, step + 1)), step)
         if self.steps is None and start < stop:
             self._steps_took(stop - start, time.perf_counter() - began)
         return state
@@ -124,7 +124,7 @@ class ArrayChain:
         following = self.advance(self._layout.copy_into(copied, state), step, step + 1)
         parts = (self._layout.arrays(found, step) for found in (state, following))
         for before, after, same in zip(*parts, copied, strict=True):
-            if np.shares_memory(before, after) and bytes_of(before) != bytes_of(same):
+            if np.shares_memory(before, after) and value_bytes(before) != value_bytes(same):
                 raise SequenceError(
                     f"the forward operator has put state {step + 1} where it had put state {step}; it must return new "
                     "arrays, or those of the state that it was given"

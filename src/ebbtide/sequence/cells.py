@@ -39,7 +39,7 @@ from ebbtide.sequence.steps import (
 )
 from ebbtide.sequence.store import unnoted
 from ebbtide.sequence.sums import Sums
-from ebbtide.sequence.tensors import State, TensorLayout, apart_from, bytes_of, refuse_class
+from ebbtide.sequence.tensors import State, TensorLayout, apart_from, refuse_class, tensor_buffers
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]
 _NO_CONTEXT = contextlib.nullcontext()
@@ -168,7 +168,7 @@ class CellChain:
         if self._inputs_stay and inputs_before != versions_of(parts):
             raise SequenceError(f"the cell has altered its input in place in step {step}; it must alter a copy of it")
         if self._checksums is not None:
-            self._checksums.compare(bytes_of(following), step)
+            self._checksums.compare(tensor_buffers(following), step)
         return Ran(list(inputs.values()), list(given.values()), following, *flatten(found[1]), inputs_before)
 
     def _note(self, ran: Ran, state: State, step: int, since: int) -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 from ebbtide.errors import SequenceError
 from ebbtide.observe.ledger import has_storage
 from ebbtide.sequence.surroundings import unseen
-from ebbtide.sequence.tensors import bytes_of
+from ebbtide.sequence.tensors import tensor_buffers
 
 _WHOLE = (Tensor, np.ndarray, torch.Generator, torch.nn.Module, type, types.ModuleType, types.FunctionType)
 """Leaves of inputs whose attributes are not looked at: they have none, or are no data."""
@@ -192,7 +192,7 @@ def _contents(part: Any) -> _Contents:
         return _Contents(0, part.get_state().numpy().tobytes())
     if isinstance(part, np.ndarray):
         return _Contents(0, part.tobytes())
-    return _Contents(part._version, bytes(*bytes_of([part])) if part.device.type == "cpu" else b"")
+    return _Contents(part._version, bytes(*tensor_buffers([part])) if part.device.type == "cpu" else b"")
 
 
 def _is_plain(part: Any) -> bool:

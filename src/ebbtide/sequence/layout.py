@@ -174,7 +174,7 @@ class Layout:
         """A fingerprint of a state's bytes."""
         digest = hashlib.sha256()
         for _, array in _flatten(state):
-            digest.update(bytes_of(array))
+            digest.update(value_bytes(array))
         return digest.hexdigest()
 
     def pack(self, state: Any, block: Block) -> Orders:
@@ -295,7 +295,7 @@ def _order(array: Array) -> tuple[int, ...]:
     return () if codes == axes else codes
 
 
-def bytes_of(array: Array) -> memoryview:
+def value_bytes(array: Array) -> memoryview:
     """The bytes of its elements, without those that only pad them: these may be anything."""
     found = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     counts = _counting_bytes(array.dtype)

@@ -313,7 +313,7 @@ def _as_first(state: State, firsts: tuple[int, ...]) -> State:
     return [state[place] for place in firsts] if firsts else state
 
 
-def bytes_of(state: State) -> Iterator[memoryview]:
+def tensor_buffers(state: State) -> Iterator[memoryview]:
     """The bytes of each tensor."""
     for part in state:
         yield part.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
