@@ -190,7 +190,7 @@ class StateStore:
         if isinstance(held, tuple):
             held = self._memory[step] = self._wait(*held)
         if held is None:
-            raise _nowhere("loads", step, tier)
+            raise _not_stored("loads", step, tier)
         return held
 
     def drop(self, step: int, tier: str) -> None:
@@ -200,7 +200,7 @@ class StateStore:
         if tier == MEMORY:
             held = self._memory.pop(step, None)
             if held is None:
-                raise _nowhere("drops", step, tier)
+                raise _not_stored("drops", step, tier)
             block = self._wait(*held) if isinstance(held, tuple) else held
             if self._is_held(block):
                 self._all.forgo()
@@ -218,7 +218,7 @@ class StateStore:
         self._settle(step, tier)
         place = self._shelves[tier].find(step)
         if place is None:
-            raise _nowhere("loads", step, tier)
+            raise _not_stored("loads", step, tier)
         return place
 
     def _settle(self, step: int, tier: str) -> None:
@@ -254,5 +254,5 @@ class StateStore:
         return seconds
 
 
-def _nowhere(does: str, step: int, tier: str) -> SequenceError:
+def _not_stored(does: str, step: int, tier: str) -> SequenceError:
     return SequenceError(f"the schedule {does} state {step} from tier {tier!r}, where it is not")
