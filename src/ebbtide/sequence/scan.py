@@ -20,6 +20,7 @@ from ebbtide.arguments import as_directories, as_size
 from ebbtide.errors import SequenceError
 from ebbtide.observe.uncompiled import never_compiled
 from ebbtide.sequence.blocks import blocks_within
+from ebbtide.sequence.call_context import CallContext, keeping_conversions, keeps_conversions
 from ebbtide.sequence.cells import Cell, CellChain
 from ebbtide.sequence.choose import memory_slots
 from ebbtide.sequence.draws import CallersDraws
@@ -31,7 +32,6 @@ from ebbtide.sequence.only_read import OnlyRead
 from ebbtide.sequence.planning import Course, quickest
 from ebbtide.sequence.progress import is_wanted, watch
 from ebbtide.sequence.results import refuse_batched, refuse_transforms
-from ebbtide.sequence.scene import Scene, keeping_conversions, keeps_conversions
 from ebbtide.sequence.schedules import Record, Reverse
 from ebbtide.sequence.spill import Spill, SpillFiles, open_spill
 from ebbtide.sequence.steps import versions_of
@@ -135,7 +135,7 @@ def _interval(truncate: SupportsIndex) -> int:
 
 def _surveyed(
     cell: Cell, state: Any, start: State, inputs: Inputs, layout: TensorLayout
-) -> tuple[TensorLayout, Scene, FirstRun]:
+) -> tuple[TensorLayout, CallContext, FirstRun]:
     """How states lie with what the cell writes to besides, and what steps are to run under: step 0 shows it.
 
     And what it does in its first run.
@@ -152,7 +152,7 @@ def _surveyed(
 
 def _survey(
     cell: Cell, start: State, inputs: Inputs, first: Any, layout: TensorLayout
-) -> tuple[Written, Scene, FirstRun]:
+) -> tuple[Written, CallContext, FirstRun]:
     """What the cell writes to besides in step 0, with the ``first`` of the inputs, and the rest of `_surveyed`."""
     first_run = FirstRun()
     own = (*start, *tree_leaves(first))
@@ -164,7 +164,7 @@ def _survey(
             first_run.noted(cell, layout.surroundings, cached)(layout.unflatten(start), first)
         if cached.converts:
             torch.clear_autocast_cache()
-    scene, watch = Scene(layout.device_types), Watch(own)
+    scene, watch = CallContext(layout.device_types), Watch(own)
     noting = given.watched(first_run.noted(cell, layout.surroundings, watch))
     stay = isinstance(inputs, (tuple, Tensor))
     chain = CellChain(noting, (first,) if stay else [first], layout)
@@ -186,7 +186,7 @@ def _survey(
     return written, scene, first_run
 
 
-def _watched_step(chain: CellChain, start: State, scene: Scene, watch: Watch, before: Watch) -> Written:
+def _watched_step(chain: CellChain, start: State, scene: CallContext, watch: Watch, before: Watch) -> Written:
     """Step 0, run under ``watch``, and what it wrote to; that is undone, also what it wrote there under ``before``."""
     try:
         with scene.set():
@@ -243,7 +243,7 @@ class _Sweep:
         start: State,
         inputs: Inputs,
         layout: TensorLayout,
-        scene: Scene,
+        scene: CallContext,
         first_run: FirstRun,
         memory: int | str,
         spill: Sequence[Path],

@@ -23,13 +23,11 @@ _Autocast = list[tuple[str, bool, torch.dtype]]
 _NO_CONTEXT = contextlib.nullcontext()
 
 
-class Scene:
+class CallContext:
     """What the forward pass ran under, which the backward pass must run steps under again.
 
     Under autocast PyTorch keeps the converted weights from step to step; here each step converts them, as in a plain
     loop with ``cache_enabled=False``, or they would have to be kept from the first step to the last.
-
-    Not the `ebbtide.plan.course.Scene` of a planning problem, which is what all its plans have in common.
 
     Attributes:
         converts: whether steps run within contexts of autocast that keep what they have converted.
