@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ebbtide.machine import Link
-from ebbtide.sequence import SlowMemory, pace, planning
+from ebbtide.sequence import SlowMemory, interval_control, planning
 from ebbtide.sequence.schedules import (
     DISK,
     MEMORY,
@@ -84,8 +84,8 @@ def test_only_from_states_that_lie_near_enough_and_begin_with_the_first(there: S
 def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Says how many steps the disk takes for a state, whatever it does."""
     monkeypatch.setattr(planning, "time_steps", lambda *_: StepCosts(1e-4, 0.0))
-    monkeypatch.setattr(pace, "STEADY", 1e9)  # intervals are not chosen again
-    monkeypatch.setattr(pace, "LATE_SHARE", 1e9)
+    monkeypatch.setattr(interval_control, "STEADY", 1e9)  # intervals are not chosen again
+    monkeypatch.setattr(interval_control, "LATE_SHARE", 1e9)
 
     def take(write_steps: float) -> None:
         rate = START.nbytes / (1e-4 * write_steps)

@@ -20,7 +20,7 @@ import pytest
 from ebbtide.errors import SequenceError, SpillError
 from ebbtide.machine import Link
 from ebbtide.run.tiers import DiskTier
-from ebbtide.sequence import Outcome, SlowMemory, pace, planning, run
+from ebbtide.sequence import Outcome, SlowMemory, interval_control, planning, run
 from ebbtide.sequence.schedules import (
     DISK,
     MEMORY,
@@ -190,8 +190,8 @@ def test_more_memory_than_before(count: int, tmp_path: Path, monkeypatch: pytest
     disk = SlowMemory(DISK, Link("m", DISK, 0, rate, rate), Link(DISK, "m", 0, rate, rate))
     monkeypatch.setattr(planning, "time_transfers", lambda *_, **__: disk)
     monkeypatch.setattr(planning, "time_steps", lambda *_: StepCosts(1e-4, 0.0))
-    monkeypatch.setattr(pace, "STEADY", 1e9)
-    monkeypatch.setattr(pace, "LATE_SHARE", 1e9)
+    monkeypatch.setattr(interval_control, "STEADY", 1e9)
+    monkeypatch.setattr(interval_control, "LATE_SHARE", 1e9)
     killed_at(tmp_path, 110, schedule=None)
     newest = max(line["step"] for line in lines(tmp_path)[1:])
     assert newest > 80
@@ -365,8 +365,8 @@ def test_chosen_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(planning, "time_transfers", slow)
         monkeypatch.setattr(planning, "time_steps", lambda *_: StepCosts(1e-4, 0.0))
 
-    monkeypatch.setattr(pace, "STEADY", 1e9)  # the interval is not chosen again
-    monkeypatch.setattr(pace, "LATE_SHARE", 1e9)
+    monkeypatch.setattr(interval_control, "STEADY", 1e9)  # the interval is not chosen again
+    monkeypatch.setattr(interval_control, "LATE_SHARE", 1e9)
     measured(9)
     killed_at(tmp_path, 60, schedule=None)
     steps = [line["step"] for line in lines(tmp_path)[1:]]

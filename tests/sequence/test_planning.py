@@ -15,8 +15,8 @@ from ebbtide.machine import Link
 from ebbtide.sequence import SlowMemory, planning, run
 from ebbtide.sequence.blocks import Blocks
 from ebbtide.sequence.choose import predicted
-from ebbtide.sequence.pace import Pace
-from ebbtide.sequence.planning import Course
+from ebbtide.sequence.interval_control import IntervalController
+from ebbtide.sequence.planning import SequencePlan
 from ebbtide.sequence.schedules import DISK, MEMORY, Advance, Multistage, Record, Store, interpret
 from ebbtide.sequence.trial import StepCosts, Trial
 from tests.sequence.loops import WIDTH, states
@@ -31,11 +31,11 @@ def slow_memory(capacity_bytes: int | None) -> SlowMemory:
     return SlowMemory(DISK, Link("m", DISK, 0, rate, rate), Link(DISK, "m", 0, rate, rate), capacity_bytes)
 
 
-def paced(tier: SlowMemory) -> Course:
+def controlled(tier: SlowMemory) -> SequencePlan:
     """A multistage schedule whose intervals follow what steps and the disk do."""
     schedule = Multistage(N, 4, INTERVAL)
     trial = Trial(lambda: None, lambda state: state, lambda *_: None, Blocks(STATE_BYTES, 4, for_disk=True))
-    return planning._paced(schedule, predicted(schedule, STATE_BYTES, 1.0), tier, trial, STEP_SECONDS, [])
+    return planning._controlled(schedule, predicted(schedule, STATE_BYTES, 1.0), tier, trial, STEP_SECONDS, [])
 
 
 @pytest.fixture
@@ -63,24 +63,24 @@ def test_no_more_goes_to_a_disk_than_it_has_room_for(tmp_path: Path, monkeypatch
 def test_intervals_never_become_shorter_than_the_disk_has_room_for() -> None:
     """Steps take ten times as long as they were measured to, and intervals follow."""
     room = N // INTERVAL
-    course = paced(slow_memory(room * STATE_BYTES))
+    plan = controlled(slow_memory(room * STATE_BYTES))
 
     def followed() -> Iterator[Record]:
-        for record in course.records(range(N).__contains__):
+        for record in plan.records(range(N).__contains__):
             if isinstance(record, Advance):
                 steps = record.stop - record.start
-                course.steps_took(steps, 10 * STEP_SECONDS * steps)
+                plan.steps_took(steps, 10 * STEP_SECONDS * steps)
             yield record
 
     assert interpret(followed(), N, {MEMORY: 4, DISK: room}).reversed_steps == N
 
 
 def test_intervals_grow_where_compute_waits_for_the_disk() -> None:
-    course, stored = paced(slow_memory(None)), list[int]()
-    for record in course.records(range(N).__contains__):
+    plan, stored = controlled(slow_memory(None)), list[int]()
+    for record in plan.records(range(N).__contains__):
         if isinstance(record, Store) and record.tier == DISK:
             stored.append(record.step)
-            course.was_late(INTERVAL * STEP_SECONDS, 1)
+            plan.was_late(INTERVAL * STEP_SECONDS, 1)
     intervals = [following - step for step, following in itertools.pairwise(stored)]
     assert intervals[0] == INTERVAL
     assert 2 * INTERVAL in intervals
@@ -102,8 +102,8 @@ def test_intervals_follow_what_is_seen_of_a_chain(
     chain: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps, late = list[int](), list[int]()
-    monkeypatch.setattr(Pace, "steps_took", lambda _, count, seconds: steps.append(count))
-    monkeypatch.setattr(Pace, "was_late", lambda _, seconds, states: late.append(states))
+    monkeypatch.setattr(IntervalController, "steps_took", lambda _, count, seconds: steps.append(count))
+    monkeypatch.setattr(IntervalController, "was_late", lambda _, seconds, states: late.append(states))
     chain(tmp_path)
     assert len(steps) >= 10
     assert 0.9 * N <= sum(steps) <= N

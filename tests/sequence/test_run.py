@@ -20,7 +20,7 @@ from ebbtide.errors import SequenceError, SpillError
 from ebbtide.machine import Link
 from ebbtide.run.tiers import DiskTier
 from ebbtide.sequence import SlowMemory, planning, run, spill
-from ebbtide.sequence.pace import Pace
+from ebbtide.sequence.interval_control import IntervalController
 from ebbtide.sequence.schedules import (
     DISK,
     MEMORY,
@@ -296,23 +296,23 @@ class TestBackPressure:
         assert done.waited_seconds > 0
 
     def test_the_interval_follows_the_steps(self) -> None:
-        pace = Pace(10, 1.0, least=2)
-        assert pace.interval(0) == 10
+        controller = IntervalController(10, 1.0, least=2)
+        assert controller.interval(0) == 10
         for seconds, interval in ((1.2, 10), (8.0, 2), (0.1, 100)):
             for _ in range(20):
-                pace.steps_took(10, 10 * seconds)
-                found = pace.interval(0)
+                controller.steps_took(10, 10 * seconds)
+                found = controller.interval(0)
             assert found == interval
         for _ in range(20):
-            assert pace.interval(0) == 100
-            pace.steps_took(10, 1e4 if _ == 10 else 1.0)  # once is nothing
+            assert controller.interval(0) == 100
+            controller.steps_took(10, 1e4 if _ == 10 else 1.0)  # once is nothing
 
     def test_the_interval_follows_the_disk(self) -> None:
         """It takes twice as long as planned for: until the interval does, compute waits for the rest."""
-        pace = Pace(10, 1.0)
+        controller = IntervalController(10, 1.0)
         for _ in range(200):
-            pace.was_late(max(20.0 - pace.interval(0), 0.0))
-        assert 18 <= pace.interval(0) <= 22
+            controller.was_late(max(20.0 - controller.interval(0), 0.0))
+        assert 18 <= controller.interval(0) <= 22
 
 
 class TestBadInput:

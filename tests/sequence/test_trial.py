@@ -10,7 +10,7 @@ import torch
 
 from ebbtide.sequence.blocks import Blocks
 from ebbtide.sequence.cells import CellChain
-from ebbtide.sequence.pace import RECENT, Pace
+from ebbtide.sequence.interval_control import RECENT, IntervalController
 from ebbtide.sequence.schedules import Multistage, binomial
 from ebbtide.sequence.schedules.binomial import forward_steps
 from ebbtide.sequence.schedules.multistage import turn_steps
@@ -91,12 +91,12 @@ def test_schedules_of_any_length_take_as_much_memory() -> None:
 
 def test_one_slow_write_changes_nothing() -> None:
     """It takes 1,000 times as long as an interval."""
-    pace = Pace(10, 1.0)
+    controller = IntervalController(10, 1.0)
     random.seed(1)
     for number in range(10 * RECENT):
-        pace.was_late(10_000.0 if number % (2 * RECENT) == RECENT // 2 else 0.0)
-        pace.steps_took(10, 10 * random.uniform(0.7, 1.6))
-        assert pace.interval(0) == 10
+        controller.was_late(10_000.0 if number % (2 * RECENT) == RECENT // 2 else 0.0)
+        controller.steps_took(10, 10 * random.uniform(0.7, 1.6))
+        assert controller.interval(0) == 10
 
 
 def test_a_step_on_a_device_takes_until_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:

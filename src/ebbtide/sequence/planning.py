@@ -14,7 +14,7 @@ from ebbtide.run.tiers.disk import free_bytes
 from ebbtide.sequence.choose import Choice, SlowMemory, best_multistage, choose, hidden_interval, predicted
 from ebbtide.sequence.codec import paying_share
 from ebbtide.sequence.disk import PART_BYTES, StateDisk
-from ebbtide.sequence.pace import Pace
+from ebbtide.sequence.interval_control import IntervalController
 from ebbtide.sequence.schedules import DISK, MEMORY, DiskCosts, Multistage, Online, OnlineInMemory, Record, Schedule
 from ebbtide.sequence.schedules.continued import Continued, resumed
 from ebbtide.sequence.schedules.disk_revolve import TABLE_STEPS
@@ -58,8 +58,8 @@ Records = Callable[[Callable[[int], bool]], Iterator[Record]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Course:
-    """How a chain will be run; how a step went under a plan is an `ebbtide.plan.follow.Course`.
+class SequencePlan:
+    """How a chain will be run.
 
     Attributes:
         records: makes the records.
@@ -83,8 +83,8 @@ def quickest(
     *,
     reverse_factor: float,
     reverse_seconds: float | None = None,
-) -> Course:
-    """The quickest course for ``n`` steps. If a disk has states of a run that was killed, it goes on from them.
+) -> SequencePlan:
+    """The quickest plan for ``n`` steps. If a disk has states of a run that was killed, it goes on from them.
 
     Args:
         n: number of steps.
@@ -102,7 +102,7 @@ def quickest(
     if not spill.names or (slots >= n - 1 and not there):
         choice = choose(n, trial.state_bytes, 0.0, 0.0, _memory(slots, trial))
         choice = dataclasses.replace(choice, seconds=math.nan)  # nothing was measured, as there is nothing to decide
-        return Course(lambda _: choice.schedule.records(), choice)
+        return SequencePlan(lambda _: choice.schedule.records(), choice)
     copy = time_copy(trial, min(slots, FEW_BLOCKS))
     step = time_first_steps(trial)
     ways = _ways(trial, copy, step, 0.0)
@@ -121,7 +121,7 @@ def quickest(
     choice, least_seconds = chosen(()), chosen((_quickest_disk(),)).seconds
     if spill.named is None and choice.seconds - least_seconds < WORTHWHILE_SECONDS:
         choice = expected(choice)
-        return Course(lambda _: choice.schedule.records(), choice)
+        return SequencePlan(lambda _: choice.schedule.records(), choice)
     seconds = MEASURING_SHARE * least_seconds
     step = time_steps(trial, max(seconds, WARM_SECONDS))
     ways = _ways(trial, copy, step, seconds)
@@ -131,9 +131,9 @@ def quickest(
     if not isinstance(schedule, Multistage) or not (schedule.parts or there):  # nothing goes to a disk beside steps
         spills = uses_disks(schedule)
         left = there if spills else []
-        return Course(lambda _: resumed(schedule.records(), left, DISK), choice, spills)
+        return SequencePlan(lambda _: resumed(schedule.records(), left, DISK), choice, spills)
     tier = next(tier for tier in tiers if tier.name == schedule.tier)
-    return _paced(schedule, choice, tier, trial, step.seconds, there)
+    return _controlled(schedule, choice, tier, trial, step.seconds, there)
 
 
 def uses_disks(schedule: Schedule) -> bool:
@@ -221,15 +221,15 @@ def _quickest_disk() -> SlowMemory:
     return SlowMemory(DISK, out, back)
 
 
-def _paced(
+def _controlled(
     schedule: Multistage, choice: Choice, tier: SlowMemory, trial: Trial, step_seconds: float, there: Sequence[int]
-) -> Course:
+) -> SequencePlan:
     """``schedule``, with intervals that follow what steps and the disk do, but for those of states that are there."""
     n = schedule.n
     room = tier.slots(trial.state_bytes)
     write_seconds = tier.out.seconds(trial.state_bytes)
     loss_seconds = tier.out.lost_seconds(trial.state_bytes)
-    pace = Pace(
+    controller = IntervalController(
         schedule.interval,
         step_seconds + loss_seconds / schedule.interval,
         1 if room is None else -(-n // max(room, 1)),
@@ -238,26 +238,27 @@ def _paced(
 
     def interval(step: int) -> int:
         place = bisect.bisect_right(there, step)
-        return there[place] - step if place < len(there) else pace.interval(step)
+        return there[place] - step if place < len(there) else controller.interval(step)
 
     followed = Online(schedule.states, interval, schedule.tier)
 
     def records(more: Callable[[int], bool]) -> Iterator[Record]:
         return resumed(followed.records(more, n, max(there, default=-1)), there, schedule.tier)
 
-    return Course(records, choice, True, pace.steps_took, pace.was_late)
+    return SequencePlan(records, choice, True, controller.steps_took, controller.was_late)
 
 
-def online(spill: SpillFiles, trial: Trial) -> Course:
-    """A course for a chain of unknown length. Raises `SpillError` if nothing can be written to the first disk."""
+def online(spill: SpillFiles, trial: Trial) -> SequencePlan:
+    """A plan for a chain of unknown length. Raises `SpillError` if nothing can be written to the first disk."""
     slots = trial.slots
     if not spill.names or slots < 2:
-        return Course(OnlineInMemory(slots).records, None)
+        return SequencePlan(OnlineInMemory(slots).records, None)
     disks = spill.open()
     step_seconds = time_first_steps(trial).seconds
     link = time_transfers(disks[0], trial, step_seconds, 0.0, None, seconds=0.0).out
-    pace = Pace(hidden_interval(step_seconds, link.seconds(trial.state_bytes)), step_seconds)
-    return Course(Online(slots, pace.interval, disks[0].name).records, None, True, pace.steps_took, pace.was_late)
+    controller = IntervalController(hidden_interval(step_seconds, link.seconds(trial.state_bytes)), step_seconds)
+    schedule = Online(slots, controller.interval, disks[0].name)
+    return SequencePlan(schedule.records, None, True, controller.steps_took, controller.was_late)
 
 
 def _as_if_packed(way: Link) -> Link:

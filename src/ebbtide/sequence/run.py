@@ -17,7 +17,7 @@ from ebbtide.sequence.choose import Choice, memory_slots, number_of_steps, predi
 from ebbtide.sequence.disk import StatePlace
 from ebbtide.sequence.executor import Executor
 from ebbtide.sequence.layout import Layout
-from ebbtide.sequence.planning import Course, online, quickest, uses_disks
+from ebbtide.sequence.planning import SequencePlan, online, quickest, uses_disks
 from ebbtide.sequence.progress import is_wanted, watch
 from ebbtide.sequence.schedules import DISK, MEMORY, Schedule
 from ebbtide.sequence.schedules.continued import resumed
@@ -144,7 +144,7 @@ def _adjoint(
     layout: Layout,
     first: Any,
     n: int | More,
-    plan: Course,
+    plan: SequencePlan,
     blocks: Blocks,
     files: SpillFiles,
     progress: bool | None,
@@ -167,7 +167,7 @@ def _adjoint(
         )
 
 
-def _store(chain: ArrayChain, layout: Layout, plan: Course, blocks: Blocks, files: SpillFiles) -> StateStore:
+def _store(chain: ArrayChain, layout: Layout, plan: SequencePlan, blocks: Blocks, files: SpillFiles) -> StateStore:
     """The states of ``chain``, among them those of a named run that was killed."""
     named = files.named
 
@@ -185,7 +185,7 @@ def _store(chain: ArrayChain, layout: Layout, plan: Course, blocks: Blocks, file
 
 
 def _executed(
-    chain: ArrayChain, store: StateStore, first: Any, n: int | More, plan: Course, progress: bool | None
+    chain: ArrayChain, store: StateStore, first: Any, n: int | More, plan: SequencePlan, progress: bool | None
 ) -> Executor[Any]:
     """The executor that has run ``chain`` by ``plan``."""
     executor: Executor[Any] = Executor(chain, store, first, None if callable(n) else n)
@@ -235,7 +235,7 @@ def _trial(forward: Forward, layout: Layout, first: Any, blocks: Blocks) -> Tria
 
 def _planned(
     schedule: Schedule | None, n: int | More, slots: int, files: SpillFiles, trial: Trial, reverse_seconds: float | None
-) -> Course:
+) -> SequencePlan:
     """What to do: as ``schedule`` says or, where there is none, what is quickest."""
     if schedule is not None:
         return _given(schedule, n, slots, trial.state_bytes, files)
@@ -250,7 +250,7 @@ def _given(
     slots: int,
     state_bytes: int,
     files: SpillFiles,
-) -> Course:
+) -> SequencePlan:
     if callable(n) or schedule.n != n:
         raise SequenceError(f"the schedule is for {schedule.n} steps, not for {'any number' if callable(n) else n}")
     wanted = schedule.slots
@@ -270,4 +270,4 @@ def _given(
             raise SequenceError(f"the schedule stores states in a tier called {tier!r}, but {known}")
     choice = predicted(schedule, state_bytes, math.nan)
     spills = uses_disks(schedule) or bool(files.there)
-    return Course(lambda _: resumed(schedule.records(), files.there, DISK), choice, spills)
+    return SequencePlan(lambda _: resumed(schedule.records(), files.there, DISK), choice, spills)

@@ -29,7 +29,7 @@ from ebbtide.sequence.first_run import FirstRun
 from ebbtide.sequence.inputs import FirstInput, Inputs, in_turn, indexed
 from ebbtide.sequence.leaves import detached, is_kept
 from ebbtide.sequence.only_read import OnlyRead
-from ebbtide.sequence.planning import Course, quickest
+from ebbtide.sequence.planning import SequencePlan, quickest
 from ebbtide.sequence.progress import is_wanted, watch
 from ebbtide.sequence.results import refuse_batched, refuse_transforms
 from ebbtide.sequence.schedules import Record, Reverse
@@ -265,7 +265,7 @@ class _Sweep:
         self._only_read = OnlyRead(layout.surroundings.only_read)
         self._start_surroundings = layout.surroundings.read()
         self._turn_surroundings = self._start_surroundings
-        self._course: Course | None = None
+        self._course: SequencePlan | None = None
         self._resources = contextlib.ExitStack()
         self._files: SpillFiles | None = None
         self._executor: Executor[State] | None = None

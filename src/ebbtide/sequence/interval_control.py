@@ -12,14 +12,12 @@ LATE_SHARE = 0.1
 """Compute may wait for this share of an interval."""
 
 
-class Pace:
+class IntervalController:
     """Re-chooses the interval of a multistage schedule as steps or the disk become slower or quicker than planned.
 
     An interval is meant to last as long as a transfer, or some multiple of it: so its seconds are kept, not its steps.
     Where compute waits for the disk in most intervals, the disk has become slower, and the interval longer. All of it
     goes by medians: a disk that stands still once is no slower for it.
-
-    It chooses how often a chain stores a state; `ebbtide.run.pace.Pace` refines how long the ops of a step take.
 
     Args:
         interval: as planned.
