@@ -27,7 +27,7 @@ def _most_references(parts: list[Array]) -> int:
 
 
 _UNSEEN_REFERENCES = _most_references([np.empty(0)])
-"""So many there are if the list alone holds an array. How many looking makes is the interpreter's own affair."""
+"""References to an array that the list alone holds. How many looking makes is the interpreter's own affair."""
 
 
 class OwnCopies:
@@ -61,8 +61,8 @@ class ArrayChain:
 
     Attributes:
         final: the last state, once it is there.
-        adjoint: as of the step reversed last.
-        steps: how many there are, once it is known.
+        adjoint: the adjoint of the state before the step reversed last.
+        steps: number of steps of the chain, once it is known.
         first_step: the first one that was run.
     """
 
@@ -119,7 +119,7 @@ class ArrayChain:
         return following
 
     def _after(self, state: Any, step: int) -> Any:
-        """The state after ``step``; ``state``, which is wanted still, stays as it is."""
+        """The state after ``step``, made without altering ``state``, which is wanted still."""
         copied = self._layout.new_parts(state, self._layout.orders(state))
         following = self.advance(self._layout.copy_into(copied, state), step, step + 1)
         parts = (self._layout.arrays(found, step) for found in (state, following))

@@ -54,8 +54,8 @@ class Block:
 
     Attributes:
         storage: its bytes.
-        address: where they begin.
-        views: what the layout of the states has made of it, so that it is made once.
+        address: where these bytes begin in memory.
+        views: the arrays or tensors that the layout of the states has made in this block, so that they are made once.
     """
 
     __slots__ = ("address", "storage", "views")
@@ -66,7 +66,7 @@ class Block:
         self.views: Any = None
 
     def memory(self) -> memoryview:
-        """All bytes."""
+        """All bytes of the block."""
         return bytes_of(self.storage).numpy().data
 
 
@@ -83,14 +83,14 @@ class Blocks:
 
     Args:
         state_bytes: size of a state.
-        count: how many there are.
+        count: number of blocks.
         for_disk: whether to take whole blocks of a disk, so that nothing of a state must stay in RAM.
 
     Attributes:
         state_bytes, count: see above.
         block_bytes: size of a block.
-        run_length: how many make a run, at most: see NOTE [Runs].
-        made: how many have been in use so far.
+        run_length: number of blocks in a run, at most: see NOTE [Runs].
+        made: number of blocks that have been in use so far.
     """
 
     def __init__(self, state_bytes: int, count: int, *, for_disk: bool) -> None:
@@ -105,7 +105,7 @@ class Blocks:
 
     @property
     def are_taken(self) -> bool:
-        """Whether one must be given back before another can be taken."""
+        """Whether a block must be given back before another can be taken."""
         return not self._free and self.made >= self.count
 
     def take(self) -> Block:
@@ -140,16 +140,16 @@ class Blocks:
         return block
 
     def extra(self) -> Block:
-        """A block that is none of them, and is never given back."""
+        """A further block, which counts as none of them and is never given back."""
         return self._block(self._map(1), 0)
 
     def give_back(self, *blocks: Block) -> None:
-        """They may be taken again."""
+        """Give blocks back, so that they may be taken again."""
         for block in blocks:
             self._free[block.address] = block
 
     def forgo(self) -> None:
-        """One that is taken is never given back; another may be made in its place."""
+        """Note that a block which is taken is never given back; another may be made in its place."""
         self.made -= 1
 
     def _map(self, count: int) -> mmap.mmap:
@@ -178,8 +178,8 @@ class States(Protocol):
     """How states lie in blocks.
 
     Attributes:
-        size_bytes: bytes of a block for one.
-        objects_bytes: what Python's objects for it take besides.
+        size_bytes: bytes of a block for one state.
+        objects_bytes: bytes that Python's objects for a state take besides.
     """
 
     size_bytes: int
@@ -190,11 +190,11 @@ def blocks_within(memory_bytes: int, count: int, states: States, most: int | Non
     """As many of ``count`` blocks as may be taken beside the working state.
 
     Args:
-        memory_bytes: what they may take, but for `SPARE_BYTES`, with their padding and their objects.
-        count: how many states' bytes fit there; at least one.
-        states: how they lie.
-        most: how many states a chain stores at most; None if that is not known.
-        spills: whether those that do not fit go to a disk.
+        memory_bytes: bytes that the blocks may take, but for `SPARE_BYTES`, with their padding and their objects.
+        count: number of states whose bytes fit there; at least one.
+        states: how states lie in blocks.
+        most: number of states that a chain stores at most; None if that is not known.
+        spills: whether states that do not fit go to a disk.
     """
     counts = {}
     for for_disk in (False, True):

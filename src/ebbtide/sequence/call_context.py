@@ -24,7 +24,7 @@ _NO_CONTEXT = contextlib.nullcontext()
 
 
 class CallContext:
-    """What the forward pass ran under, which the backward pass must run steps under again.
+    """The state of PyTorch in which a scan was called, and in which the backward pass must run its steps again.
 
     Under autocast PyTorch keeps the converted weights from step to step; here each step converts them, as in a plain
     loop with ``cache_enabled=False``, or they would have to be kept from the first step to the last.
@@ -80,7 +80,7 @@ class CallContext:
 
     @contextlib.contextmanager
     def set(self) -> Iterator[None]:
-        """Inside, steps run under what there was when this was made."""
+        """Run what is inside in the state of PyTorch that there was when this was made."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._cached())
             if torch.is_inference_mode_enabled() != self._inference:  # as in a backward pass that one is around
@@ -115,7 +115,7 @@ class CallContext:
             yield
 
     def callers_autocast(self) -> Callable[[], AbstractContextManager[object]]:
-        """What gives contexts, to be entered within `set`, that have autocast as it is now.
+        """A function that makes contexts, to be entered within `set`, in which autocast is as it is now.
 
         Formulas of the backward pass run under it: PyTorch runs them under that of whoever calls the backward pass.
         """
@@ -140,7 +140,7 @@ def keeping_conversions(keeps: bool) -> Iterator[None]:
 
 
 def _function_modes() -> list[TorchFunctionMode]:
-    """Those that are on, outermost first, without that of the default device."""
+    """The function modes that are on, outermost first, without that of the default device."""
     return [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
 
 

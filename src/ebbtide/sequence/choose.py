@@ -1,4 +1,4 @@
-"""Which schedule reverses a chain soonest: each is predicted from measured times, the quickest is taken."""
+"""Choice of the schedule that reverses a chain soonest: each is predicted from measured times."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class SlowMemory:
     """A slow tier, as a chain of states sees it.
 
     Attributes:
-        name: how schedules name it.
-        out, back: the links to it and from it.
-        capacity_bytes: how much it can take, or None for any amount.
+        name: what schedules call this tier.
+        out, back: the links to this tier and from it.
+        capacity_bytes: bytes that fit there, or None for any amount.
     """
 
     name: str
@@ -57,7 +57,7 @@ class SlowMemory:
     capacity_bytes: int | None = None
 
     def slots(self, state_bytes: int) -> int | None:
-        """How many states it can take."""
+        """How many states fit there."""
         return None if self.capacity_bytes is None else self.capacity_bytes // max(state_bytes, 1)
 
 
@@ -199,9 +199,9 @@ def memory_slots(state_bytes: int, memory: int | str, carried_bytes: int = 0) ->
     """Slots in ``memory`` besides the working state.
 
     Args:
-        state_bytes: of a state and what is stored with it.
+        state_bytes: bytes of a state and of what is stored with it.
         memory: bytes, or a text.
-        carried_bytes: how many of a state's are of tensors that are no part of it, but written to.
+        carried_bytes: bytes among these of tensors that are no part of a state, but written to.
 
     Raises:
         SequenceError: if it takes less than two states.
@@ -286,7 +286,7 @@ def _h_revolve(
     reverse_seconds: float,
     tiers: Sequence[SlowMemory],
 ) -> Iterable[Choice]:
-    """Good where transfers are too slow to be hidden, as it makes few."""
+    """H-Revolve, which is good where transfers are too slow to be hidden, as it makes few."""
     if not tiers:
         return ()
     schedule = HRevolve(n, _levels(states, state_bytes, tiers), step_seconds, reverse_seconds)
@@ -296,7 +296,7 @@ def _h_revolve(
 def _periodic(
     n: int, states: int, state_bytes: int, step_seconds: float, reverse_seconds: float, tier: SlowMemory
 ) -> Iterable[Choice]:
-    """In place of both where memory has no slot for a state that comes back, and tables would be too large."""
+    """Periodic Disk-Revolve, for when memory has no slot for a state that comes back, and tables are too large."""
     write, read = tier.out.seconds(state_bytes), tier.back.seconds(state_bytes)
     schedule = PeriodicDiskRevolve(n, states, DiskCosts(step_seconds, reverse_seconds, write, read), tier=tier.name)
     room = tier.slots(state_bytes)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 LEVEL = 1
-"""Of Zstandard: the next ones take longer than a disk saves."""
+"""Level of Zstandard: the next ones take longer than a disk saves."""
 TRIES = 3
 """The first time memory is faulted in, and another one may meet a busy moment of the machine."""
 
@@ -73,9 +73,9 @@ def paying_share(codec: Codec, sample: memoryview, out_seconds: float, back_seco
     """To which share of its size a state must shrink for ``codec`` to pay; None if ``sample`` does not in either way.
 
     Args:
-        codec: what would be used.
-        sample: a state's bytes.
-        out_seconds, back_seconds: time of a state to the disk and back as it is.
+        codec: the codec that would be used.
+        sample: bytes of a state.
+        out_seconds, back_seconds: time of ``sample`` to the disk and back as it is.
     """
     whole = memoryview(bytearray(len(sample)))
     pack_seconds = unpack_seconds = math.inf

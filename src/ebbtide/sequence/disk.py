@@ -37,14 +37,14 @@ class StatePlace(DiskPlace):
     """A place in the file, large enough for the whole state; what is compressed leaves a hole in the file.
 
     Attributes:
-        packed: of each part that is compressed, by where it starts, its size.
+        packed: bytes of each part that is compressed, by the offset at which it starts.
     """
 
     packed: dict[int, int] = dataclasses.field(default_factory=dict)
 
     @property
     def is_plain(self) -> bool:
-        """Whether all is in the file, as it was in memory, and nothing else is known of it."""
+        """Whether the state lies in the file as it lay in memory, and nothing else is known of it."""
         return not (self.packed or self.checksums or self.head_bytes or self.tail)
 
     def is_right_before(self, other: StatePlace) -> bool:
@@ -52,7 +52,7 @@ class StatePlace(DiskPlace):
         return self.is_plain and other.is_plain and self.offset_bytes + self.size_bytes == other.offset_bytes
 
     def split(self, count: int) -> list[StatePlace]:
-        """As so many places of one size."""
+        """The same place as ``count`` places of one size."""
         if count == 1:
             return [self]
         size_bytes = self.size_bytes // count
@@ -70,7 +70,7 @@ class Copy(Protocol):
     """A copy of a state, maybe still under way.
 
     Attributes:
-        place: where it is in the file, or will be.
+        place: where the copy is in the file, or will be.
     """
 
     place: StatePlace
@@ -81,16 +81,16 @@ class Copy(Protocol):
         ...
 
     def wait(self) -> None:
-        """Wait until it is done; once. Raises `SpillError` if it failed."""
+        """Wait until the copy is done; once. Raises `SpillError` if it failed."""
         ...
 
 
 class StateDisk(DiskTier):
-    """See `DiskTier`; the threads that write and read may pack and unpack what they move.
+    """A spill file, as `DiskTier`, for states, which the threads that write and read may pack and unpack.
 
     Args:
         directory, checksum, name: see `DiskTier`.
-        codec: what packs, if anything.
+        codec: the codec that packs states, if there is one.
 
     Attributes:
         share: parts are stored packed where that makes them smaller than this share of their size; 0: never.
@@ -269,7 +269,7 @@ class _QueuedCopy:
 
 
 class _Amender:
-    """Goes on where the C library has left off; without keeping the disk alive."""
+    """The disk's work on what the C library has left undone; does not keep the disk alive."""
 
     def __init__(self, disk: StateDisk) -> None:
         self._disk = weakref.ref(disk)

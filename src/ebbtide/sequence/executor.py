@@ -1,4 +1,4 @@
-"""Runs a schedule's records, whatever the states are made of."""
+"""Execution of a schedule's records, whatever the states are made of."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Chain(Protocol[State]):
         ...
 
     def own(self, state: State) -> State:
-        """A copy that may be altered. The one made before is not needed any more."""
+        """A copy of ``state`` that may be altered. The copy made before is not needed any more."""
         ...
 
 
@@ -80,7 +80,7 @@ class Executor(Generic[State]):
             self._run(records)
 
     def finish(self) -> None:
-        """Raises `SequenceError` if steps are left that were not reversed."""
+        """Raise `SequenceError` if steps are left that were not reversed."""
         if self._left:
             raise SequenceError(f"the schedule ends with step {self._left - 1} not yet reversed")
 
@@ -140,7 +140,7 @@ class Executor(Generic[State]):
         return state
 
     def _own(self) -> None:
-        """Make the working state one that may be altered."""
+        """Make the working state a copy that may be altered."""
         if self._borrowed is not None:
             self._working, self._borrowed = self._chain.own(self.working), None
 

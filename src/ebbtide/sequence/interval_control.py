@@ -7,23 +7,23 @@ import statistics
 RECENT = 16
 """After so many intervals it is looked whether steps and the disk are still what they were."""
 STEADY = 2.0
-"""Steps that take up to this factor more or less are: so much varies with what else the processor's core has to do."""
+"""Steps that take up to this factor more or less are what they were: so much varies with what else the core does."""
 LATE_SHARE = 0.1
 """Compute may wait for this share of an interval."""
 
 
 class IntervalController:
-    """Re-chooses the interval of a multistage schedule as steps or the disk become slower or quicker than planned.
+    """The interval of a multistage schedule, chosen again as steps or the disk become slower or quicker than planned.
 
     An interval is meant to last as long as a transfer, or some multiple of it: so its seconds are kept, not its steps.
     Where compute waits for the disk in most intervals, the disk has become slower, and the interval longer. All of it
     goes by medians: a disk that stands still once is no slower for it.
 
     Args:
-        interval: as planned.
-        step_seconds: for which it was.
+        interval: the interval as planned, in steps.
+        step_seconds: time of a step for which it was planned.
         least: the shortest interval for which the slow tier has room.
-        late_seconds: for each interval, that compute is expected to wait.
+        late_seconds: time for which compute is expected to wait in each interval.
     """
 
     def __init__(self, interval: int, step_seconds: float, least: int = 1, late_seconds: float = 0.0) -> None:

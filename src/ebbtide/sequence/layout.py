@@ -46,7 +46,7 @@ class _Leaf:
         return f"{self.path or 'the state'}: {self.dtype} of shape {self.shape}"
 
     def place(self, memory: memoryview, order: tuple[int, ...]) -> Array:
-        """Its array in a block, with axes in an order as in `Orders`."""
+        """The array of this leaf in a block, with axes in an order as in `Orders`."""
         if not order:
             return np.ndarray(self.shape, self.dtype, memory, self.offset_bytes)
         strides = [0] * len(order)
@@ -64,8 +64,8 @@ class _Views:
     """The arrays of a state in a block.
 
     Attributes:
-        arrays: they.
-        read_only: the same, to be looked at only.
+        arrays: the arrays, which may be written to.
+        read_only: views of the same arrays that cannot be written to.
     """
 
     __slots__ = ("_references", "_whole", "arrays", "read_only")
@@ -77,7 +77,7 @@ class _Views:
         self._references = sys.getrefcount(self._whole)
 
     def are_held(self) -> bool:
-        """Whether somebody has a view of one of them."""
+        """Whether somebody has a view of one of these arrays."""
         return sys.getrefcount(self._whole) > self._references
 
 
@@ -90,10 +90,10 @@ class Layout:
         state: the state whose like is to be stored.
 
     Attributes:
-        size_bytes: bytes of a block for it.
-        objects_bytes: what Python's objects for it take besides.
+        size_bytes: bytes of a block for a state.
+        objects_bytes: bytes that Python's objects for a state take besides.
         item_bytes: bytes of a number in the largest array.
-        first_orders: of the state.
+        first_orders: how the arrays of ``state`` lie.
 
     Raises:
         SequenceError: if there is something in it that is no array of plain numbers, or no array at all, or arrays
@@ -136,7 +136,7 @@ class Layout:
         return True
 
     def describe(self) -> list[str]:
-        """Structure, shapes and types, in words."""
+        """Structure, shapes and types of a state, in words."""
         return [str(leaf) for leaf in self._leaves]
 
     def checked(self, state: Any, step: int) -> Any:
@@ -296,7 +296,7 @@ def _order(array: Array) -> tuple[int, ...]:
 
 
 def value_bytes(array: Array) -> memoryview:
-    """The bytes of its elements, without those that only pad them: these may be anything."""
+    """The bytes of an array's elements, without those that only pad them: these may be anything."""
     found = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     counts = _counting_bytes(array.dtype)
     return found.data if counts.all() else np.ascontiguousarray(found.reshape(-1, len(counts))[:, counts]).data

@@ -45,13 +45,13 @@ class NamedDisk(StateDisk):
     Args:
         directory: the spill directory.
         run: name of the run.
-        identity: of the run.
+        identity: what must be the same for this run to go on.
         state_bytes: size of a state.
         codec: see `StateDisk`.
 
     Attributes:
         there: by step, ascending, the states of a run that was killed.
-        orders: of each of them, how its elements lie.
+        orders: by the same steps, how the elements of these states lie.
 
     Raises:
         SequenceError: if the name cannot be one of a folder, the run is under way elsewhere, or it was another one.

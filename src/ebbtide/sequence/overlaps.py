@@ -21,7 +21,7 @@ OVERLAP_WORK = 10_000
 
 
 def are_apart(arrays: Sequence[Array]) -> bool:
-    """Whether no two of them can share memory, as a glance tells: by bounds, or each has an owner of its own."""
+    """Whether no two of ``arrays`` can share memory, as a glance tells: by bounds, or each has an owner of its own."""
     if len(arrays) == 2:  # quicker
         return not np.may_share_memory(arrays[0], arrays[1])
     owners = {
@@ -56,7 +56,7 @@ def _overlap(one: Array, other: Array) -> bool:
 
 
 def are_same(one: Array, other: Array) -> bool:
-    """Whether they are one array, be it by two names."""
+    """Whether both are one array, be it by two names."""
     return _looks(one) == _looks(other)
 
 
@@ -79,7 +79,7 @@ def _pointer(array: Array) -> int:
 
 
 def _bounds(array: Array) -> tuple[int, int]:
-    """Address of the first byte, and of the first one after the last."""
+    """Address of an array's first byte, and of the first one after its last."""
     spans = [(length - 1) * stride for length, stride in zip(array.shape, array.strides, strict=True)]
     first = _pointer(array) + sum(span for span in spans if span < 0)
     return first, first + sum(map(abs, spans)) + array.itemsize

@@ -62,11 +62,11 @@ class SequencePlan:
     """How a chain will be run.
 
     Attributes:
-        records: makes the records.
-        choice: what is expected; None where the length is not known.
+        records: makes the records of the schedule.
+        choice: the schedule and what is expected of it; None where the length is not known.
         spills: whether states go to a disk.
-        steps_took: to be told how many steps of the first sweep took how many seconds.
-        was_late: to be told how long compute has waited for a copy out, and of how many states.
+        steps_took: function to be told how many steps of the first sweep took how many seconds.
+        was_late: function to be told how long compute has waited for a copy out, and of how many states.
     """
 
     records: Records
@@ -91,7 +91,7 @@ def quickest(
         spill: where states may go; opened only where that may pay.
         trial: the chain's steps; they are tried only where that matters.
         reverse_factor: how much longer it takes to reverse a step, with what that runs forward itself.
-        reverse_seconds: what it takes, where it is known.
+        reverse_seconds: time of a step reversed, where it is known.
 
     Raises:
         SpillError: if nothing can be written to a disk.
@@ -137,7 +137,7 @@ def quickest(
 
 
 def uses_disks(schedule: Schedule) -> bool:
-    """Whether it stores states anywhere but in memory, be they without a byte."""
+    """Whether ``schedule`` stores states anywhere but in memory, be they without a byte."""
     return any(count for tier, count in schedule.slots.items() if tier != MEMORY)
 
 
@@ -148,9 +148,9 @@ def _ways(trial: Trial, copy: CopyCosts, step: StepCosts, seconds: float) -> lis
 
     Args:
         trial: the chain's states.
-        copy: what they cost with few slots, one after another.
-        step: what steps cost, and copies between them.
-        seconds: that it may take to time copies with all.
+        copy: cost of copies with few slots, one after another.
+        step: cost of steps, and of copies between them.
+        seconds: time that timing copies with all slots may take.
     """
     few_seconds = max(copy.seconds, step.copy_seconds)
     many = min(trial.slots, MANY_BLOCKS_BYTES // max(trial.state_bytes, 1))
@@ -213,7 +213,7 @@ def _memory(slots: int, trial: Trial) -> int:
 
 
 def _quickest_disk() -> SlowMemory:
-    """What no disk surpasses."""
+    """A disk that no real one surpasses."""
     out, back = (
         Link(*way, QUICKEST_DISK_SECONDS, QUICKEST_DISK_RATE, QUICKEST_DISK_RATE)
         for way in (("memory", DISK), (DISK, "memory"))

@@ -25,7 +25,7 @@ def is_wanted(progress: bool | None, expected_seconds: float) -> bool:
 
 
 def _is_terminal(stream: object) -> bool:
-    """Whether somebody may be looking at it. There may be no stream at all, or one of the user's own."""
+    """Whether somebody may be looking at ``stream``, which may be None, or one of the user's own."""
     try:
         return bool(stream.isatty())  # type: ignore[attr-defined]
     except (AttributeError, ValueError):  # the latter of one that is closed

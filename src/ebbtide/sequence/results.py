@@ -17,7 +17,7 @@ from ebbtide.sequence.surroundings import counter_of, unseen
 
 
 class Hazards:
-    """What makes gradients others than those of a plain loop: no backward pass may run where it was done.
+    """Alterations that make gradients others than those of a plain loop: after one no backward pass may run.
 
     Hooks on the state that a step is given: they would see what this step does with it, without what comes from the
     outputs of the step before.
@@ -38,7 +38,7 @@ class Hazards:
             self._hooked_step = step
 
     def watch(self, results: Iterable[Tensor]) -> None:
-        """See what is altered of ``results``, which nobody else has yet."""
+        """Watch for alterations of ``results``, which nobody else has yet."""
         together: dict[int, list[Tensor]] = {}
         with unseen(), AsOrdinary():
             for result in filter(has_storage, results):
@@ -47,7 +47,7 @@ class Hazards:
         self._versions = [counter._version for counter in self._counters]
 
     def check(self) -> None:
-        """Raise `SequenceError` if there are some."""
+        """Raise `SequenceError` if there was such an alteration."""
         if self._hooked_step is not None:
             raise SequenceError(
                 f"step {self._hooked_step} has put a hook on the state that it was given, which would see a part of "
@@ -88,7 +88,7 @@ def _has_tangent(parts: Iterable[Any]) -> bool:
 
 
 def _overlap(group: list[Tensor]) -> bool:
-    """Whether the memory of one begins before that of another has ended."""
+    """Whether the memory of one tensor begins before that of another has ended."""
     end = -1
     for start, stop in sorted(map(_span, group)) if len(group) > 1 else ():
         if start < end:

@@ -1,4 +1,4 @@
-"""Runs the adjoint of a chain of steps on NumPy arrays, in bounded memory."""
+"""The adjoint of a chain of steps on NumPy arrays, in bounded memory."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Outcome:
     Attributes:
         adjoint: what the reverse of step 0 returned.
         final: the last state.
-        steps: how many the chain had.
+        steps: number of steps that the chain had.
         resumed_step: the first step that was run; above 0 if the run went on from where it had been killed.
         forward_steps: steps run forward, besides those that the reverse of each step runs itself.
         recompute_factor: forward steps per step of the chain; 1 if none ran twice.
-        waited_seconds: how long compute has waited for the disk.
-        slow_bytes: what has gone to the disk; if it was compressed, before that.
-        choice: what was expected; None where the length was not known.
+        waited_seconds: time for which compute has waited for the disk.
+        slow_bytes: bytes that have gone to the disk; if they were compressed, before that.
+        choice: the schedule and what was expected of it; None where the length was not known.
     """
 
     adjoint: Any
@@ -85,13 +85,13 @@ def run(
             ``step`` from ``state``. There always is a step 0. It is asked once for each further one.
         state: state 0. It is not altered.
         turn: gives the adjoint of the last state, from that state.
-        memory: for the states held between steps; bytes, or such as ``"256MiB"``. What the operators take while they
-            run comes on top: usually the next state, and the adjoint. So do up to 4 MiB of Python's objects for states
-            and of what pads these.
+        memory: what the states held between steps may take; bytes, or such as ``"256MiB"``. What the operators take
+            while they run comes on top: usually the next state, and the adjoint. So do up to 4 MiB of Python's objects
+            for states and of what pads these.
         spill: directory for states that do not fit, on a fast disk; or several, fastest first, called ``disk``,
             ``disk2``, ... by schedules. Without one, steps are run again.
-        name: of the run. Its states on the disk are then kept until it ends, in a folder of the spill directory: if
-            the process is killed, the same call goes on from the last one. Whatever the operators depend on, besides
+        name: name of the run. Its states on the disk are then kept until it ends, in a folder of the spill directory:
+            if the process is killed, the same call goes on from the last one. Whatever the operators depend on, besides
             the state, should be told by the name.
         schedule: what to do; `choose` makes one. If not given, the quickest is taken; to know it, with ``spill``,
             step 0 and the disk are timed first.

@@ -1,4 +1,4 @@
-"""Which place of a tier holds which state, in memory that does not grow with the number of states."""
+"""The places of states on a tier, known in memory that does not grow with the number of states."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Shelf:
         return _moved(place, number)
 
     def _run_with(self, step: int) -> tuple[int, int] | None:
-        """Which row a step is in, and at which place."""
+        """The row that a step is in, and its place there."""
         index = bisect.bisect(self._runs, step, key=lambda run: run[0]) - 1
         if index < 0:
             return None

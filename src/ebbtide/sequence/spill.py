@@ -22,13 +22,13 @@ class SpillFiles:
     """Spill files that are there from the first call of `open` on.
 
     Args:
-        names: what schedules call them.
-        make: makes them.
-        named: that of a named run, which is there already.
+        names: what schedules call the files.
+        make: makes the files.
+        named: the file of a named run, which is there already.
 
     Attributes:
-        names: see above.
-        named: see above; None if the run has no name.
+        names: what schedules call the files.
+        named: the file of a named run; None if the run has no name.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class SpillFiles:
         return {} if self.named is None else self.named.there
 
     def open(self) -> tuple[StateDisk, ...]:
-        """All of them, fastest first. Raises `SpillError` if one cannot be used."""
+        """All files, fastest first. Raises `SpillError` if one cannot be used."""
         if self._made is None:
             self._made = tuple(self._make())
         return self._made
 
     def tiers(self) -> dict[str, StateDisk]:
-        """All of them, by name. Raises `SpillError` if one cannot be used."""
+        """All files, by name. Raises `SpillError` if one cannot be used."""
         return {disk.name: disk for disk in self.open()}
 
     def drain(self) -> None:

@@ -25,7 +25,7 @@ from ebbtide.sequence.shelf import Shelf
 
 
 def unnoted(*_: object) -> None:
-    """Nobody wants to know."""
+    """Do nothing: for what nobody wants to know."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,13 +43,13 @@ class StateStore:
     Args:
         blocks: the slots in memory.
         tiers: the slow tiers, by name.
-        late: told the seconds that compute has waited for a copy out, and of how many states.
-        written: told the step and place of each copy out, in order, some time after it is there.
+        late: function told the seconds that compute has waited for a copy out, and of how many states.
+        written: function told the step and place of each copy out, in order, some time after it is there.
         is_held: says of a block whether somebody has what lies in it still. It then does not serve again.
 
     Attributes:
-        stored: by slow tier, how many states have been stored there.
-        waited_seconds: how long compute has waited for transfers.
+        stored: number of states that have been stored, by slow tier.
+        waited_seconds: time for which compute has waited for transfers.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class StateStore:
         return block
 
     def _waited(self, copy: Copy) -> float:
-        """Wait for a copy; the seconds that it took."""
+        """Wait for a copy, and return the seconds that this took."""
         if copy.ready:
             copy.wait()
             return 0.0

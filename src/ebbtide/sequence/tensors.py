@@ -60,7 +60,7 @@ def _leaf(path: str, part: Tensor) -> _Leaf:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Form:
-    """In what tensors of states differ: how they lie in memory, and whether they take part in the gradient.
+    """How a tensor of a state lies in memory, and whether it takes part in the gradient: what differs between states.
 
     A state that comes back lies as it lay, with the same gaps: kernels may sum in another order if it does not.
     """
@@ -100,13 +100,13 @@ class _Form:
 
 
 def _form_of(part: Tensor) -> tuple[tuple[int, ...], int, bool]:
-    """What a `_Form` is made of: quicker to look up than that."""
+    """The fields of a `_Form`: quicker to look up than that."""
     return part.stride(), part.data_ptr() % ALIGNMENT_BYTES, part.requires_grad
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Views:
-    """What lies in a block: the number of the state's form, its surroundings, its own tensors."""
+    """Tensors in a block: the number of the state's form, its surroundings, its own tensors."""
 
     form: npt.NDArray[np.int64]
     surroundings: list[Tensor]
@@ -121,10 +121,10 @@ class TensorLayout:
         written: what the cell writes to, besides.
 
     Attributes:
-        size_bytes: bytes of a block for it and its surroundings.
-        objects_bytes: what Python's objects for it take besides.
+        size_bytes: bytes of a block for a state and its surroundings.
+        objects_bytes: bytes that Python's objects for a state take besides.
         item_bytes: bytes of a number in the largest tensor.
-        surroundings: the generators of the devices that it is on, and what the cell writes to.
+        surroundings: the generators of the devices that states are on, and what the cell writes to.
 
     Raises:
         SequenceError: if there is something in it that is no dense tensor, or nothing at all.
@@ -233,7 +233,7 @@ class TensorLayout:
             torch.cuda.current_stream(device).synchronize()
 
     def copy(self, state: State) -> State:
-        """A state of its own memory, in which it lies alike."""
+        """A copy of a state in memory of its own, in which its tensors lie as they did."""
         with torch.no_grad(), unseen():
             return _as_first([_Form.of(part).adopt(part, own=False) for part in state], _firsts(state))
 
@@ -314,7 +314,7 @@ def _as_first(state: State, firsts: tuple[int, ...]) -> State:
 
 
 def tensor_buffers(state: State) -> Iterator[memoryview]:
-    """The bytes of each tensor."""
+    """The bytes of each tensor of a state."""
     for part in state:
         yield part.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 

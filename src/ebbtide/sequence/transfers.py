@@ -42,12 +42,12 @@ TRIAL_PLACES = 256
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Turn:
-    """Seconds of some steps that states were moved beside.
+    """Times of a turn: of some steps that states were moved beside.
 
     Attributes:
-        whole: of all.
-        late: of waiting for the disk.
-        busy: of steps, and of what compute does for the transfers.
+        whole: seconds of the whole turn.
+        late: seconds for which compute waited for the disk.
+        busy: seconds of steps, and of what compute does for the transfers.
     """
 
     whole: float
@@ -67,11 +67,11 @@ def time_transfers(
     """Measure how long a state takes to ``disk`` and back, and what compute loses by it besides the copy of the state.
 
     Args:
-        disk: where to.
+        disk: the disk to measure.
         trial: the chain's steps.
-        step_seconds, copy_seconds: what a step takes alone, and a copy of a state.
-        capacity_bytes: how much the disk can take.
-        seconds: that measuring may take; if it is less than a few steps, each way is timed alone, and compute is
+        step_seconds, copy_seconds: time of a step alone, and of a copy of a state.
+        capacity_bytes: bytes that the disk can take.
+        seconds: time that measuring may take; if it is less than a few steps, each way is timed alone, and compute is
             taken to lose what it usually does.
 
     Raises:
@@ -124,11 +124,11 @@ def _in_turns(
     """Turns of ``steps`` steps alone, of as many that each store their state, and of as many that each bring one back.
 
     Args:
-        disk: where to.
-        trial: the steps.
-        steps: how many in a turn.
-        room: states that the disk may hold.
-        seconds: how long to go on.
+        disk: the disk to measure.
+        trial: the chain's steps.
+        steps: number of steps in a turn.
+        room: number of states that the disk may hold.
+        seconds: time after which no further turn begins.
     """
     alone: list[_Turn] = []
     out: list[_Turn] = []

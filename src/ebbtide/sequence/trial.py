@@ -38,13 +38,13 @@ MANY_BLOCKS_BYTES = 64 << 20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trial:
-    """How to try out a chain without leaving a trace.
+    """A chain's steps, to be tried out without leaving a trace.
 
     Attributes:
         prepare: gives a state 0 that a step may alter.
         step: runs step 0 forward; gives state 1.
         pack: copies a state into a block.
-        blocks: those that the chain will be run with, all of them free.
+        blocks: the blocks that the chain will be run with, all of them free.
     """
 
     prepare: Callable[[], Any]
@@ -54,7 +54,7 @@ class Trial:
 
     @property
     def state_bytes(self) -> int:
-        """Of a state."""
+        """Bytes of one state."""
         return self.blocks.state_bytes
 
     @property
@@ -91,8 +91,8 @@ class CopyCosts:
     """Seconds that a state costs besides steps, once for each step about, whatever the schedule.
 
     Attributes:
-        seconds: to copy it into a block, and what a step that reads it there takes longer for it.
-        first_seconds: to copy it into a block that was not in use before takes so much longer.
+        seconds: time of a copy into a block, and by how much a step that reads it there takes longer.
+        first_seconds: by how much a copy into a block that was not in use before takes longer.
     """
 
     seconds: float

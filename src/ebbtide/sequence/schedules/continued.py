@@ -17,10 +17,10 @@ class Continued(Schedule):
     """States at given steps on a synchronous disk, 1D-Revolve between them; after the last of them, another schedule.
 
     Attributes:
-        starts: these steps, ascending; the first is 0.
-        tail: for the steps after the last of them, of which that is the first.
+        starts: the steps of these states, ascending; the first is 0.
+        tail: schedule for the steps from the last of ``starts`` on, which is its step 0.
         states: slots in memory.
-        costs: what the parts between two states are optimal for.
+        costs: times for which the parts between two states are optimal.
         tier: the disk.
         n: number of steps.
     """
@@ -90,9 +90,9 @@ def resumed(records: Iterable[Record], there: Iterable[int], tier: str) -> Itera
     """``records`` of a chain of which some states are on ``tier`` already: what led to these is left out.
 
     Args:
-        records: those of the whole chain.
+        records: the records for the whole chain.
         there: the steps whose states are there, ascending.
-        tier: where.
+        tier: the tier that has these states.
     """
     left = dict.fromkeys(there)
     newest = max(left, default=0)

@@ -40,11 +40,11 @@ TABLE_STEPS = 20_000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DiskCosts:
-    """What a schedule with a synchronous disk is made for, in any one unit of time.
+    """Times for which a schedule with a synchronous disk is made, in any one unit.
 
     Attributes:
-        forward, reverse: one step.
-        write, read: one state, memory to disk and back.
+        forward, reverse: time of one step.
+        write, read: time of one state from memory to the disk and back.
     """
 
     forward: float = 1.0
@@ -115,7 +115,7 @@ class DiskRevolve(Schedule):
     Attributes:
         n: number of steps, at most `TABLE_STEPS`.
         states: slots in memory.
-        costs: what it is optimal for.
+        costs: times for which the schedule is optimal.
         tier: the disk.
 
     Raises:
@@ -185,7 +185,7 @@ class PeriodicDiskRevolve(Schedule):
     Attributes:
         n: number of steps.
         states: slots in memory.
-        costs: what the period and the parts in between are optimal for.
+        costs: times for which the period and the parts in between are optimal.
         period: steps between two states on the disk; the best one if not given.
         tier: the disk.
 

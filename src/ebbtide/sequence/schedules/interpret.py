@@ -19,8 +19,8 @@ class Costs:
     """What steps and transfers take, in seconds or any other unit.
 
     Attributes:
-        forward, reverse: one step forward; one step reversed, with what it runs forward itself.
-        write, read: one state to and from a tier; 0 for tiers not named.
+        forward, reverse: time of one step forward; of one step reversed, with what it runs forward itself.
+        write, read: by tier, time of one state to it and from it; 0 for tiers not named.
         overlaps: tiers whose transfers run beside compute. A copy out holds a slot in memory until it is done;
             where there is none, compute waits for it.
     """
@@ -40,9 +40,9 @@ class Count:
         forward_steps: steps run by `Advance`.
         replayed_steps: steps that `Reverse` had to run itself, having no tape.
         reversed_steps: steps reversed.
-        stores, loads: by tier. A load into another tier counts for the one that it comes from.
+        stores, loads: how many, by tier. A load into another tier counts for the one that it comes from.
         most: the most slots in use at once, by tier.
-        seconds: the end of compute.
+        seconds: time at which compute ends.
     """
 
     forward_steps: int = 0
@@ -179,7 +179,7 @@ class _Machine:
         return self.slots.get(MEMORY) == 0
 
     def _make_way(self, tier: str, key: tuple[int, bool]) -> None:
-        """Before a copy to ``tier`` begins: it needs a slot in memory, be it on its way out or for good."""
+        """Free a slot in memory for a copy to ``tier``, which needs one, be it on its way out or for good."""
         if key in self._tier(tier):
             raise SequenceError("it is there already")
         if tier == MEMORY or (tier in self.costs.overlaps and not self._has_no_slots):
@@ -194,7 +194,7 @@ class _Machine:
         self.count.most[tier] = max(self.count.most.get(tier, 0), len(held))
 
     def _wait_for_slot(self) -> None:
-        """Copies out hold slots in memory: wait for the earliest if all are taken. Raises if states hold all."""
+        """Wait for the earliest copy out if all slots in memory are taken; `SequenceError` if states hold them all."""
         most = self.slots.get(MEMORY)
         self.writes_under_way = [done for done in self.writes_under_way if done > self.now]
         while (

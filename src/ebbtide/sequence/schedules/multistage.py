@@ -142,7 +142,7 @@ class Multistage(Schedule):
 
 
 def inner_slots(states: int, interval: int) -> int:
-    """Of ``states`` slots in memory, those for Revolve inside a part of ``interval`` steps. See NOTE [Slots]."""
+    """Slots for Revolve inside a part of ``interval`` steps, of ``states`` slots in memory. See NOTE [Slots]."""
     return min(states - 1, max(interval - 1, 1))
 
 
@@ -163,7 +163,7 @@ def turn_steps(interval: int, part_steps: int, tail_slots: int) -> int:
 
     Args:
         interval: steps of a part.
-        part_steps: steps that it runs forward once more.
+        part_steps: steps that a part runs forward once more.
         tail_slots: slots in memory for Revolve at the end.
     """
 

@@ -35,7 +35,9 @@ More = Callable[[int], bool]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OnlineInMemory:
-    """For a chain of unknown length, without a slow tier (Wang, Moin and Iaccarino 2009, SIAM J. Sci. Comput. 31(4)).
+    """A schedule for a chain of unknown length, without a slow tier.
+
+    From Wang, Moin and Iaccarino 2009, SIAM J. Sci. Comput. 31(4).
 
     Each stored state has a level, and may be dropped for a new one once a later state has a higher level. Where none
     may be, the newest is passed on to the next step, one level higher. So no step is run more often than in Revolve.
@@ -87,7 +89,7 @@ class OnlineInMemory:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Online:
-    """For a chain of unknown length or of uneven steps, with a slow tier whose transfers run beside compute.
+    """A schedule for a chain of unknown length or uneven steps, with a slow tier whose transfers run beside compute.
 
     Attributes:
         states: slots in memory, at least 2.
@@ -174,7 +176,7 @@ class Online:
 
 
 class _Starts:
-    """The states on the slow tier: evenly spaced ones together, so that it stays short."""
+    """The states on the slow tier: evenly spaced ones together, so that the list stays short."""
 
     def __init__(self) -> None:
         self._runs: list[list[int]] = []  # last state, spacing, how many

@@ -1,4 +1,4 @@
-"""Every state is stored: no step is run twice, but for what the reverse steps do themselves."""
+"""Storing every state: no step is run twice, but for what the reverse steps do themselves."""
 
 from __future__ import annotations
 
