@@ -28,7 +28,7 @@ from ebbtide.sequence.arrays import ArrayChain, OwnCopies
 from ebbtide.sequence.blocks import Blocks
 from ebbtide.sequence.disk import StateDisk
 from ebbtide.sequence.executor import Executor
-from ebbtide.sequence.layout import Layout
+from ebbtide.sequence.layout import ArrayLayout
 from ebbtide.sequence.planning import quickest
 from ebbtide.sequence.schedules import DISK, Advance, Multistage, Record, Store
 from ebbtide.sequence.spill import open_spill
@@ -62,7 +62,7 @@ def _digest(adjoint: Any) -> str:
 
 def state_bytes(cell: Cell) -> int:
     """Bytes of a state."""
-    return Layout(cell.start).size_bytes
+    return ArrayLayout(cell.start).size_bytes
 
 
 def reverse_seconds(cell: Cell, count: int) -> float:
@@ -247,7 +247,7 @@ class _Synchronous:
         self._state: Pair = _copy(cell.start)
         self._memory: dict[int, Pair] = {}
         self._disk = DiskTier(spill)
-        self._layout = Layout(cell.start)
+        self._layout = ArrayLayout(cell.start)
         trial = _trial(cell)
         (self._block,) = trial.samples(1)
         self._slots: dict[int, Any] = {}
@@ -308,7 +308,7 @@ def sweep(cell: Cell, n: int, interval: int, spill: str, *, states: int = 10) ->
                 state = cell.forward(state, step)
 
         return _measured(plain)[1]
-    layout = Layout(cell.start)
+    layout = ArrayLayout(cell.start)
     chain = ArrayChain(cell.forward, cell.reverse, cell.turn, layout, steps_took=lambda *_: None, check=False)
 
     def records() -> Iterator[Record]:
@@ -343,7 +343,7 @@ def _costs(cell: Cell, spill: str) -> Answer:
 
 def chosen_interval(cell: Cell, n: int, count: int, spill: str) -> Answer | None:
     """The interval that `ours` chooses; None if it takes another schedule."""
-    layout = Layout(cell.start)
+    layout = ArrayLayout(cell.start)
     trial = _trial(cell, count - 1)
     with open_spill((Path(spill),), checksum=False, item_bytes=layout.item_bytes) as files:
         choice = quickest(n, files, trial, reverse_factor=2.0, reverse_seconds=reverse_seconds(cell, count)).choice
@@ -370,7 +370,7 @@ METHODS: dict[str, Callable[..., Answer | None]] = {
 
 
 def _trial(cell: Cell, slots: int = FEW_BLOCKS) -> Trial:
-    layout = Layout(cell.start)
+    layout = ArrayLayout(cell.start)
     first = layout.view(cell.start)
     blocks = Blocks(layout.size_bytes, slots, for_disk=True)
     copies = OwnCopies(layout)

@@ -13,7 +13,7 @@ import pytest
 
 from ebbtide.sequence import run
 from ebbtide.sequence.blocks import Blocks
-from ebbtide.sequence.layout import Layout
+from ebbtide.sequence.layout import ArrayLayout
 from ebbtide.sequence.schedules import Multistage, Revolve, Schedule
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -139,7 +139,7 @@ def test_what_pads_elements_is_no_part_of_a_state(dtype: np.dtype[Any], tmp_path
         lambda u, step: dirty(u), lambda u, a, step: a, 60, start, turn=lambda u: 1, memory=4 * start.nbytes, check=True
     )
     assert done.recompute_factor > 1
-    first, second = (Layout(start).digest(dirty(start)) for _ in range(2))
+    first, second = (ArrayLayout(start).digest(dirty(start)) for _ in range(2))
     assert first == second
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from ebbtide.errors import SequenceError
 from ebbtide.sequence import run
-from ebbtide.sequence.layout import Layout
+from ebbtide.sequence.layout import ArrayLayout
 from ebbtide.sequence.overlaps import are_apart, hosts
 from ebbtide.sequence.schedules import Multistage, Revolve
 
@@ -80,7 +80,7 @@ def test_altered_in_place(kind: str, spilled: bool, tmp_path: Path) -> None:
     """Later ones of a state saw what was done to the first in a plain loop, and not here."""
     options: dict[str, Any] = {"spill": tmp_path, "schedule": Multistage(N, 3, 4)} if spilled else {}
     made = SHARING[kind](START.copy())
-    memory = 4 * Layout(made).size_bytes
+    memory = 4 * ArrayLayout(made).size_bytes
     done = run(alter, reverse, N, made, turn=turn, memory=memory, check=True, **options)
     assert np.isclose(done.adjoint, plain(alter, SHARING[kind](START.copy())), rtol=1e-12)
     assert all(np.array_equal(part, same) for part, same in zip(made, SHARING[kind](START.copy()), strict=True))
@@ -89,8 +89,8 @@ def test_altered_in_place(kind: str, spilled: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", APART)
 def test_what_does_not_overlap_is_no_matter(kind: str) -> None:
     made = APART[kind](START.copy())
-    assert Layout(made).first_orders == ((),) * len(made)
-    done = run(alter_apart, reverse, N, made, turn=turn, memory=4 * Layout(made).size_bytes, check=True)
+    assert ArrayLayout(made).first_orders == ((),) * len(made)
+    done = run(alter_apart, reverse, N, made, turn=turn, memory=4 * ArrayLayout(made).size_bytes, check=True)
     assert np.isclose(done.adjoint, plain(alter_apart, APART[kind](START.copy())), rtol=1e-12)
 
 

@@ -15,7 +15,7 @@ import torch
 from ebbtide.sequence.blocks import Block, Blocks
 from ebbtide.sequence.choose import SlowMemory
 from ebbtide.sequence.disk import Copy, StateDisk, StatePlace
-from ebbtide.sequence.layout import Layout
+from ebbtide.sequence.layout import ArrayLayout
 from ebbtide.sequence.transfers import TRIAL_PLACES, TRIPS, UNTRIED_SECONDS, time_transfers
 from ebbtide.sequence.trial import Trial
 
@@ -89,7 +89,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def trial(clock: Clock | None, slots: int) -> Trial:
     """A chain whose state is an array; with a clock, its steps and copies take their time by that."""
-    layout = Layout(np.zeros(STATE_BYTES, np.uint8))
+    layout = ArrayLayout(np.zeros(STATE_BYTES, np.uint8))
 
     def step(state: Any) -> Any:
         if clock is not None:

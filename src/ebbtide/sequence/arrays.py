@@ -13,7 +13,7 @@ from ebbtide.errors import SequenceError
 from ebbtide.sequence.blocks import Block
 from ebbtide.sequence.checksums import Checksums
 from ebbtide.sequence.executor import Executor
-from ebbtide.sequence.layout import Layout, Orders, value_bytes
+from ebbtide.sequence.layout import ArrayLayout, Orders, value_bytes
 from ebbtide.sequence.overlaps import Array
 
 Forward = Callable[[Any, int], Any]
@@ -37,7 +37,7 @@ class OwnCopies:
     made before, that keeps its memory.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: ArrayLayout) -> None:
         self._layout = layout
         self._parts: list[Array] = []
         self._orders: Orders = ()
@@ -71,7 +71,7 @@ class ArrayChain:
         forward: Forward,
         reverse: Reverse,
         turn: Callable[[Any], Any],
-        layout: Layout,
+        layout: ArrayLayout,
         *,
         steps_took: Callable[[int, float], None],
         check: bool,

@@ -81,7 +81,7 @@ class _Views:
         return sys.getrefcount(self._whole) > self._references
 
 
-class Layout:
+class ArrayLayout:
     """Structure, shapes and types of a state: an array, or a tuple, list or dict of states.
 
     Anything that NumPy can view as an array without copying it (a `memoryview`, an `array.array`) serves as one.

@@ -16,7 +16,7 @@ from ebbtide.sequence.blocks import Blocks, blocks_within
 from ebbtide.sequence.choose import Choice, memory_slots, number_of_steps, predicted, seconds_of_steps
 from ebbtide.sequence.disk import StatePlace
 from ebbtide.sequence.executor import Executor
-from ebbtide.sequence.layout import Layout
+from ebbtide.sequence.layout import ArrayLayout
 from ebbtide.sequence.planning import SequencePlan, online, quickest, uses_disks
 from ebbtide.sequence.progress import is_wanted, watch
 from ebbtide.sequence.schedules import DISK, MEMORY, Schedule
@@ -110,7 +110,7 @@ def run(
     reverse_seconds = _checked(forward, reverse, turn, schedule, reverse_seconds)
     directories = as_directories("spill", spill)
     n = n if callable(n) else number_of_steps(n, ", or a condition")
-    layout = Layout(state)
+    layout = ArrayLayout(state)
     slots, first = memory_slots(layout.size_bytes, memory), layout.view(state)
     with _spill(directories, name, n, layout, first, check) as files:
         blocks = _blocks(layout, n, slots, as_size("memory", memory), schedule, files)
@@ -141,7 +141,7 @@ def _checked(
 
 def _adjoint(
     chain: ArrayChain,
-    layout: Layout,
+    layout: ArrayLayout,
     first: Any,
     n: int | More,
     plan: SequencePlan,
@@ -167,7 +167,7 @@ def _adjoint(
         )
 
 
-def _store(chain: ArrayChain, layout: Layout, plan: SequencePlan, blocks: Blocks, files: SpillFiles) -> StateStore:
+def _store(chain: ArrayChain, layout: ArrayLayout, plan: SequencePlan, blocks: Blocks, files: SpillFiles) -> StateStore:
     """The states of ``chain``, among them those of a named run that was killed."""
     named = files.named
 
@@ -199,7 +199,7 @@ def _executed(
 
 
 def _spill(
-    spill: Sequence[Path], name: str | None, n: int | More, layout: Layout, first: Any, check: bool
+    spill: Sequence[Path], name: str | None, n: int | More, layout: ArrayLayout, first: Any, check: bool
 ) -> AbstractContextManager[SpillFiles]:
     if name is None:
         return open_spill(spill, checksum=check, item_bytes=layout.item_bytes)
@@ -215,7 +215,7 @@ def _spill(
 
 
 def _blocks(
-    layout: Layout, n: int | More, slots: int, memory_bytes: int, schedule: Schedule | None, files: SpillFiles
+    layout: ArrayLayout, n: int | More, slots: int, memory_bytes: int, schedule: Schedule | None, files: SpillFiles
 ) -> Blocks:
     """The slots in memory; of a given schedule's, nothing but the states counts, as where it was made."""
     if schedule is not None:
@@ -224,7 +224,7 @@ def _blocks(
     return blocks_within(memory_bytes, slots, layout, most, spills=bool(files.names))
 
 
-def _trial(forward: Forward, layout: Layout, first: Any, blocks: Blocks) -> Trial:
+def _trial(forward: Forward, layout: ArrayLayout, first: Any, blocks: Blocks) -> Trial:
     copies = OwnCopies(layout)
 
     def step(state: Any) -> Any:
