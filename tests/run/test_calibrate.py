@@ -60,11 +60,11 @@ def test_measures_this_machine(tmp_path: Path) -> None:
     assert machine.fast == "ram"
     assert [tier.kind for tier in machine.slow_tiers()] == ["disk"]
     for link in (machine.link("ram", "disk"), machine.link("disk", "ram")):
-        assert link.latency_seconds > 0
+        assert 0 < link.latency_seconds < 0.1
         assert 1e6 < link.duplex_bytes_per_second <= link.bandwidth_bytes_per_second < 1e12
         assert 0 <= link.compute_slowdown < 1
-        assert link.compute_seconds >= 0
-    assert machine.replay_seconds >= 0
+        assert 0 <= link.compute_seconds < 0.01
+    assert 0 <= machine.replay_seconds < 0.01  # a busy machine's clock may find that they cost nothing
     assert [done for done, _ in steps] == sorted(done for done, _ in steps)
     assert steps[-1] == (1.0, "done")
     assert torch.equal(torch.get_rng_state(), generator)
