@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
+from ebbtide.arrays import Mask
+from ebbtide.compiled import compiled
 from ebbtide.decisions import Decision, Keep, Offload, Recompute
 from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine, Tier
-from ebbtide.plan import NO_CAUTION, least_peak_bytes, plain_peak_bytes, simulate, solve
+from ebbtide.plan import NO_CAUTION, find_recipes, least_peak_bytes, plain_peak_bytes, simulate, solve
+from ebbtide.plan.capacity import take_where_room
 from ebbtide.plan.finals import final_absences
 from ebbtide.plan.frontier import frontier
+from ebbtide.plan.problem import Problem
+from ebbtide.plan.profile import Candidates
 from ebbtide.plan.published.registry import POLICIES
+from ebbtide.run.tiers.layouts import planned_places
 from ebbtide.step import Step
 from tests.plan.random_steps import KIB, MIB, Tape, disk_machine, lone_machine, network_step
 
@@ -105,6 +112,73 @@ def test_a_tier_is_left_to_what_can_only_be_moved() -> None:
     with pytest.raises(BudgetError) as raised:
         solve(step, SMALL, limit - 1, seconds=0.05)
     assert raised.value.reachable_bytes == limit
+
+
+def accumulated(passes: int) -> Step:
+    """Gradient accumulation: passes of eight values of 1 MiB each, of which none can be computed again."""
+    tape = Tape()
+    for _ in range(passes):
+        value, saved = tape.external(MIB), []
+        for _ in range(8):
+            value = _op(tape, [value], MIB)
+            saved.append(tape.pack(value))
+        gradient = _op(tape, [value], KIB, phase="backward")
+        for number in reversed(saved):
+            tape.unpack(number)
+            gradient = _op(tape, [gradient, tape.saved[number][0]], MIB, phase="backward")
+    return tape.step()
+
+
+def test_room_is_there_again_once_a_value_is_back() -> None:
+    """A tier that is large enough for what is away at any one moment suffices, whatever goes there all in all."""
+    step = accumulated(4)
+    small = Machine("small", "ram", (Tier("ram", "device"), Tier("disk", "disk", 8 * MIB)), disk_machine().links)
+    least = least_peak_bytes(step, disk_machine())
+    assert least < plain_peak_bytes(step) - 5 * MIB
+    plan = solve(step, small, least, seconds=0.05)
+    assert sum(isinstance(decision, Offload) for decision in plan.decisions) > 8
+    assert planned_places(step, plan.decisions, "disk").footprint_bytes <= 8 * MIB
+
+
+def test_a_tier_is_for_what_takes_longest_to_compute_again() -> None:
+    """The others are a little larger."""
+    tape, dear = Tape(), list[int]()
+    value, saved = tape.external(MIB), []
+    for _ in range(6):
+        dear += tape.op([value], [MIB], seconds=1e-2)
+        (value,) = tape.op(dear[-1:], [MIB + 64 * KIB], seconds=1e-4)
+        saved += [tape.pack(dear[-1]), tape.pack(value)]
+    gradient = _op(tape, [value], KIB, phase="backward")
+    for number in reversed(saved):
+        tape.unpack(number)
+        gradient = _op(tape, [gradient, tape.saved[number][0]], MIB, phase="backward")
+    step = tape.step()
+    assert set(dear) == {step.absences[number].value for number in np.flatnonzero(allowed(step, 6 * MIB))}
+    plan = solve(step, SMALL, plain_peak_bytes(step) - 8 * MIB, seconds=0.2, caution=NO_CAUTION)
+    assert plan.seconds < 1.02 * plan.plain_seconds
+
+
+def allowed(step: Step, capacity_bytes: int) -> Mask:
+    """Which absences may go to a disk of so many bytes; all of the step are candidates."""
+    tiers = Tier("ram", "device"), Tier("disk", "disk", capacity_bytes)
+    problem = Problem.of(step, Machine("limited", "ram", tiers, disk_machine().links))
+    candidates = Candidates.of(problem, "disk", find_recipes(step))
+    assert len(candidates.absence) == len(step.absences)
+    return candidates.can_offload
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_room_by_moments(seed: int) -> None:
+    """What `take_where_room` finds in a tree, looked up moment by moment."""
+    dice, moments, count = np.random.default_rng(seed), 1 + seed * seed, 30
+    first = dice.integers(moments, size=count)
+    last = dice.integers(first, moments)
+    sizes, order = dice.integers(1, 10, size=count), dice.permutation(count)[:25]
+    held, expected = np.zeros(moments, dtype=np.int64), np.zeros(count, dtype=np.bool_)
+    for place in order:
+        expected[place] = (held[first[place] : last[place] + 1] + sizes[place] <= 40).all()
+        held[first[place] : last[place] + 1] += expected[place] * sizes[place]
+    assert (compiled(take_where_room)(order, first, last, sizes, 40, moments) == expected).all()
 
 
 def test_final_values_that_are_banned_are_not_made_on_the_way() -> None:

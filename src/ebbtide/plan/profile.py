@@ -8,6 +8,7 @@ them, a later release or an earlier load, it adds knowingly.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 from ebbtide.arrays import Floats, Ints, Mask
 from ebbtide.compiled import compiled
 from ebbtide.machine import Link
+from ebbtide.plan.capacity import Stays, admitted
 from ebbtide.plan.caution import NO_CEILING
 from ebbtide.plan.needs import RECOMPUTE, Modes, Needs, Profile, bring_back
 from ebbtide.plan.problem import Facts, Problem
@@ -44,7 +46,7 @@ class Candidates:
         replay_seconds: per recipe its time, 0 without one.
         replay_bytes: per recipe the most bytes that it holds, and the same with workspaces.
         order: candidates by moment of need.
-        stuck_first: whether slow tiers with a limit are for those without a recipe first, whatever their size.
+        largest_first: whether slow tiers with a limit are for the largest: see `ebbtide.plan.capacity.Stays`.
     """
 
     absence: Ints
@@ -64,7 +66,7 @@ class Candidates:
     replay_seconds: Floats
     replay_bytes: Ints
     order: Ints
-    stuck_first: bool
+    largest_first: bool
 
     @classmethod
     def of(cls, problem: Problem, tier: str | None, recipes: Sequence[tuple[int, ...] | None]) -> Candidates:
@@ -78,6 +80,9 @@ class Candidates:
         outs, releases, in_time = first_slots(problem, numbers)
         out_link, in_link = problem.routes[tier] if tier is not None else (None, None)
         ops = [recipes[number] for number in numbers]
+        replays = _replays(problem, numbers, ops)
+        stays = Stays(sizes, outs, closes, in_time, _instead(replays), largest_first=False)
+        tiers = [] if tier is None else [tier]
         return cls(
             absence=np.array(numbers, dtype=np.int64),
             size_bytes=sizes,
@@ -87,12 +92,12 @@ class Candidates:
             release=releases,
             out_seconds=_transfer_seconds(out_link, sizes),
             in_seconds=np.where(problem.spans.final[numbers], 0.0, _transfer_seconds(in_link, sizes)),
-            can_offload=_offloadable(problem, tier, sizes, in_time, (outs, closes)),
+            can_offload=np.logical_or.reduce(admitted(problem, tiers, stays), axis=0, dtype=np.bool_),
             ops=ops,
             first_deeper=np.full(len(numbers) + 1, len(numbers), dtype=np.int64),
             order=np.argsort(closes, kind="stable"),
-            stuck_first=False,
-            **_recipe_columns(problem, numbers, _replays(problem, numbers, ops)),
+            largest_first=False,
+            **_recipe_columns(problem, numbers, replays),
         )
 
     def deepened(self, problem: Problem, deeper: Sequence[Sequence[tuple[int, ...]]]) -> Candidates:
@@ -168,6 +173,8 @@ class Trips:
         """The trips of ``candidates`` to ``tiers``."""
         sizes, shape = candidates.size_bytes, (len(tiers), len(candidates.size_bytes))
         outs, _, in_time = first_slots(problem, candidates.absence)
+        instead = _instead(candidates.replays[: len(sizes)])
+        stays = Stays(sizes, outs, candidates.closes, in_time, instead, candidates.largest_first)
         routes, places = [problem.routes[tier] for tier in tiers], list(problem.routes)
         out_seconds = np.array([_transfer_seconds(out, sizes) for out, _ in routes]).reshape(shape)
         in_seconds = np.array([_transfer_seconds(back, sizes) for _, back in routes]).reshape(shape)
@@ -180,14 +187,7 @@ class Trips:
             out_seconds=out_seconds,
             in_seconds=in_seconds,
             compute_seconds=lost_seconds.sum(axis=1),
-            possible=_possible(
-                problem,
-                tiers,
-                sizes,
-                in_time,
-                (outs, candidates.closes),
-                candidates.can_recompute if candidates.stuck_first else None,
-            ),
+            possible=admitted(problem, tiers, stays),
         )
 
 
@@ -211,57 +211,9 @@ def _transfer_seconds(link: Link | None, sizes: Ints) -> Floats:
     return np.array([link.seconds(size) for size in sizes.tolist()], dtype=np.float64)
 
 
-def _possible(
-    problem: Problem,
-    tiers: Sequence[str],
-    sizes: Ints,
-    in_time: Mask,
-    spans: tuple[Ints, Ints],
-    later: Mask | None,
-) -> Mask:
-    """Per tier and candidate, whether it may go there. A tier takes first what none before it may take."""
-    possible = np.zeros((len(tiers), len(sizes)), dtype=np.bool_)
-    for row, tier in enumerate(tiers):
-        elsewhere = np.logical_or.reduce(possible[:row], axis=0, dtype=np.bool_)
-        possible[row] = _offloadable(problem, tier, sizes, in_time, spans, elsewhere, later)
-    return possible
-
-
-def _offloadable(
-    problem: Problem,
-    tier: str | None,
-    sizes: Ints,
-    in_time: Mask,
-    spans: tuple[Ints, Ints],
-    elsewhere: Mask | None = None,
-    later: Mask | None = None,
-) -> Mask:
-    """Candidates that may go to ``tier``: from the largest down, each that still fits beside those before it.
-
-    All may be there at once, so that their sizes are added up over the whole step. Those that are not away at the plain
-    peak come later, and those that may go ``elsewhere`` last.
-
-    Args:
-        spans: per candidate the first moment of its copy out, and the one at which it is needed.
-        later: candidates that come behind the others of their sort, if not only their sizes count.
-    """
-    if tier is None:
-        return np.zeros(len(sizes), dtype=np.bool_)
-    capacity = problem.machine.tier(tier).capacity_bytes
-    if capacity is None:
-        return in_time
-    peak, (outs, closes) = int(np.argmax(problem.plain)) if len(problem.plain) else 0, spans
-    off_peak = (peak <= outs) | (closes <= peak)
-    none = np.zeros(len(sizes), dtype=np.bool_)
-    sorts = (none if later is None else later, off_peak, none if elsewhere is None else elsewhere)
-    largest = np.lexsort((-sizes, *sorts))
-    fits, left = np.zeros(len(sizes), dtype=np.bool_), capacity
-    for place in largest[in_time[largest]].tolist():
-        size = int(sizes[place])
-        if size <= left:
-            fits[place] = True
-            left -= size
-    return fits
+def _instead(replays: Sequence[Replay | None]) -> Floats:
+    """What it takes to compute values again instead of moving them."""
+    return np.array([math.inf if replay is None else replay.seconds for replay in replays], dtype=np.float64)
 
 
 def movable(facts: Facts, number: int) -> bool:

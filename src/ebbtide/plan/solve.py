@@ -123,8 +123,7 @@ def _solved(
     tiers = list(problem.routes)
     candidates = Candidates.of(problem, tiers[0] if tiers else None, recipes)
     ceiling = caution.ceiling_bytes(limit_bytes, problem.resting_bytes)
-    search = Search(problem, candidates, tiers, Room.of(problem, limit_bytes, ceiling), seed, caution)
-    search.start()
+    search = _first_search(problem, candidates, tiers, Room.of(problem, limit_bytes, ceiling), seed, caution)
     if search.best is None:
         candidates, least = _least(problem, candidates, tiers, limit_bytes, banned)
         if _peak(least) > limit_bytes:
@@ -150,6 +149,24 @@ def _solved(
     return judged(problem, limit_bytes, decisions, METHOD, is_policy=False, bound_seconds=bound.seconds)
 
 
+def _first_search(
+    problem: Problem, candidates: Candidates, tiers: Sequence[str], room: Room, seed: int, caution: Caution
+) -> Search:
+    """A search that is started; of two, filling tiers with a limit either way, that with the faster plan."""
+    search = Search(problem, candidates, tiers, room, seed, caution)
+    search.start()
+    if not _is_limited(problem, tiers):
+        return search
+    other = Search(problem, dataclasses.replace(candidates, largest_first=True), tiers, room, seed, caution)
+    if (other.trips.possible == search.trips.possible).all():
+        return search
+    other.start()
+    is_faster = other.best is not None and (
+        search.best is None or other.best.course.seconds < search.best.course.seconds
+    )
+    return other if is_faster else search
+
+
 def _least(
     problem: Problem, candidates: Candidates, tiers: Sequence[str], limit_bytes: int, banned: Set[int]
 ) -> tuple[Candidates, Found]:
@@ -170,14 +187,17 @@ def _least(
         scheduled = None if chain is None else reached(problem, chain.candidates, tiers, chain.modes)
         if chain is not None and scheduled is not None and _peak(scheduled) < _peak(least):
             candidates, least = chain.candidates, scheduled
-    limited = any(problem.machine.tier(tier).capacity_bytes is not None for tier in tiers)
-    if limited and limit_bytes < _peak(least) > lowest:
-        # What can be computed again may have taken the room of what can only be moved.
-        others = dataclasses.replace(candidates, stuck_first=True)
+    if limit_bytes < _peak(least) > lowest and _is_limited(problem, tiers):
+        # What takes long to compute again may have taken the room of more bytes.
+        others = dataclasses.replace(candidates, largest_first=True)
         found = least_peak(problem, others, tiers)
         if _peak(found) < _peak(least):
             return others, found
     return candidates, least
+
+
+def _is_limited(problem: Problem, tiers: Sequence[str]) -> bool:
+    return any(problem.machine.tier(tier).capacity_bytes is not None for tier in tiers)
 
 
 def _peak(found: Found) -> int:
