@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -176,3 +177,13 @@ def test_what_no_recipe_makes_goes_out(policy: Planner) -> None:
     assert len(moved) >= 3
     if policy is greedy:
         assert moved == list(range(len(moved)))  # the earliest first
+
+
+@pytest.mark.parametrize("name", ["pofo", "dynamic program"])
+def test_links_are_as_fast_as_the_simulator_takes_them(name: str) -> None:
+    """That has each transfer at the rate of a link whose opposite direction is idle."""
+    step, machine = Step.load(FIXTURES / "resnet50.json.gz"), disk_machine(3e9, 3e9)
+    limit = limit_at(step, 0.45 if name == "pofo" else 0.9)
+    links = tuple(dataclasses.replace(link, duplex_bytes_per_second=2e8) for link in machine.links)
+    slower = dataclasses.replace(machine, links=links)
+    assert POLICIES[name](step, slower, limit).decisions == POLICIES[name](step, machine, limit).decisions

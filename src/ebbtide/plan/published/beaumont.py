@@ -192,4 +192,4 @@ def _chain_and_links(step: Step, machine: Machine) -> tuple[Cut, Link, Link]:
 
 
 def _phases_of(stages: Cut, out_link: Link, in_link: Link) -> tuple[Phase, Phase]:
-    return phases(stages.chain, out_link.duplex_bytes_per_second, in_link.duplex_bytes_per_second)
+    return phases(stages.chain, out_link.bandwidth_bytes_per_second, in_link.bandwidth_bytes_per_second)

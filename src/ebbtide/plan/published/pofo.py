@@ -222,7 +222,7 @@ def pofo(step: Step, machine: Machine, limit_bytes: int, *, slots: int = SLOTS) 
     check_count("pofo's slots", slots)
     stages = stages_of(step, machine, MOST_STAGES)
     pair = slow_links(machine)
-    links = Links(0.0, 0.0) if pair is None else Links(*(link.duplex_bytes_per_second for link in pair))
+    links = Links(0.0, 0.0) if pair is None else Links(*(link.bandwidth_bytes_per_second for link in pair))
     rotor = table(stages.chain, rounded_up(stages.chain))
     return fitted(
         stages, limit_bytes, rounded_up(stages.chain), lambda memory: pofo_plan(rotor, links, memory, slots), METHOD
