@@ -306,7 +306,8 @@ def frontier(
 ) -> None:
     """Draw what memory costs in time: overhead for budgets from the least reachable peak to the plain one.
 
-    Shows the solver's plans, the bound that no plan can beat, and policies from papers, all judged by one simulator:
+    Shows the solver's plans, the bound that no plan can beat, and policies from papers, all judged by one simulator, as
+    if each transfer took as long as predicted; `ebbtide plan` leaves time free around them, and takes somewhat longer:
     `ebbtide frontier step.json.gz --machine h200 -o frontier.html -o frontier.png`.
     """
     from ebbtide.plan.frontier import frontier as compute

@@ -64,6 +64,7 @@ def test_page(tmp_path: Path) -> None:
     assert page.names.count("path") == 3
     assert page.names.count("circle") == 9
     assert "this step is no chain" in page.words
+    assert "a plan that runs leaves time free" in text
     assert "10.0 GiB" in page.words
 
 

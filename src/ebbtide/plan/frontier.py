@@ -89,6 +89,9 @@ def frontier(
 ) -> Frontier:
     """Plan ``step`` for budgets from the least reachable peak to the plain one.
 
+    All plans are made without caution, which neither the bound nor the policies know of: those of `solve` for the same
+    budgets leave time free around transfers unless told otherwise, and take somewhat longer.
+
     A plan for less memory is one for more, too: the solver's curve never rises with memory. A policy is also asked for
     the least peak that it says it reaches, so that its curve begins there.
 
