@@ -294,6 +294,58 @@ def _check_step(step: Step, name: str) -> None:
         exists = absence.value in saved_values and made[absence.value] < absence.opens < absence.closes
         if not exists or not (absence.closes in asked or absence.closes == step.values[absence.value].dies):
             raise RecordError(f"{name}: absence {number} is impossible: {absence}")
+    _check_ops_and_values(step, name, op_moments)
+    _check_requests(step, name)
+    _check_gaps(step, name, op_moments)
+
+
+def _check_ops_and_values(step: Step, name: str, op_moments: list[int]) -> None:
+    """Check that ops and values name each other, in an order in which ops can run."""
+    read: list[list[int]] = [[] for _ in step.values]
+    made = 0
+    for tick, op in enumerate(step.ops):
+        for number in op.inputs:
+            read[number].append(tick)
+            if step.values[number].maker >= tick:
+                raise RecordError(f"{name}: op {tick} ({op.name}) reads value {number}, which is made later")
+        for old, new in op.mutated:
+            if step.values[old].storage != step.values[new].storage or step.values[old].maker >= tick:
+                raise RecordError(f"{name}: op {tick} ({op.name}) cannot write value {new} in place of value {old}")
+        for number in {*op.outputs, *(new for _, new in op.mutated)}:
+            if step.values[number].maker != tick:
+                raise RecordError(f"{name}: op {tick} ({op.name}) makes value {number}, which says it does not")
+        made += len(set(op.outputs))
+    if made != sum(value.maker != EXTERNAL for value in step.values):
+        raise RecordError(f"{name}: some values are made by ops that do not say so")
+    for number, value in enumerate(step.values):
+        if value.uses != tuple(read[number]):
+            raise RecordError(f"{name}: value {number} is not read by the ops that it names as its uses: {value}")
+        if value.uses and op_moments[value.uses[-1]] >= value.dies:
+            raise RecordError(f"{name}: value {number} is impossible: it is read after it is gone: {value}")
+
+
+def _check_requests(step: Step, name: str) -> None:
+    """Check that each saved tensor was asked for at events that say so: at all but those of `plan.finals.with_ends`."""
+    asked: list[set[int]] = [set() for _ in step.saved]
+    for moment, event in zip(step.event_moments(), step.events, strict=True):
+        if event.kind == "unpack":
+            asked[event.saved].add(moment)
+    for number, saved in enumerate(step.saved):
+        if not asked[number].issuperset(saved.unpacked):
+            raise RecordError(f"{name}: saved tensor {number} is asked for where no event is: {saved.unpacked}")
+
+
+def _check_gaps(step: Step, name: str, op_moments: list[int]) -> None:
+    """Check that no op reads a value in its absences, and that these do not overlap."""
+    ended: dict[int, int] = {}
+    for number, absence in enumerate(step.absences):
+        uses = step.values[absence.value].uses
+        following = bisect.bisect_left(uses, absence.opens, key=op_moments.__getitem__)
+        if following < len(uses) and op_moments[uses[following]] < absence.closes:
+            raise RecordError(f"{name}: absence {number} is impossible: an op reads its value meanwhile: {absence}")
+        if absence.opens < ended.get(absence.value, 0):
+            raise RecordError(f"{name}: absence {number} is impossible: it overlaps another of its value: {absence}")
+        ended[absence.value] = absence.closes
 
 
 def _can_be(value: Value, ops: int, moments: int) -> bool:

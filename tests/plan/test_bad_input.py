@@ -23,13 +23,13 @@ import pytest
 from ebbtide.bundle import Bundle, load_step
 from ebbtide.decisions import Plan
 from ebbtide.errors import BudgetError, EbbtideError, PlanError, PolicyError, RecordError
-from ebbtide.machine import Machine
+from ebbtide.machine import Machine, check_machine
 from ebbtide.machines import load_machine
 from ebbtide.plan import least_peak_bytes, lower_bound, plain_peak_bytes, simulate, solve, whole_bound
 from ebbtide.plan.frontier import frontier
 from ebbtide.plan.published.registry import POLICIES
-from ebbtide.step import Step
-from tests.plan.random_steps import KIB, Tape, disk_machine, lone_machine, network_step, random_step
+from ebbtide.step import Step, check_step
+from tests.plan.random_steps import KIB, Tape, disk_machine, lone_machine, network_step, random_step, tiny_step
 
 MACHINE = disk_machine()
 EMPTY = Step((), (), (), (), ())
@@ -414,3 +414,38 @@ def test_a_search_that_would_never_begin_or_end(seconds: float) -> None:
     step = network_step(4)
     with pytest.raises(PlanError, match="some number of seconds"):
         solve(step, MACHINE, plain_peak_bytes(step) - 1, seconds=seconds)
+
+
+@pytest.mark.parametrize(
+    ("table", "row", "fields", "expected"),
+    [
+        ("absences", 0, {"opens": 1}, "absence 0 is impossible: an op reads its value meanwhile"),
+        ("ops", 1, {"inputs": (7,)}, "op 1 (aten.op.default) reads value 7, which is made later"),
+        ("ops", 2, {"mutated": ((1, 3),)}, "op 2 (aten.op.default) cannot write value 3 in place of value 1"),
+        ("values", 1, {"maker": 1}, "makes value 1, which says it does not"),
+        ("values", 1, {"dies": 12}, "value 1 is impossible: it is read after it is gone"),
+        ("values", 1, {"uses": ()}, "value 1 is not read by the ops that it names as its uses"),
+        ("saved", 0, {"unpacked": (1,)}, "saved tensor 0 is asked for where no event is"),
+    ],
+)
+def test_steps_whose_records_contradict_each_other(table: str, row: int, fields: dict[str, Any], expected: str) -> None:
+    records = list(getattr(tiny_step(1, 3), table))
+    records[row] = dataclasses.replace(records[row], **fields)
+    changed: dict[str, Any] = {table: tuple(records)}
+    with pytest.raises(RecordError, match=re.escape(expected)):
+        check_step(dataclasses.replace(tiny_step(1, 3), **changed))
+
+
+def test_absences_that_overlap() -> None:
+    step = tiny_step(1, 3)
+    with pytest.raises(RecordError, match="absence 1 is impossible: it overlaps another of its value"):
+        check_step(dataclasses.replace(step, absences=(step.absences[0], *step.absences)))
+
+
+def test_links_that_contradict_each_other() -> None:
+    out, back = disk_machine().links
+    with pytest.raises(RecordError, match="two of its links lead from one tier to the same other one"):
+        check_machine(dataclasses.replace(disk_machine(), links=(out, back, out)))
+    quicker = dataclasses.replace(out, duplex_bytes_per_second=2 * out.bandwidth_bytes_per_second)
+    with pytest.raises(RecordError, match="ram -> disk is faster with the opposite direction busy than idle"):
+        check_machine(dataclasses.replace(disk_machine(), links=(quicker, back)))
