@@ -237,6 +237,7 @@ class Step:
         except (KeyError, TypeError, ValueError, RecursionError) as fault:
             raise RecordError(f"{name}: not a whole step: {fault!r}; observe the step again") from fault
         check_step(step, name)
+        check_agreement(step, name)
         return step
 
 
@@ -255,6 +256,21 @@ def check_step(step: Step, name: str = "step") -> None:
         parts = [part for part in (getattr(step, field) for field in _RECORDS) if isinstance(part, Collection)]
         records = (record for part in parts for record in part if isinstance(record, tuple(_RECORDS.values())))
         raise RecordError(f"{name}: {wrong_field([*records, step]) or fault}") from fault
+
+
+def check_agreement(step: Step, name: str = "step") -> None:
+    """Check that the records of a step which `check_step` has passed do not contradict each other.
+
+    What was recorded in this process is not looked through for that each time that it is planned for; a file may have
+    been written or altered by others.
+
+    Raises:
+        RecordError: naming the first record that another one contradicts.
+    """
+    op_moments = step.op_moments()
+    _check_ops_and_values(step, name, op_moments)
+    _check_requests(step, name)
+    _check_gaps(step, name, op_moments)
 
 
 def _check_step(step: Step, name: str) -> None:
@@ -294,9 +310,6 @@ def _check_step(step: Step, name: str) -> None:
         exists = absence.value in saved_values and made[absence.value] < absence.opens < absence.closes
         if not exists or not (absence.closes in asked or absence.closes == step.values[absence.value].dies):
             raise RecordError(f"{name}: absence {number} is impossible: {absence}")
-    _check_ops_and_values(step, name, op_moments)
-    _check_requests(step, name)
-    _check_gaps(step, name, op_moments)
 
 
 def _check_ops_and_values(step: Step, name: str, op_moments: list[int]) -> None:

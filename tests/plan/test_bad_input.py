@@ -28,7 +28,7 @@ from ebbtide.machines import load_machine
 from ebbtide.plan import least_peak_bytes, lower_bound, plain_peak_bytes, simulate, solve, whole_bound
 from ebbtide.plan.frontier import frontier
 from ebbtide.plan.published.registry import POLICIES
-from ebbtide.step import Step, check_step
+from ebbtide.step import Step, check_agreement
 from tests.plan.random_steps import KIB, Tape, disk_machine, lone_machine, network_step, random_step, tiny_step
 
 MACHINE = disk_machine()
@@ -433,13 +433,13 @@ def test_steps_whose_records_contradict_each_other(table: str, row: int, fields:
     records[row] = dataclasses.replace(records[row], **fields)
     changed: dict[str, Any] = {table: tuple(records)}
     with pytest.raises(RecordError, match=re.escape(expected)):
-        check_step(dataclasses.replace(tiny_step(1, 3), **changed))
+        check_agreement(dataclasses.replace(tiny_step(1, 3), **changed))
 
 
 def test_absences_that_overlap() -> None:
     step = tiny_step(1, 3)
     with pytest.raises(RecordError, match="absence 1 is impossible: it overlaps another of its value"):
-        check_step(dataclasses.replace(step, absences=(step.absences[0], *step.absences)))
+        check_agreement(dataclasses.replace(step, absences=(step.absences[0], *step.absences)))
 
 
 def test_links_that_contradict_each_other() -> None:
