@@ -206,10 +206,12 @@ def plan(
     if model is None and batch is not None:
         raise typer.BadParameter("--batch goes with --model: the step of a file has its batch already")
     with errors_console().status("planning"):
-        # A file that is not there is said so before a disk is measured.
-        loaded = None if step_path is None else Step.load(step_path)
         machine = machine_of(machine_name, spill)
-        step = observe_fake(str(model), batch, machine) if loaded is None else loaded
+        if model is not None:
+            step = observe_fake(model, batch, machine)
+        else:
+            assert step_path is not None
+            step = Step.load(step_path)
         check_trains(step, str(model or step_path))
         made = solve(step, machine, limit_bytes_of(budget, step, machine))
     if output is not None:

@@ -165,13 +165,6 @@ def test_files_that_are_not_ours(machine: Path, tmp_path: Path, failure: Failure
     assert "has no step" in failure("report", tmp_path / "half.json", "-o", page)
 
 
-def test_a_step_that_is_not_there_is_said_so_before_a_disk_is_measured(
-    tmp_path: Path, failure: Failure, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ebbtide.run.calibrate.calibrate", None)
-    assert "cannot be read" in failure("plan", tmp_path / "missing.json", "--spill", tmp_path, "--budget", "50%")
-
-
 def test_no_name_of_a_machine(tmp_path: Path, failure: Failure) -> None:
     network_step(3).save(tmp_path / "step.json")
     said = failure("plan", tmp_path / "step.json", "--machine", "")
