@@ -235,10 +235,6 @@ def _check_machine(machine: Machine, name: str) -> None:
                 f"{name}: the link {link.source} -> {link.target} has latency, slowdown and compute seconds {costs}; "
                 f"they must be >= 0, and < {MOST_SECONDS:.0e}"
             )
-        if link.duplex_bytes_per_second > link.bandwidth_bytes_per_second:
-            raise RecordError(
-                f"{name}: the link {link.source} -> {link.target} is faster with the opposite direction busy than idle"
-            )
     if len({(link.source, link.target) for link in machine.links}) != len(machine.links):
         raise RecordError(f"{name}: two of its links lead from one tier to the same other one")
     if not 0 <= machine.replay_seconds < MOST_SECONDS:
