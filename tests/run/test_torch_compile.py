@@ -302,6 +302,21 @@ def test_a_budget_too_small_for_a_model_that_is_not_compiled_is_an_error(tmp_pat
     assert budget._loop.compiles
 
 
+def test_operators_that_compile_functions_for_themselves_compile_no_step(tmp_path: Path) -> None:
+    def step() -> None:
+        h = torch.cond(weight.sum() > 0, torch.sin, torch.cos, (weight,))
+        h.square().sum().backward()
+
+    weight = torch.randn(64, 64, requires_grad=True)
+    with ebbtide.Budget("10%", spill=tmp_path, machine=FAST_DISK) as budget:
+        with budget.step():
+            step()
+        with pytest.raises(BudgetError, match="cannot be met") as refused, budget.step():
+            step()
+    assert "torch.compile" not in str(refused.value)
+    assert budget._loop.compiles
+
+
 def test_what_is_observed_is_the_model_as_it_was_written() -> None:
     batch, backend, net = torch.randn(400, 96), Compiled(), model()
     plain = observe_step(lambda: gradients(net, net, batch))

@@ -10,6 +10,10 @@ import functools
 import sys
 from typing import Any
 
+AS_WRITTEN = "eager"
+"""Name of the backend that runs the ops of a graph as they are. `torch.cond`, `scan` and their like compile with it the
+functions that they are given, in models that are not compiled, too."""
+
 _begun = _ran = 0
 _counting = False
 
@@ -28,7 +32,7 @@ def compiled_calls() -> int:
 
 def compiled_runs() -> int:
     """A number that is another one if calls that may run compiled have begun since it was asked for last, and since
-    `compiled_calls` was asked for."""
+    `compiled_calls` was asked for. Those whose graphs run as they were written are none."""
     return _ran
 
 
@@ -41,7 +45,15 @@ def _count(frames: Any) -> None:
         global _begun, _ran
         _begun += callback is not None  # None is for functions that are not to be compiled
         found = original(callback)
-        _ran += callback is not None and found is not None  # the latter is for all, where nothing is to be
+        if callback is not None and found is not None:  # the latter is for all, where nothing is to be
+            _ran += _backend_name(callback) != AS_WRITTEN
         return found
 
     frames._callback_from_stance = counted
+
+
+def _backend_name(callback: Any) -> str:
+    """What `torch.compile` was told to compile with, from the callback that it made of it."""
+    while hasattr(callback, "_torchdynamo_orig_backend"):
+        callback = callback._torchdynamo_orig_backend
+    return str(getattr(callback, "compiler_name", ""))
