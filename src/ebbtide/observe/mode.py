@@ -125,7 +125,8 @@ def _as_without_modes(func: Any) -> Iterator[None]:
 
 
 def is_within_op() -> bool:
-    """Whether the op that a mode is shown was called by another op: autograd is left out there."""
+    """Whether the op that a mode is shown was called by another op: autograd is left out there. It is not told within
+    an op that is made of several, if a mode was on as that was called."""
     with _AsCalled():
         return _is_excluded("AutogradFunctionality")
 

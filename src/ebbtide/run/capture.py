@@ -32,8 +32,9 @@ class CaptureMode(DispatchMode):
     Autograd saves a tensor either between two ops, or in the middle of the one that is just being called.
 
     1. A mode that is put on in the middle of an op does not see that op, but the ops that it calls itself, which are
-       not counted. Whether a save was between ops or in the middle of one is told by the name of the op that is seen
-       next; if both would have the same name, by the next event that has another tick.
+       not counted: they come with autograd left out, or, within an op that is made of several and began under the mode,
+       have neither name. Whether a save was between ops or in the middle of one is told by the name of the op that is
+       seen next; if both would have the same name, by the next event that has another tick.
     2. A mode that is taken off in the middle of an op leaves that op to PyTorch, which runs it without any mode (since
        its version 2.6) if Python knows one of its arguments. It knows the tensor that has just been saved, but for two
        cases, in which the mode stays on: an op that writes in place may save a copy of what it is to write over, which
@@ -182,12 +183,14 @@ class CaptureMode(DispatchMode):
         self.tick += 1
 
     def _told_by(self, name: str) -> int:
-        """The index of the first op since the mode was put on, which is called ``name``. See NOTE [Counting ops]."""
+        """The index of the op ``name``, if it is the first since the mode was put on. See NOTE [Counting ops]."""
         opening, self._opening = self._opening, ()
         if name == COPY_NAME:
             self._begun_at += 1  # the op that made it may be under way still
-        elif is_clear(opening) and name in opening:
-            return self._begun_at + opening.index(name)
+        elif is_clear(opening):
+            if name in opening:
+                return self._begun_at + opening.index(name)
+            self._opening = opening  # what the op under way calls within such a one as is made of several
         return self.tick
 
     def _count(self, func: Any, args: Any, kwargs: Any) -> Any:
