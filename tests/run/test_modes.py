@@ -183,6 +183,33 @@ def test_nodes_that_ask_find_no_mode_where_backward_passes_are_captured(
     assert any(captured)
 
 
+@pytest.mark.parametrize("asks", [lambda p: (1 - 0.02 * p).prod(1).log(), lambda p: p.masked_fill(p > 0.5, p.mean())])
+def test_nodes_that_ask_find_no_mode_where_what_comes_behind_their_pass_is_captured(
+    asks: Callable[[Tensor], Tensor], tmp_path: Path
+) -> None:
+    """It can only be put on at a save before that pass."""
+
+    def gradients(step: Guard) -> list[Tensor | None]:
+        batches, model = torch.randn(2, 256, 64, generator=torch.Generator().manual_seed(1)), wide_network()
+        with step():
+            for batch in batches:
+                asks(model(batch)).square().mean().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    expected = gradients(contextlib.nullcontext)
+    with ebbtide.Budget("90%", spill=tmp_path, machine=SLOW_DISK) as memory:
+        for _ in range(STEPS):
+            assert same(expected, gradients(memory.step))
+        assert memory.plan is not None
+        assert any(isinstance(decision, Recompute) for decision in memory.plan.decisions)
+
+
+def wide_network() -> nn.Module:
+    torch.manual_seed(0)
+    linears = (nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 128), nn.Sigmoid())
+    return nn.Sequential(*linears)
+
+
 @pytest.mark.parametrize("activation", [nn.GELU, nn.Tanh])
 @pytest.mark.parametrize("over", ["forward", "part", "all"])
 def test_modes_of_the_user(activation: type[nn.Module], over: str, tmp_path: Path) -> None:

@@ -171,8 +171,10 @@ def write_script(step: Step, plan: Plan, memory: Sequence[int], *, captures_all:
     known = _known_ops(step, plan.decisions, first)
     saves = _saves(step, plan.decisions, first)
     actions = actions_of(step, plan.decisions)
-    stays_on = captures_all or shows_nodes_that_ask(step, known)
-    runs = one_stretch(step) if stays_on else stretches(step, known)
+    runs = stretches(step, known)
+    stays_on = captures_all or shows_nodes_that_ask(step, known, runs)
+    if stays_on:
+        runs = one_stretch(step)
     return Script(
         saves=saves,
         expected=tuple(e.saved if e.kind == "pack" else ~e.saved for e in step.events),

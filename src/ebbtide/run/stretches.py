@@ -80,11 +80,21 @@ def one_stretch(step: Step) -> tuple[int, ...]:
     return (*step.event_ticks(), 0)
 
 
-def shows_nodes_that_ask(step: Step, known: Iterable[int]) -> bool:
-    """Whether calls with these ticks are captured in a backward pass in which nodes may ask whether a mode is on. See
-    NOTE [Nodes that ask] in `ebbtide.observe.asking`."""
-    has_any = any(is_node_that_asks(op.name) for op in step.ops)
-    return has_any and any(step.ops[tick].phase == "backward" for tick in known)
+def shows_nodes_that_ask(step: Step, known: Iterable[int], runs: Sequence[int]) -> bool:
+    """Whether the capture mode is on in a backward pass in which nodes may ask whether one is. See NOTE [Nodes that
+    ask] in `ebbtide.observe.asking`.
+
+    Args:
+        step: what was seen.
+        known: ticks of the calls. Where one is in a backward pass, the mode is on in all of that.
+        runs: their `stretches`. Those of calls behind a pass may begin before it, as the mode is put on at saves alone.
+    """
+    asking = [tick for tick, op in enumerate(step.ops) if is_node_that_asks(op.name)]
+    if not asking:
+        return False
+    ticks = step.event_ticks()
+    is_on = any(runs[bisect.bisect_right(ticks, tick) - 1] >= 0 for tick in asking)
+    return is_on or any(step.ops[tick].phase == "backward" for tick in known)
 
 
 def next_saves(step: Step) -> tuple[int, ...]:
