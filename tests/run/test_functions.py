@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ebbtide.decisions import Recompute
 from ebbtide.machine import Machine
 from ebbtide.run.native import arena_library
 from tests.run.harness import FAST_DISK, SLOW_DISK, Guard, Program, Record, run_plain, run_within
@@ -196,3 +197,40 @@ def test_what_is_emptied_in_a_backward_pass(tmp_path: Path) -> None:
     trial = run_within(Emptied, run_plain(Emptied), "60%", FAST_DISK, tmp_path)
     assert trial.plan is not None
     assert trial.plan.binds
+
+
+class InPlaceLeaky(torch.autograd.Function):
+    """Says that it has written, for which PyTorch counts another version beside that of the op."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        x.mul_(torch.where(x > 0, 1.0, 0.1))
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * torch.where(x > 0, 1.0, 0.1)
+
+
+class MarkedDirty(Program):
+    """In-place activations between layers whose results can be computed again."""
+
+    def build(self) -> nn.Module:
+        return nn.ModuleList(nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 128)) for _ in range(4))
+
+    def loss(self, index: int) -> Tensor:
+        leak: Any = InPlaceLeaky.apply
+        x = self.data(index, 256, 128)
+        for layer in self.model:
+            x = leak(layer(x) + 0).sigmoid() * x.tanh()
+        return x.square().mean()
+
+
+def test_what_is_counted_twice_is_made_from_and_not_again(tmp_path: Path) -> None:
+    """No plan counts on what is not known again when it is captured: what is computed again is compared at once."""
+    trial = run_within(MarkedDirty, run_plain(MarkedDirty), "50%", SLOW_DISK, tmp_path)
+    assert any(isinstance(decision, Recompute) for decision in trial.decisions)
+    assert trial.states.count("verify") == 1

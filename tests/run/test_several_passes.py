@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import ebbtide
 import tests.run.programs_rare  # noqa: F401  (registers its programs)
@@ -23,13 +23,16 @@ from ebbtide.decisions import Decision, Keep, Offload, Plan, Recompute
 from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine, Tier
 from ebbtide.observe.recorder import Recorder
-from ebbtide.plan import plain_peak_bytes
+from ebbtide.plan import plain_peak_bytes, simulate, solve
+from ebbtide.plan.problem import Facts
+from ebbtide.plan.recipes import deeper_recipes, find_recipes
 from ebbtide.run.kinds import Kind
 from ebbtide.run.meter import PeakMeter
 from ebbtide.run.safe import SafePolicy
 from ebbtide.run.tiers import DiskTier
 from ebbtide.run.tiers.transfers import Load
 from ebbtide.step import Step
+from tests.conftest import QUICK_SECONDS
 from tests.run.harness import FAST_DISK, SLOW_DISK, Guard, Program, Record, paper_machine, run_plain, run_within
 from tests.run.programs import PROGRAMS
 
@@ -213,3 +216,37 @@ class Denoised(Program):
 def test_what_the_last_node_saves_is_away_in_the_pass_before_its_own(tmp_path: Path) -> None:
     trial = run_within(Denoised, run_plain(Denoised), 1 << 16, FAST_DISK, tmp_path)
     assert any(isinstance(decision, Offload) for decision in trial.decisions)
+
+
+def recomputing(step: Step, machine: Machine, limit_bytes: int, **options: Any) -> Plan:
+    """A plan that computes again whatever it can, from as far back as it may."""
+    plan, facts = solve(step, machine, limit_bytes, **options | {"seconds": QUICK_SECONDS}), Facts.of(step)
+    recipes = find_recipes(step, options.get("banned", frozenset()))
+    decisions = tuple(
+        decision if ops is None else Recompute([ops, *deeper_recipes(facts, absence, ops)][-1])
+        for decision, absence, ops in zip(plan.decisions, step.absences, recipes, strict=True)
+    )
+    peak = simulate(step, machine, decisions).peak_bytes
+    return dataclasses.replace(plan, decisions=decisions, peak_bytes=peak, limit_bytes=max(peak, limit_bytes))
+
+
+def test_what_was_made_again_for_a_pass_and_is_gone_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody keeps the energy whose gradients are forces: its nodes are gone before what follows from them is saved,
+    and what they had saved was read in another place."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 128)), torch.randn(256, 128)
+
+    def gradients(guard: Guard) -> list[Tensor]:
+        with guard():
+            h = model(x)
+            (forces,) = torch.autograd.grad((h.cos() * h).sum(), h, create_graph=True)
+            loss = (forces.tanh() * forces.tanh().sigmoid()).mean()
+            del forces
+            return list(torch.autograd.grad(loss, list(model.parameters())))
+
+    expected = gradients(contextlib.nullcontext)
+    monkeypatch.setattr("ebbtide.run.solving.solve", recomputing)
+    with ebbtide.Budget("92%", spill=tmp_path, machine=SLOW_DISK) as memory:
+        for _ in range(6):
+            assert all(map(torch.equal, expected, gradients(memory.step)))
+    assert [measured.state for measured in memory.measured].count("verify") == 1

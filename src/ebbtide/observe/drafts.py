@@ -88,16 +88,18 @@ class ValueDraft:
         seen_version: the version that the tensor had which was used last; -1 if none was since it came to where it is.
         stays: whether it is never away, nor read by what runs again: tensors that show it count versions each by
             itself, and not alike, or it is saved as something that the runtime does not move.
+        is_counted_twice: whether the version of what its maker wrote in place went up by more than one, as where a
+            custom Function marks it as dirty. The runtime, which sees the call alone, would not know it again.
     """
 
-    __slots__ = ("maker", "seen_version", "stays", "storage", "uses")
+    __slots__ = ("is_counted_twice", "maker", "seen_version", "stays", "storage", "uses")
 
     def __init__(self, storage: SeenStorage, maker: int) -> None:
         self.storage = storage
         self.maker = maker
         self.uses: list[int] = []
         self.seen_version = -1
-        self.stays = False
+        self.stays = self.is_counted_twice = False
 
     def value(self, moments: int) -> Value:
         """The value, in a step of ``moments`` moments."""

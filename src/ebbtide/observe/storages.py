@@ -75,6 +75,10 @@ class Storages:
         if not tensor.is_inference() and not self.is_external(storage):  # those of inference count no versions
             draft, version = self.values[value], tensor._version
             draft.stays |= draft.seen_version not in (-1, version)
+            if draft.seen_version < 0 and len(storage.versions) > 1:
+                written = self.values[storage.versions[-2]]
+                draft.is_counted_twice |= written.seen_version not in (-1, version - 1)
+                written.seen_version = -1  # it is looked at once: if it goes, what comes back is another tensor
             draft.seen_version = version
         return value
 
@@ -170,13 +174,17 @@ class Storages:
                 self.emptied[storage.number] = storage
 
     def spare_readers(self, ops: Sequence[OpDraft]) -> None:
-        """What reads storages that are emptied, or values that stay as they are, is never run again."""
+        """What reads storages that are emptied, or values that stay as they are, is never run again, nor what makes
+        values that are counted twice."""
         self.look_for_emptied()
         emptied = [self.values[value] for storage in self.emptied.values() for value in storage.versions]
         for draft in (*emptied, *(draft for draft in self.values if draft.stays)):
             for tick in draft.uses:
                 if ops[tick].replay != "view":
                     ops[tick].replay = "opaque"
+        for draft in self.values:
+            if draft.is_counted_twice:
+                ops[draft.maker].replay = "opaque"
 
     def watch(self, storage: SeenStorage) -> None:
         """Somebody has ``storage`` besides autograd, if it is here: see from when on nobody has."""

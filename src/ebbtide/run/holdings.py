@@ -26,7 +26,7 @@ from ebbtide.observe.transforms import in_trace
 from ebbtide.observe.wrapped import PLAIN_TYPES
 from ebbtide.run.meter import note_memory
 from ebbtide.run.tiers.memory import bytes_of
-from ebbtide.run.versions import Count, Version, changed_error, count_together, is_same, shell_of, version_of
+from ebbtide.run.versions import Count, Version, changed_error, count_together, is_among, shell_of, version_of
 
 if TYPE_CHECKING:
     from ebbtide.run.backends.base import ComputeStreams
@@ -111,7 +111,7 @@ class Holding:
 
     Attributes:
         tensor: shows the storage while it is here, else None.
-        versions: what it was filled with, and whatever has had the same bytes since: what came back, or was made again.
+        versions: what it was filled with, and whatever has had the same bytes: what came back, or was made again.
         size_bytes: bytes of the storage.
         recipe: what makes it again while it is dropped.
         recipes: for each time that it will be dropped.
@@ -145,7 +145,7 @@ class Holding:
         self.tensor: torch.Tensor | None = None
         self.version = 0
         self.identity = 0
-        self.versions: tuple[Version, ...] = ()
+        self.versions: list[Version] = []
         self.size_bytes = 0
         self.tier: SlowTier | None = None
         self.put_off: SlowTier | None = None
@@ -165,7 +165,7 @@ class Holding:
         self.under_way = None if filled else _op_number()
         self.shell = None
         self.version = tensor._version
-        self.versions = (version_of(tensor),)
+        self.versions.append(version_of(tensor))
         storage = tensor.untyped_storage()
         self.identity = storage._cdata
         self.size_bytes = storage.nbytes()
@@ -182,7 +182,7 @@ class Holding:
 
     def knows(self, version: Version) -> bool:
         """Whether this very version has been here."""
-        return any(is_same(known, version) for known in self.versions)
+        return is_among(version, self.versions)
 
     def shows(self, identity: int, version: int) -> bool:
         """Whether this very version of the living storage ``identity`` is here."""
@@ -279,7 +279,7 @@ class Holding:
         self.tensor = tensor
         self.version = tensor._version
         self.identity = tensor.untyped_storage()._cdata
-        self.versions += (version_of(tensor),)
+        self.versions.append(version_of(tensor))
         if self.streams is not None:  # whichever asks next finds it here, and waits for nothing
             self.streams.lead()
             self.share()
@@ -349,7 +349,7 @@ class View(Window):
                 return tensor.as_strided(self.shape, self.stride, self.offset)
             shown = self.over(tensor.untyped_storage())
         if not holding.knows(version_of(shown)):
-            holding.versions += (version_of(shown),)
+            holding.versions.append(version_of(shown))
         return shown
 
 

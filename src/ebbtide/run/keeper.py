@@ -18,7 +18,7 @@ from ebbtide.run.recipes import Recipe
 from ebbtide.run.script import ExpectedSave, Treatment
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.verify import Truth
-from ebbtide.run.versions import version_of
+from ebbtide.run.versions import Version, version_of
 
 
 class Keeper:
@@ -36,6 +36,7 @@ class Keeper:
         self.truth = truth
         self._tier = tier
         self._held: dict[int, weakref.ref[Holding]] = {}
+        self._versions: dict[int, list[Version]] = {}  # of their values; holdings may be gone before calls are compared
         self._also_held: frozenset[int] = frozenset()
         self._capture: CaptureMode | None = None
         self._put_off: dict[weakref.ref[Holding], bool] = {}  # whether they are to go as well
@@ -91,6 +92,8 @@ class Keeper:
             holding = Holding()
             self._held[save.value] = weakref.ref(holding)
         if fresh or save.first:  # the node that saved it first may be gone already, and the holding with it
+            if self._capture is not None:
+                holding.versions = self._versions.setdefault(save.value, [])
             holding.fill(tensor, is_saved=True)
             holding.recipes = self._recipes(save, holding)
             self._expect(holding, tensor, save)
@@ -119,7 +122,7 @@ class Keeper:
             if calls is None or len(leaves) < len(remake.leaves):
                 return ()
             recipe = Recipe(save.value, calls, leaves, remake.leaves)
-            if not recipe.makes(holding, self._holding):
+            if not recipe.makes(holding, self._versions):
                 return ()
             recipes.append(recipe)
         return tuple(recipes)

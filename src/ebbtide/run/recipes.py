@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from ebbtide.observe.schema import is_partly_written
 from ebbtide.run.calls import Argument, Call
 from ebbtide.run.holdings import Holding
 from ebbtide.run.tiers.memory import bytes_of
-from ebbtide.run.versions import changed_error, is_same
+from ebbtide.run.versions import Version, changed_error, is_among, is_same
 
 
 class Recipe:
@@ -40,11 +40,11 @@ class Recipe:
         """Whether what it makes is the same bit for bit, as far as is known of its ops."""
         return not any(is_partly_written(call.func) and call.known.outputs[-1] == self.target for call in self.calls)
 
-    def makes(self, holding: Holding, held: Callable[[int], Holding | None]) -> bool:
+    def makes(self, holding: Holding, alike: Mapping[int, Sequence[Version]]) -> bool:
         """Whether the calls, as they were captured, made what ``holding`` holds from what the leaves hold.
 
         They were told by their place among the ops of the step, which a branch or one op more may have shifted. By
-        value, ``held`` are what else has the same bytes: what has come back may have been read instead.
+        value, ``alike`` are versions with the same bytes: what has come back may have been read instead.
         """
         made = {value: leaf.versions[0] for value, leaf in self.leaves.items() if leaf.versions}
         for call in self.calls:
@@ -55,8 +55,8 @@ class Recipe:
                     if version is None:
                         return False
                     if not is_same(version, shown):
-                        other = held(argument.value)
-                        if other is None or not other.knows(version) or not other.knows(shown):
+                        known = alike.get(argument.value, ())
+                        if not (is_among(version, known) and is_among(shown, known)):
                             return False
             made.update(call.made)
         return self.target in made and holding.knows(made[self.target])

@@ -291,6 +291,8 @@ class Tracker(Keeper):
         self._whole = False  # before the first save, too, ops were not captured
         held = {names[value]: holding for value, holding in held.items()}
         self._held = {value: weakref.ref(holding) for value, holding in held.items()}
+        self._versions = {names[value]: known for value, known in self._versions.items() if value in names}
+        self._versions |= {value: holding.versions for value, holding in held.items()}
         self.truth = None if other.verified else self._new_truth()
         self.differs = ""
         self._take_up(script)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -90,6 +91,11 @@ def version_of(tensor: torch.Tensor) -> Version:
 def is_same(one: Version, other: Version) -> bool:
     """Whether they are the same version of the same storage, which may be gone."""
     return one.storage is other.storage and one.number == other.number
+
+
+def is_among(version: Version, known: Iterable[Version]) -> bool:
+    """Whether it is one of these."""
+    return any(is_same(each, version) for each in known)
 
 
 class Count(NamedTuple):
