@@ -79,7 +79,7 @@ def test_chains_that_only_nested_recipes_fit() -> None:
         rotor(step, machine, 0)
     assert refused.value.reachable_bytes <= 1.5 * by_rotor.value.reachable_bytes
     limit_bytes = refused.value.reachable_bytes
-    assert solve(step, machine, limit_bytes).peak_bytes <= limit_bytes
+    assert solve(step, machine, limit_bytes, seconds=0.3).peak_bytes <= limit_bytes
 
 
 def test_banned_values_of_a_chain_are_not_computed_again() -> None:
