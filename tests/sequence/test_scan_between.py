@@ -33,6 +33,30 @@ class Noisy(nn.Module):
         return self.step(h, h)[0]
 
 
+class Scaled(Noisy):
+    """Draws nothing."""
+
+    def step(self, h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+        return torch.tanh(self.linear(h) * (2 if self.training else 1) + x), None
+
+
+class Later(nn.Module):
+    """Drops in all steps but the first, whose state is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.drop(self.linear(h)) if h.any() else self.linear(h)
+
+
+class Holder:
+    """Has a model that is found in no attribute of an object."""
+
+    model = Noisy()
+
+
 def evaluated(model: nn.Module, cell: Any, n: int, passes: int) -> Callable[[Loop], tuple[Any, list[Tensor]]]:
     """A program that evaluates the model before the backward pass."""
 
@@ -68,9 +92,25 @@ class TestModesOfModules:
         model = Noisy()
         compare(evaluated(model, model.step, 12, 1), memory=MEMORY)
 
-    def test_others_are_refused(self) -> None:
-        model = Noisy()
-        program = evaluated(model, lambda h, x: model.step(h, x), 12, 1)  # noqa: PLW0108
+    @pytest.mark.parametrize("part", [Noisy(), Scaled()], ids=lambda part: part._get_name())
+    def test_of_one_that_is_not_called(self, part: Any) -> None:
+        """Its methods are, of which PyTorch does not tell."""
+        compare(evaluated(part, lambda h, x: part.step(h, x), 12, 1), memory=MEMORY)  # noqa: PLW0108
+
+    @pytest.mark.parametrize("call", [Later.__call__, Later.forward], ids=["within one", "by itself"])
+    def test_of_one_that_later_steps_call(self, call: Any) -> None:
+        """The first one draws nothing, so what steps draw is not compared either."""
+        model = Later()
+        compare(evaluated(model, lambda h, x: (torch.tanh(call(model, h) + x), None), 12, 1), memory=MEMORY)
+
+    def test_of_those_that_are_inputs(self) -> None:
+        layers = nn.ModuleList(Noisy() if number else Scaled() for number in range(12))
+        program = evaluated(layers, lambda h, layer: (layer(h), None), 12, 1)
+        compare(lambda loop: program(lambda cell, h, _, **more: loop(cell, h, [*layers], **more)), memory=MEMORY)
+
+    def test_others_that_draw_are_refused(self) -> None:
+        """Classes are not looked into."""
+        program = evaluated(Holder.model, lambda h, x: Holder.model.step(h, x), 12, 1)  # noqa: PLW0108
         with pytest.raises(ebbtide.SequenceError, match="step 11 drew other random numbers"):
             program(ebbtide.scan)
 

@@ -17,6 +17,7 @@ from torch.utils._device import DeviceContext
 
 from ebbtide.observe.uncompiled import never_compiled, uncompiled
 from ebbtide.observe.wrapped import AsOrdinary
+from ebbtide.sequence.cell_modules import reached_modules
 from ebbtide.sequence.graphs import without_saved_tensor_hooks
 
 _Autocast = list[tuple[str, bool, torch.dtype]]
@@ -49,13 +50,12 @@ class CallContext:
         self._modules: list[tuple[weakref.ref[torch.nn.Module], bool]] = []  # and whether they are in training mode
 
     @contextlib.contextmanager
-    def noting_modules(self, cell: object) -> Iterator[None]:
-        """Steps are to run with the modules that are called inside in the mode, training or not, that they have then.
+    def noting_modules(self, *roots: object) -> Iterator[None]:
+        """Steps are to run with modules in the mode, training or not, that they have when what is inside ends.
 
-        And with that of the module that has ``cell`` as a method.
+        These are the modules that are called inside and `reached_modules`, from ``roots`` and from the called ones.
         """
-        owner, thread = getattr(cell, "__self__", None), threading.get_ident()
-        called = {id(owner): owner} if isinstance(owner, torch.nn.Module) else {}
+        thread, called = threading.get_ident(), dict[int, torch.nn.Module]()
 
         @never_compiled
         def note(module: torch.nn.Module, _: object) -> None:
@@ -64,7 +64,10 @@ class CallContext:
 
         with register_module_forward_pre_hook(note):
             yield
-        self._modules = [(weakref.ref(module), module.training) for module in called.values()]
+        # Later steps may call others, and ask modules for their mode that none calls.
+        modules = reached_modules((*called.values(), *roots))
+        modes = ((module, getattr(module, "training", None)) for module in modules)  # one may not be initialized yet
+        self._modules = [(weakref.ref(module), trains) for module, trains in modes if trains is not None]
 
     @contextlib.contextmanager
     def _cached(self) -> Iterator[None]:

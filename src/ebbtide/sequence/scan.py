@@ -168,7 +168,7 @@ def _survey(
     noting = given.watched(first_run.noted(cell, layout.surroundings, watch))
     stay = isinstance(inputs, (tuple, Tensor))
     chain = CellChain(noting, (first,) if stay else [first], layout)
-    with scene.noting_modules(cell):
+    with scene.noting_modules(cell, inputs):
         written = _watched_step(chain, start, scene, watch, cached)
     made = watch.made()
     if made or written.generators:
