@@ -13,8 +13,7 @@ from ebbtide.decisions import Decision, Keep
 from ebbtide.machine import Machine
 from ebbtide.plan.course import DONE, run_course, write_script
 from ebbtide.plan.follow import Follower, Trip
-from ebbtide.plan.problem import Problem
-from ebbtide.plan.replay import Replay
+from ebbtide.plan.problem import Problem, Replay
 from ebbtide.plan.simulate import moves_of
 from ebbtide.step import Step
 from tests.plan.random_steps import KIB, Tape, disk_machine, lone_machine

@@ -20,8 +20,8 @@ from ebbtide.compiled import NOTICE, _interrupts_held, compiled, dispatcher_of
 from ebbtide.plan import find_recipes, solve
 from ebbtide.plan.course import run_course
 from ebbtide.plan.follow import Follower, Moves, Trip, follow
-from ebbtide.plan.problem import Problem
-from ebbtide.plan.replay import Replay, check_recipe
+from ebbtide.plan.problem import Problem, Replay
+from ebbtide.plan.replay import check_recipe
 from ebbtide.plan.simulate import moves_of
 from ebbtide.plan.walk import walk
 from tests.plan.limits import limit_at

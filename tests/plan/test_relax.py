@@ -13,10 +13,9 @@ from ebbtide.plan import NO_CAUTION, simulate, solve
 from ebbtide.plan.caution import EXPECTED, Caution
 from ebbtide.plan.finish import finished
 from ebbtide.plan.follow import Course, Follower, Moves, Trip
-from ebbtide.plan.problem import Problem
+from ebbtide.plan.problem import Problem, Replay
 from ebbtide.plan.profile import Candidates
 from ebbtide.plan.relax import relaxed
-from ebbtide.plan.replay import Replay
 from ebbtide.plan.search import Search
 from ebbtide.plan.select import Room
 from ebbtide.plan.simulate import moves_of

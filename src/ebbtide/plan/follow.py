@@ -43,8 +43,7 @@ from ebbtide.plan.course import (
     run_course,
     write_script,
 )
-from ebbtide.plan.problem import Problem
-from ebbtide.plan.replay import Replay
+from ebbtide.plan.problem import Problem, Replay
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

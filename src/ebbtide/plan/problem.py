@@ -17,6 +17,25 @@ from ebbtide.step import EXTERNAL, Step, check_step
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Replay:
+    """A checked recipe.
+
+    Attributes:
+        leaves: storages that the step made and the recipe reads, in order of first use.
+        seconds: sum of the durations of its ops, and of what each of them costs besides.
+        peak_bytes: most bytes it holds at once, its result included, the leaves not.
+        physical_peak_bytes: the same with workspaces.
+        valid_until: the first moment at which a leaf is gone or written.
+    """
+
+    leaves: tuple[int, ...]
+    seconds: float
+    peak_bytes: int
+    physical_peak_bytes: int
+    valid_until: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Facts:
     """What follows from a step alone. Moments are those of NOTE [The clock] in `ebbtide.step`.
 
@@ -35,6 +54,7 @@ class Facts:
         replayable_from: per op, the moment from which recipes that replay it are looked for: 0 in the forward pass, the
             end of its backward pass if ops of the forward pass follow, as where a loss has gradients in it. More than
             `Step.moments` if it cannot be replayed: see rule 7 of NOTE [Replay] in `ebbtide.plan.replay`.
+        checked: recipes that were checked so far, by the value that they make, their ops, and what an op costs besides.
     """
 
     step: Step
@@ -49,6 +69,7 @@ class Facts:
     packed: dict[int, int]
     held: dict[int, list[tuple[int, int]]]
     replayable_from: list[int]
+    checked: dict[tuple[int, tuple[int, ...], float], Replay] = dataclasses.field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, step: Step) -> Facts:

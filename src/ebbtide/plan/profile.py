@@ -20,8 +20,8 @@ from ebbtide.machine import Link
 from ebbtide.plan.capacity import Stays, admitted
 from ebbtide.plan.caution import NO_CEILING
 from ebbtide.plan.needs import RECOMPUTE, Modes, Needs, Profile, bring_back
-from ebbtide.plan.problem import Facts, Problem
-from ebbtide.plan.replay import Replay, check_recipe
+from ebbtide.plan.problem import Facts, Problem, Replay
+from ebbtide.plan.replay import check_recipe
 
 SMALLEST_BYTES = 32 * 1024
 """Smaller values are kept: their latency would matter more than their bytes, as a rule."""

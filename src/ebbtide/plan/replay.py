@@ -15,30 +15,9 @@ NOTE [Replay]
 
 from __future__ import annotations
 
-import dataclasses
-
 from ebbtide.errors import PlanError
-from ebbtide.plan.problem import Facts
+from ebbtide.plan.problem import Facts, Replay
 from ebbtide.step import Op
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Replay:
-    """A checked recipe.
-
-    Attributes:
-        leaves: storages that the step made and the recipe reads, in order of first use.
-        seconds: sum of the durations of its ops, and of what each of them costs besides.
-        peak_bytes: most bytes it holds at once, its result included, the leaves not.
-        physical_peak_bytes: the same with workspaces.
-        valid_until: the first moment at which a leaf is gone or written.
-    """
-
-    leaves: tuple[int, ...]
-    seconds: float
-    peak_bytes: int
-    physical_peak_bytes: int
-    valid_until: int
 
 
 def is_replayable(facts: Facts, tick: int) -> bool:
@@ -65,9 +44,20 @@ def operands(op: Op) -> list[int]:
 def check_recipe(facts: Facts, target: int, ops: tuple[int, ...], more_seconds: float = 0.0) -> Replay:
     """Check the recipe ``ops`` for value ``target`` and add up what it takes, with ``more_seconds`` for each op.
 
+    Searches come back to the same recipes: what was found once is kept.
+
     Raises:
         PlanError: if it cannot make the value.
     """
+    key = target, ops, more_seconds
+    found = facts.checked.get(key)
+    if found is None:
+        found = facts.checked[key] = _checked(facts, target, ops, more_seconds)
+    return found
+
+
+def _checked(facts: Facts, target: int, ops: tuple[int, ...], more_seconds: float) -> Replay:
+    """`check_recipe`, anew."""
     # Ending with the value's maker, a recipe reads only values older than its own: no two recipes wait for each other.
     if not ops or list(ops) != sorted(set(ops)) or ops[0] < 0 or ops[-1] != facts.step.values[target].maker:
         raise PlanError(f"the recipe {ops} of value {target} must be ticks in order, the last one that of its maker")

@@ -18,10 +18,9 @@ from ebbtide.compiled import compiled
 from ebbtide.plan.caution import NO_CAUTION, Caution
 from ebbtide.plan.follow import Course, Follower, Move, Moves
 from ebbtide.plan.needs import KEEP, OFFLOAD, RECOMPUTE, Modes, Profile
-from ebbtide.plan.problem import Problem
+from ebbtide.plan.problem import Problem, Replay
 from ebbtide.plan.profile import Candidates, Trips
 from ebbtide.plan.queues import Queue, ways
-from ebbtide.plan.replay import Replay
 from ebbtide.plan.schedule import Scheduler
 from ebbtide.plan.select import Prices, Room, Selector
 from ebbtide.plan.walk import Choices, walk
