@@ -40,6 +40,19 @@ def test_while_a_step_is_recorded_it_does_not_run_by_itself(thresholds: tuple[in
     assert collections_while_objects_are_made()
 
 
+@pytest.mark.parametrize("name", ["watch_compiling", "tell_of_passes"])
+def test_an_interrupt_as_a_recorder_begins(
+    name: str, thresholds: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"ebbtide.observe.recorder.{name}", interrupt)
+    with pytest.raises(KeyboardInterrupt), Recorder():
+        pytest.fail("it has begun")
+    assert gc.get_threshold() == thresholds
+
+
 def test_several_hold_it_off_until_the_last_one_ends(thresholds: tuple[int, int, int]) -> None:
     one, other = HeldOff(), HeldOff()
     one.begin()

@@ -103,14 +103,18 @@ class Recorder(DispatchMode):
 
     def __enter__(self) -> Recorder:
         gc.collect(self._oldest)  # garbage of earlier steps must not die in this one
-        self.storages.begin()
-        self._trail.start()
-        watch_compiling(self)
-        self._calls, self._runs = compiled_calls(), compiled_runs()
-        self.interrupts.enter()
-        tell_of_passes(self._pass_begins)
-        super().__enter__()
-        self.resume()
+        try:
+            self.storages.begin()
+            self._trail.start()
+            watch_compiling(self)
+            self._calls, self._runs = compiled_calls(), compiled_runs()
+            self.interrupts.enter()
+            tell_of_passes(self._pass_begins)
+            super().__enter__()
+            self.resume()
+        except BaseException:  # such as an interrupt: a ``with`` block that was not entered is not left
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *exception: Any) -> None:
