@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from ebbtide.observe.garbage import HeldOff, expect_objects
+from ebbtide.observe.garbage import HeldOff, expect_objects, put_back_if_left
 from ebbtide.observe.recorder import Recorder
 
 
@@ -84,6 +84,34 @@ def test_who_sets_thresholds_meanwhile_is_believed(youngest: int) -> None:
     gc.set_threshold(youngest, 5, 5)
     held.end()
     assert gc.get_threshold() == (youngest, 5, 5)
+
+
+@pytest.mark.parametrize("gives_back", [HeldOff.begin, lambda _: put_back_if_left()])
+def test_who_sets_what_was_read_meanwhile_does_not_turn_it_off(
+    gives_back: Callable[[HeldOff], None], thresholds: tuple[int, int, int]
+) -> None:
+    held = HeldOff()
+    held.begin()
+    read = gc.get_threshold()
+    put_back_if_left()
+    assert not collections_while_objects_are_made()
+    held.end()
+    gc.set_threshold(*read)
+    gives_back(held)
+    held.end()
+    assert gc.get_threshold() == thresholds
+
+
+def test_the_largest_threshold_stays() -> None:
+    largest = (1 << 31) - 1
+    held = HeldOff()
+    gc.set_threshold(largest, 10, 10)
+    for _ in range(2):
+        held.begin()
+        held.end()
+        expect_objects(1000)
+        expect_objects(-1000)
+    assert gc.get_threshold() == (largest, 10, 10)
 
 
 def test_what_was_off_stays_off() -> None:

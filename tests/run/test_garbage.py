@@ -86,9 +86,30 @@ def test_thresholds_are_put_back(thresholds: tuple[int, int, int], fails: bool, 
             assert gc.get_threshold() == thresholds
 
 
+@pytest.mark.parametrize("limit", ["1GiB", "70%"])
+def test_thresholds_that_are_read_in_a_step_and_set_after_it(
+    limit: str, thresholds: tuple[int, int, int], tmp_path: Path
+) -> None:
+    """In an observed step the collector is held off, by a threshold that is out of reach; in a planned one it is told
+    of objects that are gone with the step."""
+    start = torch.randn(1 << 14, requires_grad=True)
+    with ebbtide.Budget(limit, spill=tmp_path, machine=SLOW_DISK) as memory:
+        for _ in range(6):
+            with memory.step():
+                read = gc.get_threshold()
+                gc.set_threshold(0)
+                compute(start)
+            gc.set_threshold(*read)
+        with memory.step():
+            compute(start)
+    assert gc.get_threshold() == thresholds
+
+
 def test_a_collector_that_is_off_stays_off(thresholds: tuple[int, int, int]) -> None:
     gc.set_threshold(0, 10, 10)
     expect_objects(1000)
+    assert gc.get_threshold() == (0, 10, 10)
+    expect_objects(-1000)
     assert gc.get_threshold() == (0, 10, 10)
 
 

@@ -15,29 +15,50 @@ import gc
 import os
 import threading
 
-_OUT_OF_REACH = (1 << 31) - 1
-"""A threshold that is not reached. 0 would turn the collector off as well, but that a user may set meanwhile."""
+_OUT_OF_REACH = 2_000_000_011
+"""A threshold that is not reached, and that nobody else would think of. 0 would turn the collector off as well, but
+that a user may set meanwhile."""
 
 _lock = threading.RLock()  # an interrupt may come while it is held
 _holding: list[HeldOff] = []
 _found = 0
-"""The threshold that the first of those that hold the collector off has found."""
+"""The threshold that the first of those that hold the collector off has found; it stays known when they have ended."""
+_expected = _before = _with_expected = 0
+"""How many objects are expected now; of those that were last, the threshold before and the one with all of them."""
 
 
 def expect_objects(count: int) -> None:
     """From now on ``count`` more objects may be alive before the collector looks; negative to take that back."""
-    global _found
+    global _found, _expected, _before, _with_expected
     with _lock:
+        put_back_if_left()
         youngest, *older = gc.get_threshold()
-        if _holding and youngest == _OUT_OF_REACH:
-            _found = _raised(_found, count)
+        is_held_off = bool(_holding) and youngest == _OUT_OF_REACH
+        former = _found if is_held_off else youngest
+        raised = _raised(former, count)
+        if count > 0:
+            _before, _with_expected = former if not _expected else _before, raised
+        _expected += count
+        if is_held_off:
+            _found = raised
         else:
-            gc.set_threshold(_raised(youngest, count), *older)
+            gc.set_threshold(raised, *older)
 
 
 def _raised(youngest: int, count: int) -> int:
-    # 0 turns it off, and whoever has set it meanwhile did not count these.
-    return youngest + count if youngest > 0 and youngest + count > 0 else youngest
+    # 0 turns it off, and whoever has set it meanwhile did not count these. One that is out of reach is so without them.
+    return youngest + count if youngest > 0 and 0 < youngest + count < _OUT_OF_REACH else youngest
+
+
+def put_back_if_left() -> None:
+    """Undo what this module did to the threshold, if it is there for nobody: who reads the threshold within a step, and
+    sets it again after that, sets what was meant for the step."""
+    with _lock:
+        if not _holding:
+            _let_go()
+        youngest, *older = gc.get_threshold()
+        if not _expected and youngest == _with_expected:
+            gc.set_threshold(_before, *older)
 
 
 class HeldOff:
@@ -51,6 +72,7 @@ class HeldOff:
         """Hold them off."""
         global _found
         with _lock:
+            put_back_if_left()
             youngest, *older = gc.get_threshold()
             if not _holding or youngest != _OUT_OF_REACH:
                 _found = youngest

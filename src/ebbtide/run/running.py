@@ -14,6 +14,7 @@ from typing import Any
 from ebbtide.decisions import Plan
 from ebbtide.errors import StepError
 from ebbtide.measured import State
+from ebbtide.observe.garbage import put_back_if_left
 from ebbtide.observe.hooks import Pack, Show, disabled, drop_hooks, push_hooks, take_off
 from ebbtide.observe.inductor import compiled_as_ops
 from ebbtide.observe.recorder import Recorder
@@ -114,6 +115,7 @@ class Running:
 
     def _begin(self) -> None:
         loop, kind, memory = self._loop, self._kind, self._ground.memory
+        put_back_if_left()
         if loop.hard:
             if memory is None:
                 raise StepError("hard=True is for steps on CUDA, and nothing is there yet; leave it out on a CPU")
