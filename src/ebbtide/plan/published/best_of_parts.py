@@ -92,6 +92,7 @@ def take_faster(
 
 def with_more(seconds: Floats, slots: int) -> Floats:
     """``seconds`` by memory as they are with so many ``slots`` more, those of most memory beyond that."""
+    slots = min(slots, len(seconds))
     moved = np.full(len(seconds), seconds[-1])
     moved[: len(seconds) - slots] = seconds[slots:]
     return moved
