@@ -23,6 +23,7 @@ from tests.run.harness import (
     FAST_DISK,
     NO_DISK,
     SLOW_DISK,
+    STEPS,
     Guard,
     Program,
     Record,
@@ -265,6 +266,36 @@ def test_skipped_batches_end_no_training(build: type[Skipping], machine: Machine
         assert memory.plan.binds
 
 
+def peaks_after(skipped: int, tmp_path: Path) -> tuple[list[int], list[str | None], int]:
+    """What steps hold after so many ``skipped`` ones, what they are for, and the limit."""
+    torch.manual_seed(0)
+    model, batch, peaks = mlp(*(256,) * 7), torch.randn(3072, 256), []
+    with PeakMeter() as meter:
+        model(batch).square().mean().backward()
+    model.zero_grad()
+    limit_bytes = int(0.6 * meter.peak_bytes)
+    with ebbtide.Budget(limit_bytes, spill=tmp_path, machine=FAST_DISK) as memory:
+        for number in range(skipped + 4):
+            with PeakMeter() as meter, memory.step():
+                loss = model(batch).square().mean()
+                if number >= skipped:
+                    loss.backward()
+            del loss
+            model.zero_grad()
+            peaks.append(meter.peak_bytes)
+        return peaks[skipped:], [measured.state for measured in memory.measured[skipped:]], limit_bytes
+
+
+@pytest.mark.parametrize("skipped", [2, MOST_SKIPPED])
+def test_the_first_step_that_is_not_skipped_holds_what_the_first_of_all_does(skipped: int, tmp_path: Path) -> None:
+    """A plan for those that are would leave it no room for its backward pass."""
+    peaks, states, limit_bytes = peaks_after(skipped, tmp_path)
+    assert states[0] == "observe"
+    assert states[1] != "observe"
+    assert peaks[0] <= peaks_after(0, tmp_path)[0][0]
+    assert max(peaks[1:]) <= limit_bytes
+
+
 def test_steps_that_never_have_a_backward_pass(tmp_path: Path) -> None:
     """Where nothing can leave, that is said once it cannot be that they were all skipped."""
     program, limit_bytes = PassBehind(), int(0.75 * plain_peak_bytes(Skipping))
@@ -278,7 +309,8 @@ def test_steps_that_never_have_a_backward_pass(tmp_path: Path) -> None:
 
 def test_a_pass_that_comes_behind_its_step(tmp_path: Path) -> None:
     limit_bytes = int(0.75 * plain_peak_bytes(Skipping))
-    trial = run_within(PassBehind, plain(PassBehind), limit_bytes, FAST_DISK, tmp_path, metered=False)
+    expected = run_plain(PassBehind, STEPS + MOST_SKIPPED)
+    trial = run_within(PassBehind, expected, limit_bytes, FAST_DISK, tmp_path, metered=False)
     assert trial.states[-1] == "planned"
     assert any(isinstance(decision, Offload) for decision in trial.decisions)
 

@@ -46,6 +46,13 @@ def kind_to_begin_with(
     return next(itertools.chain(surely(candidates), probably, covering), likely)
 
 
+def may_be_skipped(kind: Kind, kinds: Iterable[Kind]) -> bool:
+    """Whether steps of ``kind`` may be skipped batches of a loop that trains, as none of ``kinds`` has a backward pass
+    so far. A plan for them leaves no room for one: the first step that has a backward pass would pass the limit."""
+    is_asked = any(saved.unpacked for saved in kind.step.saved)  # as by a pass in a thread of the user's
+    return bool(kind.step.saved) and not is_asked and not any(other.step.has_backward_pass for other in kinds)
+
+
 def whole_of(kind: Kind, kinds: Iterable[Kind], *, alike: bool) -> Kind | None:
     """The kind with a backward pass that came last; if ``alike``, of those whose steps save first what those of
     ``kind`` save, as far as types and shapes tell."""

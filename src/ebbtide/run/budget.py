@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 class Budget:
     """Runs training steps within a number of bytes, with gradients bit for bit those of plain PyTorch.
 
-    * Steps 1 and 2 are observed, then a plan is made. Meanwhile a simple policy keeps to the limit: it moves saved
-      tensors out as live bytes come near. Step 1 may pass the limit by what ops take between two saved tensors, which
-      is not known yet. With a percentage, the limit itself is not known yet, and nothing moves.
-    * Step 3 compares the values that it computes again with the true ones, if the plan computes any again.
-    * The next step is counted: whether it keeps to the limit.
+    * Steps 1 and 2 are observed, and up to eight more until one has a backward pass, then a plan is made. Meanwhile a
+      simple policy keeps to the limit: it moves saved tensors out as live bytes come near. Step 1 may pass the limit by
+      what ops take between two saved tensors, which is not known yet. With a percentage, the limit itself is not known
+      yet, and nothing moves.
+    * The next step compares the values that it computes again with the true ones, if the plan computes any again.
+    * The one after that is counted: whether it keeps to the limit.
     * From then on steps run as planned.
 
     Args:

@@ -18,7 +18,7 @@ _VAIN_SHARE_OPS = 0.05
 CHANGED_LOOKS = 2
 """How many steps in a row have to run other ops than the planned one for it to be planned for anew."""
 MOST_SKIPPED = 8
-"""Observed steps without a backward pass that no plan is found for, before one with a pass has come."""
+"""Looks at the steps that follow those without a backward pass, before one with a pass has come."""
 
 
 class Looks:

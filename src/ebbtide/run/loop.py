@@ -14,7 +14,7 @@ from ebbtide.measured import Measurements, State
 from ebbtide.observe.recorder import Recorder
 from ebbtide.plan import plain_peak_bytes
 from ebbtide.run import allocator
-from ebbtide.run.beginning import whole_of
+from ebbtide.run.beginning import may_be_skipped, whole_of
 from ebbtide.run.calibrate import machine_for
 from ebbtide.run.device import TrainingDevice
 from ebbtide.run.drift import Drift
@@ -267,6 +267,8 @@ class Loop:
         limit_bytes = self._find_limit()
         if limit_bytes is None or self._try_leave_to_another(kind, alike=True):
             return
+        if may_be_skipped(kind, self.kinds.values()) and self.looks.claim_one_for_skipped():
+            return
         if self._try_shared_plan(kind, is_one_of_many) or is_one_of_many:
             self.looks.have_enough()
             return
@@ -363,11 +365,10 @@ class Loop:
             kind: the kind of the observed step.
             alike: whether what it saves has to be what the others begin with; else there is no plan for it otherwise.
         """
-        if kind.step.has_backward_pass or not kind.step.saved:
-            return False
-        whole = whole_of(kind, self.kinds.values(), alike=alike)
+        is_skipped = kind.step.saved and not kind.step.has_backward_pass
+        whole = whole_of(kind, self.kinds.values(), alike=alike) if is_skipped else None
         if whole is None:
-            return not alike and self.looks.claim_one_for_skipped()
+            return False
         self.kinds.forget(kind)
         self.kinds.met(whole, self._latest)
         if whole.plan is None:
