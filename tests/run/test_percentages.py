@@ -13,6 +13,7 @@ import ebbtide
 from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
 from ebbtide.run.looks import MOST_SKIPPED
+from ebbtide.run.meter import PeakMeter
 from tests.run.harness import FAST_DISK, NO_DISK
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
@@ -110,6 +111,24 @@ def test_no_percentage_is_of_a_step_without_its_backward_pass(tmp_path: Path) ->
         for _ in range(8):
             loop.train()
         assert (loop.memory.limit_bytes, loop.memory.state) == limit_of("tttttttt", tmp_path)
+
+
+def test_no_plan_stays_that_is_for_more_than_the_percentage(tmp_path: Path) -> None:
+    """Larger steps without a backward pass, as many as are planned for before the first one with such a pass."""
+    loop = Loop("80%", tmp_path)
+    batch = torch.randn(512, 128)
+    with loop.memory:
+        for evaluates in [True] * (MOST_SKIPPED + 4) + [False] * 8 + [True] * 8:
+            with PeakMeter() as meter, loop.memory.step():
+                loss = loop.net(batch).square().mean() if evaluates else loop.loss()
+                if not evaluates:
+                    loss.backward()
+            del loss
+            loop.net.zero_grad()
+        assert loop.memory.limit_bytes is not None
+        plans = [kind.plan for kind in loop.memory._loop.kinds.values()]
+        assert all(plan is None or plan.limit_bytes <= loop.memory.limit_bytes for plan in plans)
+        assert meter.peak_bytes <= loop.memory.limit_bytes
 
 
 def test_a_step_without_its_forward_pass_is_told_of_it(tmp_path: Path) -> None:

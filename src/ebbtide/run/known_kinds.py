@@ -82,6 +82,12 @@ class KnownKinds(dict[int, Kind]):
         for known in self.values():
             known.comings.no_longer_followed_by(kind)
 
+    def forget_plans_above(self, limit_bytes: int) -> None:
+        """Plan anew, once they are observed again, for the kinds whose plans are for more than this limit."""
+        for known in self.values():
+            if known.plan is not None and known.plan.limit_bytes > limit_bytes:
+                known.forget_plan()
+
     def forget_all(self) -> None:
         """Know nothing any more."""
         self.clear()

@@ -296,6 +296,7 @@ class Loop:
             if not training or not limit_bytes:
                 return limit_bytes or None
             self.limit_bytes = limit_bytes
+            self.kinds.forget_plans_above(limit_bytes)
         return self.within
 
     def claim_count_of_parts(self) -> bool:
