@@ -10,7 +10,7 @@ import functools
 import sys
 from typing import Any
 
-AS_WRITTEN = "eager"
+_AS_WRITTEN = "eager"
 """Name of the backend that runs the ops of a graph as they are. `torch.cond`, `scan` and their like compile with it the
 functions that they are given, in models that are not compiled, too."""
 
@@ -46,7 +46,7 @@ def _count(frames: Any) -> None:
         _begun += callback is not None  # None is for functions that are not to be compiled
         found = original(callback)
         if callback is not None and found is not None:  # the latter is for all, where nothing is to be
-            _ran += _backend_name(callback) != AS_WRITTEN
+            _ran += _backend_name(callback) != _AS_WRITTEN
         return found
 
     frames._callback_from_stance = counted

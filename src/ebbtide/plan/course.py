@@ -24,8 +24,6 @@ DEEPEST_NESTING = 100
 class Scene(NamedTuple):
     """What is the same for all plans of a problem, as arrays.
 
-    Not the `ebbtide.sequence.scene.Scene` of a scan, which is what its forward pass ran under.
-
     Attributes:
         clock, plain, workspace: per moment, as in `Problem`.
         opens, closes, size_bytes, storage: per absence; storages are numbered from 0 to ``storages - 1``.

@@ -105,10 +105,10 @@ def scan(
     memory_slots(layout.size_bytes, memory)  # it is told before anything runs that there is too little
     start = detached(layout.flatten(state, 0))
     with layout.surroundings.preserved():  # an input may be drawn
-        layout, scene, first_run = _surveyed(cell, state, start, steps, layout)
+        layout, context, first_run = _surveyed(cell, state, start, steps, layout)
     user_start = layout.flatten(state, 0)
-    sweep = _Sweep(cell, start, steps, layout, scene, first_run, memory, directories, truncate, check, progress)
-    if scene.converts:
+    sweep = _Sweep(cell, start, steps, layout, context, first_run, memory, directories, truncate, check, progress)
+    if context.converts:
         sweep.chain.converts = list(map(is_kept, user_start))
     sweep.forward()
     if not sweep.chain.results:
@@ -144,10 +144,10 @@ def _surveyed(
     try:
         with drawing if not isinstance(inputs, (tuple, Tensor)) else contextlib.nullcontext():
             first = inputs[0]
-        written, scene, first_run = _survey(cell, start, inputs, first, layout)
+        written, context, first_run = _survey(cell, start, inputs, first, layout)
     finally:
         drawing.rewind()
-    return TensorLayout(state, written.drawing_from(drawing.generators(), drawing.drawn_on)), scene, first_run
+    return TensorLayout(state, written.drawing_from(drawing.generators(), drawing.drawn_on)), context, first_run
 
 
 def _survey(
@@ -164,32 +164,32 @@ def _survey(
             first_run.noted(cell, layout.surroundings, cached)(layout.unflatten(start), first)
         if cached.converts:
             torch.clear_autocast_cache()
-    scene, watch = CallContext(layout.device_types), Watch(own)
+    context, watch = CallContext(layout.device_types), Watch(own)
     noting = given.watched(first_run.noted(cell, layout.surroundings, watch))
     stay = isinstance(inputs, (tuple, Tensor))
     chain = CellChain(noting, (first,) if stay else [first], layout)
-    with scene.noting_modules(cell, inputs):
-        written = _watched_step(chain, start, scene, watch, cached)
+    with context.noting_modules(cell, inputs):
+        written = _watched_step(chain, start, context, watch, cached)
     made = watch.made()
     if made or written.generators:
         if written.generators and not stay:  # it may make one, too
             first = inputs[0]
             chain = CellChain(noting, [first], layout)
         again = Watch((*start, *tree_leaves(first)))
-        written = written.drawn_again(_watched_step(chain, start, scene, again, cached))
+        written = written.drawn_again(_watched_step(chain, start, context, again, cached))
         if again.wrote_to(made):
             raise SequenceError(
                 "the cell makes a tensor in its first step that it writes to in the next ones, such as a running mean; "
                 "make it before the scan, for example by calling the cell once"
             )
-    scene.converts = watch.converts
-    return written, scene, first_run
+    context.converts = watch.converts
+    return written, context, first_run
 
 
-def _watched_step(chain: CellChain, start: State, scene: CallContext, watch: Watch, before: Watch) -> Written:
+def _watched_step(chain: CellChain, start: State, context: CallContext, watch: Watch, before: Watch) -> Written:
     """Step 0, run under ``watch``, and what it wrote to; that is undone, also what it wrote there under ``before``."""
     try:
-        with scene.set():
+        with context.set():
             chain.trial(start, watch)
     finally:
         if watch.converts:
@@ -243,7 +243,7 @@ class _Sweep:
         start: State,
         inputs: Inputs,
         layout: TensorLayout,
-        scene: CallContext,
+        context: CallContext,
         first_run: FirstRun,
         memory: int | str,
         spill: Sequence[Path],
@@ -261,7 +261,7 @@ class _Sweep:
         self._spill = spill
         self._check = check
         self._progress = progress
-        self._scene = scene
+        self._context = context
         self._only_read = OnlyRead(layout.surroundings.only_read)
         self._start_surroundings = layout.surroundings.read()
         self._turn_surroundings = self._start_surroundings
@@ -274,7 +274,7 @@ class _Sweep:
 
     def forward(self) -> None:
         """Run every step once. If that fails, nothing is left."""
-        with self._scene.set(), self.chain.hooks:
+        with self._context.set(), self.chain.hooks:
             try:
                 self._to_the_turn()
                 self._turn_surroundings = self._layout.surroundings.read()
@@ -290,8 +290,8 @@ class _Sweep:
     def back(self, grads: tuple[Tensor | None, ...]) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Reverse every step; gradients of what is outside and of state 0. Nothing is left after it."""
         chain, surroundings, only_read = self.chain, self._layout.surroundings, self._only_read
-        draws = CallersDraws(surroundings, self._scene.callers_autocast())
-        with self._scene.set(), surroundings.preserved(), only_read.as_noted(), chain.outside.fenced(), chain.hooks:
+        draws = CallersDraws(surroundings, self._context.callers_autocast())
+        with self._context.set(), surroundings.preserved(), only_read.as_noted(), chain.outside.fenced(), chain.hooks:
             try:
                 chain.hazards.check()
                 only_read.check()
