@@ -356,6 +356,20 @@ loss = h.square().mean() + t3.square().mean() + t4.square().mean()
         1e-2,
         1,
     ),
+    # Its parameters become NaN, and are the same as their copies nonetheless.
+    (
+        """
+h = F.linear(x, w0, b0)
+t1 = F.linear(h, w0, b0)
+t2 = F.linear(t1, w0, b0)
+t3 = torch.searchsorted(b0.detach() - 0.1, t2.detach()).float() * t2
+loss = h.square().mean() + t1.square().mean() + t2.square().mean() + t3.square().mean()
+""",
+        "30%",
+        1e6,
+        1e-7,
+        1,
+    ),
 ]
 """Programs that are always tried: (source, limit, bandwidth, latency, backward passes)."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import ebbtide
 from ebbtide.decisions import Recompute
 from ebbtide.errors import RecipeError
 from ebbtide.observe.schema import operator_info
-from ebbtide.run.calls import KnownOp, capture
+from ebbtide.run.calls import Argument, KnownOp, capture
 from ebbtide.run.holdings import Holding, View, view_of
 from ebbtide.run.recipes import Recipe
 from ebbtide.run.versions import ChangedError, version_of
@@ -307,3 +308,15 @@ def test_a_leaf_that_was_emptied_is_no_leaf() -> None:
     external.untyped_storage().resize_(0)
     with pytest.raises(RecipeError, match="memory taken from it"):
         recipe.replay()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e5m2])
+def test_a_small_external_tensor_is_read_itself_where_it_has_the_same_bits(dtype: torch.dtype) -> None:
+    numbers = torch.tensor([0.0, 1.0, math.inf, math.nan]).to(dtype)
+    argument = Argument(-1, numbers, True)
+    assert argument.as_captured(numbers) is numbers
+    with _unsafe_preserve_version_counter(numbers):
+        numbers.neg_() if dtype.itemsize > 1 else numbers.copy_((-numbers.float()).to(dtype))
+    found = argument.as_captured(numbers)
+    assert found is argument.copy
+    assert math.copysign(1, float(found[0])) == 1

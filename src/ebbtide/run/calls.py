@@ -23,6 +23,7 @@ from ebbtide.run.holdings import Window
 from ebbtide.run.versions import Version, version_of
 
 _NO_STATISTICS = {torch.ops.aten._native_batch_norm_legit.default: torch.ops.aten._native_batch_norm_legit.no_stats}
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MOST_STATISTICS = 4096
 """Elements of running statistics, at most as a rule. Batch norm in training writes to them without counting a version,
 so nobody is told; external tensors of up to so many elements are copied when they are captured."""
@@ -102,7 +103,7 @@ class Argument(Window):
             return external
         with torch._C._DisableTorchDispatch():
             # Elsewhere than on the CPU, to compare them is to wait for the device.
-            return external if copy.device.type == "cpu" and torch.equal(copy, external) else copy
+            return external if copy.device.type == "cpu" and _has_same_bits(copy, external) else copy
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The argument, as a part of the storage that ``tensor`` shows."""
@@ -116,6 +117,12 @@ class Argument(Window):
         tensor = super().over(storage)
         tensor = torch.conj(tensor) if self.conjugated else tensor
         return torch._neg_view(tensor) if self.negated else tensor
+
+
+def _has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of floats are the same, bit for bit: as numbers NaN is not NaN, and nought is minus nought."""
+    bits = _BITS[one.itemsize]
+    return torch.equal(one.resolve_neg().view(bits), other.resolve_neg().view(bits))
 
 
 def _may_be_statistics(tensor: torch.Tensor) -> bool:
