@@ -177,7 +177,7 @@ def test_a_step_that_is_counted_in_the_middle_of_training_and_holds_too_much_is_
     program, due = Skipping(), list[int]()
     with within("80%", tmp_path) as memory:
         for index in range(2 * STEPS + 2):
-            is_due = memory._loop._parts.due == index
+            is_due = memory._loop.parts.due == index
             told = pytest.warns(UserWarning, match=HELD_MORE) if is_due else contextlib.nullcontext()
             due += [index] if is_due else []
             more = torch.zeros(1 << 24) if is_due else None

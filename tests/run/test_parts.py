@@ -202,7 +202,7 @@ def test_one_that_holds_too_much_in_the_middle_of_training_is_warned_of(tmp_path
     states = list[str]()
     with ebbtide.Budget(limit_bytes, spill=tmp_path, machine=FAST_DISK, tune_allocator=False) as memory:
         for number in range(20):
-            is_due = memory._loop._parts.due == number
+            is_due = memory._loop.parts.due == number
             told = pytest.warns(UserWarning, match=HELD_MORE) if is_due else contextlib.nullcontext()
             with told, memory.step():
                 more = torch.zeros(limit_bytes) if is_due else None

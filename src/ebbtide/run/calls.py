@@ -120,7 +120,7 @@ class Argument(Window):
 
 
 def _has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of floats are the same, bit for bit: as numbers NaN is not NaN, and nought is minus nought."""
+    """Whether two tensors of floats are the same bit for bit: as numbers, NaN is not NaN, and -0 is 0."""
     bits = _BITS[one.itemsize]
     return torch.equal(one.resolve_neg().view(bits), other.resolve_neg().view(bits))
 

@@ -45,6 +45,11 @@ class LightWatch:
         self._has_seen = self._stays = False
         self._first = first
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was saved so far, though something was expected."""
+        return self._first is not None and not self._has_seen
+
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> Handle:
         """The pack hook."""

@@ -54,7 +54,13 @@ class Ended:
         conductor = self.conductor
         if conductor is None:
             return self.light.left if self.light is not None else ""
-        return conductor.left or ("" if conductor.left_some_out else conductor.differs)
+        return conductor.left or ("" if conductor.left_some_out or conductor.is_empty else conductor.differs)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing that its kind saves came to the hooks: it evaluates, or others' hooks have it."""
+        watch = self.conductor or self.light
+        return watch is not None and watch.is_empty
 
     @property
     def peak_bytes(self) -> int | None:
@@ -64,7 +70,7 @@ class Ended:
     @property
     def is_typical(self) -> bool:
         """Whether it ran from beginning to end as steps of its kind will, so that its pace tells theirs."""
-        if self.left or self.state not in FINAL_STATES or self.meter is not None:
+        if self.left or self.is_empty or self.state not in FINAL_STATES or self.meter is not None:
             return False
         conductor, kind = self.conductor, self.kind
         return conductor is None or (conductor.finished and kind is not None and conductor.script is kind.script)
@@ -79,7 +85,7 @@ def learn_from(loop: Loop, step: Ended) -> None:
     _time(loop, step, key)
     if kind is not None and step.state in TRUSTED_STATES:
         kind.scrutiny.was_weighed = step.held is not None
-        if step.held is not None:
+        if step.held is not None and not step.is_empty:
             _weigh(loop, step, kind, step.held)
     if step.recorder is not None and step.policy is not None:
         assert loop.ground is not None
@@ -87,6 +93,10 @@ def learn_from(loop: Loop, step: Ended) -> None:
             loop.learn(step.recorder)
         else:
             loop.forget_all()
+    elif step.is_empty and kind is not None and key is not None:
+        if key in loop.kinds:
+            loop.kinds.met(loop.kinds[key], len(loop.measured) - 1)
+        loop.parts.met_empty(ran or kind, key, len(loop.measured) - 1, step.peak_bytes, step.held)
     elif left:
         loop.looks.again(len(loop.measured) - 1, ops_only=conductor is not None and not conductor.left)
     elif kind is not None and conductor is not None and ran is not None and key is not None:
@@ -108,6 +118,8 @@ def _key_of(step: Ended, ran: Kind | None) -> int | None:
     """The key of the kind, known or not, that a step was of which ``ran`` by the plan of a known one; None if it was
     observed."""
     conductor = step.conductor
+    if step.is_empty and step.kind is not None:
+        return step_key(step.kind.step, end=0, keeps_graphs=False)
     if ran is None or conductor is None:
         return step.kind.key if step.kind is not None else None
     missing, end, keeps_graphs = conductor.missing, conductor.ended_at, conductor.keeps_graphs
@@ -161,7 +173,7 @@ def _advance(loop: Loop, step: Ended, key: int, kind: Kind, ran: Kind, conductor
     if not (conductor.followed or conductor.is_part or conductor.went_over):
         return
     if key not in loop.kinds and conductor.truth is None:
-        loop.met_part(ran, key, peak, step.held)
+        _note_part(loop, step, key, ran)
         if ran.script is not conductor.script:
             return  # room was left for such steps
     if conductor.truth is not None and conductor.truth.differing:
@@ -177,6 +189,18 @@ def _advance(loop: Loop, step: Ended, key: int, kind: Kind, ran: Kind, conductor
         _note_audit(loop, step, kind, conductor, peak)
     elif step.state == "rehearse" and step.went_through:
         kind.note_rehearsal()
+
+
+def _note_part(loop: Loop, step: Ended, key: int, ran: Kind) -> None:
+    """What the step left of the plan of ``ran`` is of an unknown kind with this key. If it was counted, and has passed
+    the limit, such steps are observed, or room is left for them."""
+    number, peak = len(loop.measured) - 1, step.peak_bytes
+    remedy = loop.parts.met(ran, key, number, peak, step.held)
+    if remedy == "observe":
+        loop.looks.again(number, ops_only=False)
+        loop.looks.at(loop.parts.due)
+    elif remedy == "plan" and peak is not None:
+        ran.note_peak(peak, loop.machine)
 
 
 def _weigh_late(loop: Loop, step: Ended, ran: Kind, peak: int | None) -> None:

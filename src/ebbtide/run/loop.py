@@ -20,7 +20,6 @@ from ebbtide.run.device import TrainingDevice
 from ebbtide.run.drift import Drift
 from ebbtide.run.footprint import growth_bytes_of
 from ebbtide.run.gauges import likely_device
-from ebbtide.run.held_bytes import Held
 from ebbtide.run.kinds import Kind
 from ebbtide.run.known_kinds import KnownKinds
 from ebbtide.run.links import machine_on
@@ -61,6 +60,7 @@ class Loop:
         measured: what was measured of the latest steps; its length counts all.
         kinds: the kinds of steps that are known.
         looks: which steps are to be observed.
+        parts: steps which leave out some of what is planned for.
         ground: the device that steps run on; None before the first step.
         resting_size: this process's, between steps.
         running: the step under way, if any.
@@ -97,7 +97,7 @@ class Loop:
         self.kinds = KnownKinds()
         self._too_large: set[int] = set()
         self.looks = Looks()
-        self._parts = Parts()
+        self.parts = Parts()
         self._counts_left = self._counts_from = self._no_counts_before = self._counts_late = 0
         self.resting_size = allocator.RestingSize()
         self.running: object | None = None
@@ -304,7 +304,7 @@ class Loop:
         leave out some of what is planned for, or go over to another plan."""
         takes = self._counts_left > 0 and len(self.measured) >= self._counts_from
         self._counts_left -= takes
-        return self._parts.claim_count(len(self.measured)) or takes
+        return self.parts.claim_count(len(self.measured)) or takes
 
     def count_next(self) -> None:
         """A step that went over to another plan may have passed the limit: count the next ones. It is asked for ever
@@ -319,17 +319,6 @@ class Loop:
         if self._counts_late < TIMES_LATE * COUNTS_LATE + SHARE_LATE * len(self.measured):
             self._counts_left, self._counts_from = COUNTS_LATE, kind.comings.due - COUNTS_LATE // 2
             self._counts_late += COUNTS_LATE
-
-    def met_part(self, kind: Kind, key: int, peak_bytes: int | None, held: Held | None) -> None:
-        """The step that was measured last was run by the plan of ``kind``; what it left of that is of an unknown kind.
-        If it was counted, and has passed the limit, such steps are observed, or room is left for them."""
-        number = self._latest
-        remedy = self._parts.met(kind, key, number, peak_bytes, held)
-        if remedy == "observe":
-            self.looks.again(number, ops_only=False)
-            self.looks.at(self._parts.due)
-        elif remedy == "plan" and peak_bytes is not None:
-            kind.note_peak(peak_bytes, self.machine)
 
     def _try_shared_plan(self, kind: Kind, is_one_of_many: bool) -> bool:
         """Make one plan for all steps that differ from those of ``kind`` in sizes alone, where what differs is a

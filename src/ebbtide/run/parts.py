@@ -1,12 +1,14 @@
-"""Steps of unknown kinds that leave out some of what a plan expects: whether they hold more than that has room for."""
+"""Steps that leave out some of what a plan expects, or all: whether they hold more than that has room for."""
 
 from __future__ import annotations
 
 import collections
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Literal
 
 from ebbtide.run.recurrence import Allowance, due_after
+from ebbtide.units import format_bytes
 
 if TYPE_CHECKING:
     from ebbtide.run.held_bytes import Held
@@ -38,12 +40,17 @@ class Parts:
         self._seen: collections.OrderedDict[int, int] = collections.OrderedDict()
         self._more: collections.OrderedDict[int, int] = collections.OrderedDict()
         self._passes: collections.Counter[int] = collections.Counter()
+        self._has_warned = False
         self._last = self.due = self.due_again = -1
         self._allowance = Allowance()  # those that never come again tell nothing of later ones
 
+    def is_due(self, number: int) -> bool:
+        """Whether step ``number`` is one to count."""
+        return number in (self.due, self.due_again)
+
     def claim_count(self, number: int) -> bool:
         """Claim a count, if one is left, for step ``number``, which begins now. Returns whether to count it."""
-        return number in (self.due, self.due_again) and self._allowance.claim(number)
+        return self.is_due(number) and self._allowance.claim(number)
 
     def met(self, kind: Kind, key: int, number: int, peak_bytes: int | None, held: Held | None = None) -> Remedy:
         """Step ``number`` followed the script of ``kind``, and what it left is of an unknown kind with this key.
@@ -80,6 +87,20 @@ class Parts:
             return "none"
         self._passes[key] += 1
         return "observe" if self._passes[key] == 1 and len(self._passes) <= _MOST_PASSES else "plan"
+
+    def met_empty(self, kind: Kind, key: int, number: int, peak_bytes: int | None, held: Held | None) -> None:
+        """Step ``number`` was begun as one of ``kind``, and did nothing of what its plan is about. If it was counted,
+        and has passed the limit, no plan helps: say so, once. The arguments are those of `met`."""
+        if self._has_warned or self.met(kind, key, number, peak_bytes, held) == "none" or peak_bytes is None:
+            return
+        assert kind.plan is not None
+        self._has_warned = True
+        warnings.warn(
+            f"a step of which no saved tensor came to this budget held {format_bytes(peak_bytes)}, above its limit of "
+            f"{format_bytes(kind.plan.limit_bytes)}, as such ones may do again: nothing of it can be moved or computed "
+            "again. Evaluate smaller batches, and keep saved tensors in no hooks besides the budget's",
+            stacklevel=2,
+        )
 
 
 def _noted(numbers: collections.OrderedDict[int, int], key: int, number: int, else_last: int) -> int:

@@ -131,7 +131,8 @@ class Running:
             if loop.tunes_allocator:
                 self._turn = held_bytes.begin()
             kind.scrutiny.step_begins(kind, is_weighed=self._turn is not None, on_cpu=memory is None)
-            if self._state == "idle" and not kind.scrutiny.claim_close_look(kind, library):
+            is_light = self._state == "idle" and not kind.scrutiny.claim_close_look(kind, library)
+            if is_light and not loop.parts.is_due(len(loop.measured)):
                 self._light = LightWatch(next(iter(kind.step.saved), None))
                 self._push_hooks(self._light.pack, self._light.unpack)
             else:
@@ -300,7 +301,7 @@ class Running:
     def _went_through(self) -> bool:
         """Whether the step has taken the blocks that steps of its kind take."""
         if self._conductor is None:
-            return self._light is not None and not self._light.left
+            return self._light is not None and not (self._light.left or self._light.is_empty)
         varies = self._kind is not None and self._kind.varies
         return self._conductor.followed if varies else self._conductor.finished
 

@@ -106,6 +106,11 @@ class Tracker(Keeper):
         return bool(self.missing) and not self.left and all(~event in passed_by for event in rest)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether nothing of what the script expects has happened, as in a step that evaluates."""
+        return self._event == 0 and bool(self.script.expected) and not (self.left or self.missing)
+
+    @property
     def ended_at(self) -> int | None:
         """The event before which the step ended, if it did what the script expects until something was asked for, and
         nothing of the rest, as one with fewer backward passes does; otherwise None."""
