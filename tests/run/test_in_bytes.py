@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
 import ebbtide
 from ebbtide.errors import BudgetError
@@ -64,3 +67,59 @@ def test_no_step_behind_the_observed_ones_passes_the_limit(name: str, case: str,
         if state != "observe" and held > limit_bytes + (PART_BYTES if state == "verify" else 0)
     ]
     assert not above, f"(step, state, bytes above {limit_bytes}): {above}"
+
+
+class _Residual(nn.Module):
+    """Blocks whose weights are touched one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        widths = (256, 1024, 256)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(*widths[:2]), nn.GELU(), nn.Linear(*widths[1:])) for _ in range(8)
+        )
+
+    def step(self, number: int) -> None:
+        h = torch.randn(512, 256, requires_grad=True)
+        for block in self.blocks:
+            h = h + block(h)
+        h.square().mean().backward()
+
+
+class _Rivals(nn.Module):
+    """Two networks, of which one is trained in each third step only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.maker, self.judge = (
+            nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(depth))) for depth in (6, 2)
+        )
+
+    def step(self, number: int) -> None:
+        is_both = number % 3 == 2
+        with torch.set_grad_enabled(is_both):
+            made = self.maker(torch.randn(512, 256))
+        F.softplus(self.judge(made.detach())).mean().backward()
+        if is_both:
+            F.softplus(-self.judge(made)).mean().backward()
+
+
+@pytest.mark.parametrize(("kind", "share"), [(_Residual, 0.7), (_Rivals, 0.7)], ids=["residual", "rivals"])
+def test_observed_steps_behind_the_first_know_what_is_at_rest(
+    kind: type[_Residual | _Rivals], share: float, tmp_path: Path
+) -> None:
+    """It is touched bit by bit, when others' steps are known, and room is left for it from the beginning on."""
+    peaks = list[int]()
+    for limit_bytes in (1 << 40, 0):
+        model, most = kind(), max(peaks, default=0)
+        peaks.clear()
+        with ebbtide.Budget(limit_bytes or int(share * most), spill=tmp_path, machine=FAST_DISK) as memory:
+            for number in range(12):
+                with PeakMeter() as meter, memory.step():
+                    model.step(number)
+                model.zero_grad()
+                peaks.append(meter.peak_bytes)
+    within = [peak <= share * most for peak in peaks]
+    assert within[1:] == [True] * 11, [round(peak / (share * most), 3) for peak in peaks]

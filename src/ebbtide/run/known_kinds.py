@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 
 from ebbtide.run.beginning import kind_to_begin_with
+from ebbtide.run.footprint import growth_bytes_of
 from ebbtide.run.forks import KnownScript, KnownScripts
 from ebbtide.run.kinds import Kind
 from ebbtide.run.script import Script
@@ -40,6 +41,18 @@ class KnownKinds(dict[int, Kind]):
         ]
         self._library = self._library.renewed(known)
         return self._library
+
+    @property
+    def growth_bytes(self) -> int:
+        """What steps of any kind take at most from one hook to the next; 0 before the first one."""
+        planned = (kind.script.footprint.growth_bytes for kind in self.values() if kind.script is not None)
+        latest = growth_bytes_of(self.current.step) if self.current is not None else 0
+        return max(latest, max(planned, default=0))
+
+    @property
+    def resting_bytes(self) -> int:
+        """What is at rest at most in steps of any kind; 0 before the first one."""
+        return max((kind.step.resting_bytes for kind in self.values()), default=0)
 
     def running(self, script: Script) -> Kind | None:
         """The kind whose steps run by ``script``; None if it was planned for anew, or is not known any more."""

@@ -18,7 +18,6 @@ from ebbtide.run.beginning import may_be_skipped, whole_of
 from ebbtide.run.calibrate import machine_for
 from ebbtide.run.device import TrainingDevice
 from ebbtide.run.drift import Drift
-from ebbtide.run.footprint import growth_bytes_of
 from ebbtide.run.gauges import likely_device
 from ebbtide.run.kinds import Kind
 from ebbtide.run.known_kinds import KnownKinds
@@ -213,12 +212,6 @@ class Loop:
             kind.forget_plan()
         self.looks.take_another()
         return error
-
-    @property
-    def growth_bytes(self) -> int:
-        """What steps of the latest kind take at most from one hook to the next; 0 before the first one."""
-        current = self.kinds.current
-        return growth_bytes_of(current.step) if current is not None else 0
 
     def watch_links(self, kind: Kind, seconds: float) -> None:
         """A step of ``kind`` ran as planned: see whether the links still are what they were when they were measured."""

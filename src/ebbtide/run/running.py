@@ -178,7 +178,15 @@ class Running:
         latest = loop.kinds.current
         if latest is not None and loop.limit_bytes is not None:
             trimmer = self._trimmer(loop.limit_bytes - latest.step.resting_bytes)
-        self._policy = SafePolicy(loop.within, loop.tier, self._recorder, 0, trimmer, memory, loop.growth_bytes)
+        self._policy = SafePolicy(
+            loop.within,
+            loop.tier,
+            self._recorder,
+            trimmer=trimmer,
+            memory=memory,
+            growth_bytes=loop.kinds.growth_bytes,
+            resting_bytes=loop.kinds.resting_bytes,
+        )
         self._push_hooks(self._policy.pack, self._policy.unpack)
         self._recorder.enter()
 

@@ -96,6 +96,7 @@ class SafePolicy:
         memory: of the device that the limit is for, if its allocator says what is taken: then that is what is live,
             and nothing that lies elsewhere moves.
         growth_bytes: so many bytes are known to be taken at most from one hook to the next; more may be seen to be.
+        resting_bytes: with a recorder: so many were at rest in other steps, and may be touched yet.
 
     Attributes:
         seen_bytes: by device, the bytes of all tensors that autograd saved and that may be moved.
@@ -111,6 +112,7 @@ class SafePolicy:
         trimmer: Trimmer | None = None,
         memory: Memory | None = None,
         growth_bytes: int = 0,
+        resting_bytes: int = 0,
     ) -> None:
         self.recorder = recorder
         # Threads of autograd come in turn, those with an op as those with a hook.
@@ -127,6 +129,7 @@ class SafePolicy:
         self._away: list[weakref.ref[Holding]] = []
         self._last_live_bytes = 0
         self._growth_bytes = growth_bytes
+        self._known_resting_bytes = resting_bytes
         self._collects_at = 0.0
         self.is_over = False
 
@@ -273,13 +276,14 @@ class SafePolicy:
         if self._memory is not None:
             return self._memory.allocated_bytes()
         if self.recorder is not None and self.recorder.ledger.open:
-            return self.recorder.ledger.live_bytes
+            return self.recorder.ledger.made_bytes + self._resting_bytes()
         here = {reference() for reference in self._held.values()}  # what has come back has two addresses
         return self._other_bytes + sum(h.size_bytes for h in here if h is not None and h.tensor is not None)
 
     def _resting_bytes(self) -> int:
-        recorder = self.recorder
-        return recorder.ledger.resting_bytes if recorder is not None and recorder.ledger.open else self._other_bytes
+        if self.recorder is None or not self.recorder.ledger.open:
+            return self._other_bytes
+        return max(self._known_resting_bytes, self.recorder.ledger.resting_bytes)
 
     def _make_room(self) -> None:
         """Move tensors out until the next stretch of ops is likely to fit."""
