@@ -361,6 +361,44 @@ class TestBadInput:
             forward=lambda u, step: (np.sin(u[0]), fixed), state=(START, fixed), n=n, reverse=lambda u, a, _: a
         )
 
+    @pytest.mark.parametrize("n", [3, 30, lambda _, step: step < 30])
+    @pytest.mark.parametrize("altered", [False, True])
+    def test_forward_that_exchanges_its_arrays(self, altered: bool, n: Any) -> None:
+        """Each step puts what is new over what was before that, and maybe over its argument, too."""
+        kept = [np.empty_like(START) for _ in range(2)]
+
+        def exchange(state: tuple[Array, Array], step: int) -> tuple[Array, Array]:
+            now, before = state
+            now, before = now.copy(), np.sin(before, out=before if altered else None)
+            kept[step % 2][:], kept[1 - step % 2][:] = before, now
+            return kept[step % 2], kept[1 - step % 2]
+
+        with pytest.raises(SequenceError, match=r"has put state \d+ where it had put state \d+"):
+            self.attempt(forward=exchange, state=(START, START + 1), n=n)
+
+    @pytest.mark.parametrize("n", [3, 30])
+    def test_forward_that_puts_one_of_two_arrays_over_the_other(self, n: int) -> None:
+        kept = [np.empty_like(START) for _ in range(2)]
+
+        def leap(state: tuple[Array, Array], step: int) -> tuple[Array, Array]:
+            now, before = state
+            return np.subtract(2 * now, before, out=kept[step % 2]), now
+
+        with pytest.raises(SequenceError, match=r"has put state \d+ where it had put state \d+"):
+            self.attempt(forward=leap, state=(START, START + 1), n=n)
+
+    @pytest.mark.parametrize("n", [3, 30, lambda _, step: step < 30])
+    def test_forward_that_alters_its_argument_and_returns_one_array(self, n: Any) -> None:
+        kept = np.empty_like(START)
+
+        def into(u: Array, step: int) -> Array:
+            u *= 0.5
+            kept[:] = u
+            return kept
+
+        with pytest.raises(SequenceError, match=r"has put state \d+ where it had put state \d+"):
+            self.attempt(forward=into, n=n)
+
     def test_forward_that_differs_when_run_again(self, tmp_path: Path) -> None:
         calls = itertools.count()
         with pytest.raises(SequenceError, match="another state when it was run again"):

@@ -32,6 +32,21 @@ def are_apart(arrays: Sequence[Array]) -> bool:
     return len(owners) == len(arrays)
 
 
+def may_share(ones: Sequence[Array], others: Sequence[Array]) -> bool:
+    """Whether one of ``ones`` and one of ``others`` have common bounds."""
+    if are_apart([*ones, *others]):
+        return False
+    spans = [
+        (*_bounds(array), side) for side, arrays in enumerate((ones, others)) for array in arrays if array.nbytes > 0
+    ]
+    stops = [0, 0]
+    for start, stop, side in sorted(spans):
+        if start < stops[1 - side]:
+            return True
+        stops[side] = max(stops[side], stop)
+    return False
+
+
 def hosts(arrays: Sequence[Array]) -> list[int | None]:
     """For each array the number of the one in whose memory it lies, of those that overlap the largest; None: its own.
 
