@@ -85,6 +85,67 @@ class TestOneTensorRefilled:
         compare(summed(lambda: (same for _ in range(N))), memory="30KiB")
 
 
+OVER: list[Callable[[Any], Any]] = [
+    lambda array: array,
+    torch.from_numpy,
+    lambda array: [array.T],
+    lambda array: Batch(torch.from_numpy(array)),
+]
+"""What may be made of an array in its memory."""
+
+
+class TestOneContainerRefilled:
+    """An iterator that gives one container or one array, with other numbers in it each time."""
+
+    def of(self, filled: Callable[[int], Any]) -> Callable[[], Iterator[Any]]:
+        return lambda: (filled(step) for step in range(N))
+
+    def dicts(self) -> Callable[[], Iterator[Any]]:
+        batch: dict[str, list[Tensor | None]] = {"x": [None]}
+
+        def filled(step: int) -> Any:
+            batch["x"][0] = torch.full((WIDTH,), 0.1 * step)
+            return batch
+
+        return self.of(filled)
+
+    def test_with_new_tensors_it_is_fine(self) -> None:
+        compare(summed(self.dicts(), lambda batch: batch["x"][0]), memory="30KiB")
+
+    def test_objects_are_refused(self) -> None:
+        batch = Batch(torch.zeros(WIDTH))
+
+        def filled(step: int) -> Batch:
+            batch.x = torch.full((WIDTH,), 0.1 * step)
+            return batch
+
+        with pytest.raises(ebbtide.SequenceError, match=r"an object of input 0 was given again as one of input 11"):
+            summed(self.of(filled), lambda item: item.x)(ebbtide.scan)
+
+    @pytest.mark.parametrize("of", OVER)
+    def test_arrays_are_refused(self, of: Callable[[Any], Any]) -> None:
+        buffer = np.zeros((WIDTH, 1), np.float32)
+
+        def filled(step: int) -> Any:
+            buffer[:] = 0.1 * step
+            return of(buffer)
+
+        with pytest.raises(ebbtide.SequenceError, match=r"input 0 was given again as one of input 1, .* or clones"):
+            summed(self.of(filled))(ebbtide.scan)
+
+    @pytest.mark.parametrize("of", [lambda array: array, torch.from_numpy])
+    def test_arrays_that_are_others_or_stay_as_they_are_are_fine(self, of: Callable[[Any], Any]) -> None:
+        rows = np.random.default_rng(0).standard_normal((3, WIDTH)).astype(np.float32)
+        for given in (
+            self.of(lambda step: of(rows[step % 3])),
+            self.of(lambda step: of(rows[: step % 3 + 1][-1] + step)),
+        ):
+            compare(summed(given, torch.as_tensor), memory="30KiB")
+        compare(
+            summed(self.of(lambda step: of(rows[: step % 3 + 1])), lambda x: torch.as_tensor(x).sum(0)), memory="30KiB"
+        )
+
+
 class Rows:
     """Rows of an array as they lie there, as copies, or each in the same memory; or tensors over these."""
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable, Iterable, Iterator, MutableSequence
+import zlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableSequence
 from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.data import IterableDataset
 
 from ebbtide.errors import SequenceError
 from ebbtide.observe.ledger import has_storage
+from ebbtide.sequence.layout import value_bytes
 from ebbtide.sequence.surroundings import unseen
 from ebbtide.sequence.tensors import tensor_buffers
 
@@ -100,7 +102,7 @@ def indexed(inputs: Iterable[Any]) -> Inputs:
     """``inputs`` as they are, where they can be indexed by steps, or their items.
 
     Raises:
-        SequenceError: if they give one tensor several times, with other numbers in it.
+        SequenceError: if they give one tensor, array or object several times, with other numbers in it.
     """
     if isinstance(inputs, Tensor):
         # Each index would make another tensor, but gradients must go to one.
@@ -127,26 +129,73 @@ def _is_indexed(inputs: Iterable[Any]) -> bool:
 def _collected(inputs: Iterable[Any]) -> tuple[Any, ...]:
     items: list[Any] = []
     seen: list[list[tuple[Tensor, int]]] = []
+    uncounted: dict[Hashable, tuple[int, int]] = {}  # the first step that they came in, and their checksums
+    objects: list[tuple[int, Any, list[Any]]] = []  # with what was in their attributes
     for item in inputs:
-        items.append(item)
-        seen.append([(part, part._version) for part in _counted(item)])
+        step, (leaves, structure) = len(items), tree_flatten(item)
+        items.append(tree_unflatten(leaves, structure))  # the container may be filled anew, and come again
+        parts = [*_parts_of(leaves)]
+        seen.append([(part, part._version) for part in parts if _is_counted(part)])
+        objects += [(step, leaf, held) for leaf in leaves if (held := _held(leaf))]
+        for part in parts:
+            if _is_of_others(part):
+                checksum = zlib.crc32(_bytes_of_others(part))
+                first, before = uncounted.setdefault(_look(part), (step, checksum))
+                if checksum != before:
+                    raise _refilled("a tensor" if isinstance(part, Tensor) else "an array", first, step)
+    last_of = {id(leaf): step for step, leaf, _ in objects}
+    for step, leaf, held in objects:
+        if last_of[id(leaf)] > step and not {*map(id, held)} <= {*map(id, _held(leaf))}:
+            raise _refilled("an object", step, last_of[id(leaf)])
     last = {_place(part): step for step, parts in enumerate(seen) for part, _ in parts}
     for step, parts in enumerate(seen):
         for part, version in parts:
             # One that was altered and does not come again may be a neighbour's view: a version is of all of a storage.
             if part._version != version and last[_place(part)] > step:
-                raise SequenceError(
-                    f"a tensor of input {step} was given again as one of input {last[_place(part)]}, altered in place, "
-                    "but inputs are kept for the backward pass; give new tensors, or clones"
-                )
+                raise _refilled("a tensor", step, last[_place(part)])
     return tuple(items)
 
 
-def _counted(item: Any) -> Iterator[Tensor]:
-    """The tensors in an input of which PyTorch counts how often they were altered."""
-    for part in _parts_of(item):
-        if isinstance(part, Tensor) and not part.is_inference() and has_storage(part):
-            yield part
+def _refilled(what: str, step: int, again: int) -> SequenceError:
+    return SequenceError(
+        f"{what} of input {step} was given again as one of input {again}, altered in place, but inputs are kept for "
+        "the backward pass; give new tensors, or clones"
+    )
+
+
+def _held(leaf: Any) -> list[Any]:
+    """Tensors and arrays in the attributes of a leaf."""
+    parts = [] if isinstance(leaf, _WHOLE) else _parts_of(leaf)
+    return [part for part in parts if isinstance(part, (Tensor, np.ndarray))]
+
+
+def _is_counted(part: Any) -> bool:
+    """Whether it is a tensor of which PyTorch counts how often it was altered."""
+    return isinstance(part, Tensor) and not part.is_inference() and has_storage(part)
+
+
+def _is_of_others(part: Any) -> bool:
+    """Whether it is in memory that others than PyTorch have, and may alter without PyTorch's knowledge."""
+    if isinstance(part, np.ndarray):
+        return part.nbytes > 0 and not part.dtype.hasobject
+    return (
+        isinstance(part, Tensor)
+        and part.device.type == "cpu"
+        and has_storage(part)
+        and not part.is_quantized
+        and not part.untyped_storage().resizable()
+    )
+
+
+def _bytes_of_others(part: Any) -> memoryview:
+    return next(tensor_buffers([part])) if isinstance(part, Tensor) else value_bytes(part)
+
+
+def _look(part: Any) -> Hashable:
+    """Where a tensor or an array lies, and how."""
+    if isinstance(part, Tensor):
+        return part.data_ptr(), part.dtype, part.shape, part.stride(), part.is_conj(), part.is_neg()
+    return part.ctypes.data, part.dtype, part.shape, part.strides
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
