@@ -30,14 +30,14 @@ from ebbtide.sequence.schedules import (
 )
 from tests.plan.random_steps import disk_machine
 
-SIZE = 1000
+SIZE, ON_DISK = 1000, 4096
 
 
 def disk(write: float, read: float, capacity: int | None = None, slowdown: float = 0.0) -> SlowMemory:
     """A disk that takes so long for a state, and holds so many."""
     out = Link("memory", "disk", 0.0, SIZE / write, SIZE / write, slowdown)
     back = Link("disk", "memory", 0.0, SIZE / read, SIZE / read, slowdown)
-    return SlowMemory("disk", out, back, None if capacity is None else capacity * SIZE)
+    return SlowMemory("disk", out, back, None if capacity is None else capacity * ON_DISK)
 
 
 def test_everything_fits() -> None:
@@ -58,7 +58,7 @@ def test_long_chain() -> None:
     assert isinstance(choice.schedule, Multistage)
     assert choice.schedule.interval == hidden_interval(1.0, 20.0) == 20
     assert choice.recompute_factor == pytest.approx(1 + (10 * 2 + 9 * 3 - 10 - 9 + 0) / 20, abs=0.5)
-    assert choice.slow_bytes["disk"] == pytest.approx(10**6 / 20 * SIZE, rel=0.01)
+    assert choice.slow_bytes["disk"] == pytest.approx(10**6 / 20 * ON_DISK, rel=0.01)
     assert "Multistage" in str(choice)
     assert "disk" in str(choice)
 
@@ -146,8 +146,18 @@ def test_what_compute_loses_makes_intervals_longer() -> None:
     assert isinstance(heavy.schedule, Multistage)
     assert light.schedule.interval == 1
     assert heavy.schedule.interval >= 9
-    stores = heavy.slow_bytes["disk"] / SIZE
+    stores = heavy.slow_bytes["disk"] / ON_DISK
     assert heavy.seconds == pytest.approx(heavy.forward_steps + 2e5 + 20 * stores, rel=1e-3)
+
+
+@pytest.mark.parametrize(("size", "on_disk"), [(64, 4096), (4096, 4096), (4097, 8192)])
+def test_states_take_whole_blocks_of_a_disk(size: int, on_disk: int) -> None:
+    """Small ones had several times as many slots there as there was room for."""
+    tier = dataclasses.replace(disk(20, 30), capacity_bytes=7 * on_disk + 4095)
+    assert tier.slots(size) == 7
+    choice = choose(10**4, size, 1.0, 2.0, 11 * size, [tier])
+    assert isinstance(choice.schedule, Multistage)
+    assert choice.slow_bytes == {"disk": choice.schedule.slots["disk"] * on_disk}
 
 
 def test_of_intervals_about_as_good_the_longest_is_taken() -> None:

@@ -208,6 +208,34 @@ class TestShelf:
         assert shelf._runs == []
 
 
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("width", [1, 64, 512, 600])
+def test_the_file_takes_what_is_said(width: int, check: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small states take whole blocks, as large ones do."""
+    took = []
+    close = StateDisk.close
+
+    def closed(disk: StateDisk) -> None:
+        took.append(disk.file_bytes)
+        close(disk)
+
+    monkeypatch.setattr(StateDisk, "close", closed)
+    start = np.zeros(width)
+    done = run(
+        lambda u, step: u + 1,
+        lambda u, adjoint, step: adjoint,
+        60,
+        start,
+        turn=lambda u: u,
+        memory=5 * start.nbytes,
+        spill=tmp_path,
+        schedule=Multistage(60, 4, 2),
+        check=check,
+    )
+    assert done.choice is not None
+    assert took == [done.slow_bytes] == [*done.choice.slow_bytes.values()]
+
+
 def test_memory_does_not_grow_with_the_number_of_states(tmp_path: Path) -> None:
     """What is left of a state on the disk, once it is there: nothing."""
 

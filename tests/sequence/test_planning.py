@@ -13,7 +13,7 @@ import torch
 from ebbtide import scan
 from ebbtide.machine import Link
 from ebbtide.sequence import SlowMemory, planning, run
-from ebbtide.sequence.blocks import Blocks
+from ebbtide.sequence.blocks import Blocks, bytes_on_disk
 from ebbtide.sequence.choose import predicted
 from ebbtide.sequence.interval_control import IntervalController
 from ebbtide.sequence.planning import SequencePlan
@@ -63,7 +63,7 @@ def test_no_more_goes_to_a_disk_than_it_has_room_for(tmp_path: Path, monkeypatch
 def test_intervals_never_become_shorter_than_the_disk_has_room_for() -> None:
     """Steps take ten times as long as they were measured to, and intervals follow."""
     room = N // INTERVAL
-    plan = controlled(slow_memory(room * STATE_BYTES))
+    plan = controlled(slow_memory(room * bytes_on_disk(STATE_BYTES)))
 
     def followed() -> Iterator[Record]:
         for record in plan.records(range(N).__contains__):

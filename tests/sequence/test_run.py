@@ -20,6 +20,7 @@ from ebbtide.errors import SequenceError, SpillError
 from ebbtide.machine import Link
 from ebbtide.run.tiers import DiskTier
 from ebbtide.sequence import SlowMemory, planning, run, spill
+from ebbtide.sequence.blocks import bytes_on_disk
 from ebbtide.sequence.interval_control import IntervalController
 from ebbtide.sequence.schedules import (
     DISK,
@@ -216,7 +217,7 @@ def test_three_levels_are_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         seconds, room = (40.0, 1) if disk.name == DISK else (150.0, None)
         rate = STATE_BYTES / seconds
         links = Link("m", disk.name, 0, rate, rate), Link(disk.name, "m", 0, rate, rate)
-        return SlowMemory(disk.name, *links, None if room is None else room * STATE_BYTES)
+        return SlowMemory(disk.name, *links, None if room is None else room * bytes_on_disk(STATE_BYTES))
 
     monkeypatch.setattr(planning, "time_steps", lambda *_: StepCosts(1.0, 0.0))
     monkeypatch.setattr(planning, "time_transfers", measured)
@@ -291,7 +292,7 @@ class TestBackPressure:
             schedule=schedule,
         )
         assert done.adjoint.tobytes() == plain(n)[0].tobytes()
-        assert done.slow_bytes == schedule.slots[DISK] * STATE_BYTES
+        assert done.slow_bytes == schedule.slots[DISK] * bytes_on_disk(STATE_BYTES)
         assert max(under_way) <= states
         assert done.waited_seconds > 0
 

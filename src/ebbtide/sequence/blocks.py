@@ -171,7 +171,12 @@ class Blocks:
 
 def size_of_block(state_bytes: int, *, for_disk: bool) -> int:
     """Bytes of a block for a state; with ``for_disk`` it takes whole blocks of a disk."""
-    return whole_bytes(state_bytes, PLACE_ALIGNMENT_BYTES if for_disk else CACHE_LINE_BYTES)
+    return bytes_on_disk(state_bytes) if for_disk else whole_bytes(state_bytes, CACHE_LINE_BYTES)
+
+
+def bytes_on_disk(state_bytes: int) -> int:
+    """Bytes that a state takes on a disk: whole blocks of that."""
+    return whole_bytes(state_bytes, PLACE_ALIGNMENT_BYTES)
 
 
 class States(Protocol):

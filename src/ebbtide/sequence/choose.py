@@ -11,6 +11,7 @@ from typing import SupportsIndex
 from ebbtide.arguments import as_seconds, as_size, as_whole, check_instance
 from ebbtide.errors import SequenceError
 from ebbtide.machine import Link, Machine
+from ebbtide.sequence.blocks import bytes_on_disk
 from ebbtide.sequence.schedules import (
     MEMORY,
     DiskCosts,
@@ -43,7 +44,7 @@ ALIKE_SHARE = 0.03
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlowMemory:
-    """A slow tier, as a chain of states sees it.
+    """A slow tier, as a chain of states sees it. These take whole blocks there: all that chains use are disks.
 
     Attributes:
         name: what schedules call this tier.
@@ -58,7 +59,7 @@ class SlowMemory:
 
     def slots(self, state_bytes: int) -> int | None:
         """How many states fit there."""
-        return None if self.capacity_bytes is None else self.capacity_bytes // max(state_bytes, 1)
+        return None if self.capacity_bytes is None else self.capacity_bytes // bytes_on_disk(state_bytes)
 
 
 def slow_memories(machine: Machine) -> tuple[SlowMemory, ...]:
@@ -82,7 +83,7 @@ class Choice:
         forward_steps: steps that will run forward, besides those that the reverse of each step runs itself.
         recompute_factor: forward steps per step of the chain; 1 if none runs twice.
         memory_bytes: bytes of the states held in memory, the working state included.
-        slow_bytes: by tier, the most bytes held there at once.
+        slow_bytes: by tier, the most bytes held there at once, in whole blocks of a disk.
     """
 
     schedule: Schedule
@@ -315,5 +316,5 @@ def predicted(schedule: Schedule, state_bytes: int, seconds: float) -> Choice:
         forward_steps=forward_steps,
         recompute_factor=(forward_steps + 1) / schedule.n,  # the last step runs once more: rule 4 of the records
         memory_bytes=(slots.get(MEMORY, 0) + 1) * state_bytes,
-        slow_bytes={tier: count * state_bytes for tier, count in slots.items() if tier != MEMORY},
+        slow_bytes={tier: count * bytes_on_disk(state_bytes) for tier, count in slots.items() if tier != MEMORY},
     )

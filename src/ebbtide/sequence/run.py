@@ -12,7 +12,7 @@ from typing import Any
 from ebbtide.arguments import as_directories, as_size
 from ebbtide.errors import SequenceError
 from ebbtide.sequence.arrays import ArrayChain, Forward, Lookahead, More, OwnCopies, Reverse
-from ebbtide.sequence.blocks import Blocks, blocks_within
+from ebbtide.sequence.blocks import Blocks, blocks_within, bytes_on_disk
 from ebbtide.sequence.choose import Choice, memory_slots, number_of_steps, predicted, seconds_of_steps
 from ebbtide.sequence.disk import StatePlace
 from ebbtide.sequence.executor import Executor
@@ -42,7 +42,7 @@ class Outcome:
         forward_steps: steps run forward, besides those that the reverse of each step runs itself.
         recompute_factor: forward steps per step of the chain; 1 if none ran twice.
         waited_seconds: time for which compute has waited for the disk.
-        slow_bytes: bytes that have gone to the disk; if they were compressed, before that.
+        slow_bytes: bytes that have gone to the disk, in whole blocks of it; if they were compressed, before that.
         choice: the schedule and what was expected of it; None where the length was not known.
     """
 
@@ -162,7 +162,7 @@ def _adjoint(
             forward_steps=executor.forward_steps,
             recompute_factor=(executor.forward_steps + 1) / chain.steps,
             waited_seconds=store.waited_seconds,
-            slow_bytes=sum(store.stored.values()) * layout.size_bytes,
+            slow_bytes=sum(store.stored.values()) * bytes_on_disk(layout.size_bytes),
             choice=plan.choice,
         )
 
