@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from ebbtide.sequence import run
-from ebbtide.sequence.blocks import Blocks
+from ebbtide.sequence.blocks import Block, Blocks
 from ebbtide.sequence.layout import ArrayLayout
 from ebbtide.sequence.schedules import Multistage, Revolve, Schedule
 
@@ -177,6 +177,32 @@ def test_states_that_the_reverse_operator_keeps_or_returns(start: str, schedule:
         states.append(states[-1] + 1)
     assert np.array_equal(done.adjoint, states[17][:2])
     assert all(np.array_equal(part, states[step][:, :3]) for step, part in kept.items())
+
+
+@pytest.mark.parametrize("spilled", [False, True])
+def test_a_window_that_moves_leaves_nothing_behind(spilled: bool, tmp_path: Path) -> None:
+    """Arrays lie in another way in each state: what a block has of that is of the state in it alone."""
+    ring, most = np.zeros(400), [0]
+
+    def forward(state: tuple[Array, Array], step: int) -> tuple[Array, Array]:
+        around, _ = state
+        around[step] = np.sin(step) + around[step - 7]
+        return around, around[step : step + 8]
+
+    def looked(layout: ArrayLayout, block: Block, orders: Any) -> Any:
+        found = views(layout, block, orders)
+        most[0] = max(most[0], len(block.views))
+        return found
+
+    views = ArrayLayout._views
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ArrayLayout, "_views", looked)
+        options: dict[str, Any] = {"spill": tmp_path, "schedule": Multistage(300, 3, 4)} if spilled else {}
+        memory = 4 * ArrayLayout((ring, ring[:8])).size_bytes
+        start = (ring, ring[:8])
+        done = run(forward, lambda _, a, __: a, 300, start, turn=lambda _: 0.0, memory=memory, **options)
+    assert most == [1]
+    assert done.steps == 300
 
 
 def test_blocks_that_nobody_has_serve_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -260,10 +260,10 @@ class ArrayLayout:
 
     def _views(self, block: Block, orders: Orders) -> _Views:
         """The arrays in a block."""
-        if block.views is None:
-            block.views = {}
-        views: dict[Orders, _Views] = block.views
+        views: dict[Orders, _Views] = block.views or {}
         if orders not in views:
+            # Where arrays lie elsewhere in each state, there would be no end of those that nobody has.
+            block.views = views = {known: held for known, held in views.items() if held.are_held()}
             views[orders] = _Views(self._places(block.memory(), orders))
         return views[orders]
 
