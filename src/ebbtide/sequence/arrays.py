@@ -27,6 +27,8 @@ def _most_references(parts: list[Array]) -> int:
     return max(map(sys.getrefcount, parts), default=0)
 
 
+KEPT_BYTES = 1 << 20
+"""Memory for copies of states of so many bytes at most stays, so that it need not be asked for again."""
 CLOSE_LOOKS = 2
 """Before a step that is run only to ask a condition about its result, checksums of the state are made so many times,
 and wherever the operator has just used memory of a state for the next one: they take long where states are large."""
@@ -37,8 +39,8 @@ _UNSEEN_REFERENCES = _most_references([np.empty(0)])
 class OwnCopies:
     """Copies of states that may be altered, one at a time.
 
-    The same memory serves again and again: to take new memory costs more than to copy. If somebody still has the copy
-    made before, that keeps its memory.
+    Of small states the same memory serves again and again, unless somebody still has the copy made before. That of
+    large ones goes with the copy: there would be one state more in memory, while steps that return new arrays run.
     """
 
     def __init__(self, layout: ArrayLayout) -> None:
@@ -49,9 +51,12 @@ class OwnCopies:
     def copy(self, state: Any) -> Any:
         """A copy of a state."""
         orders = self._layout.orders(state)
-        if orders != self._orders or _most_references(self._parts) > _UNSEEN_REFERENCES:
-            self._parts, self._orders = self._layout.new_parts(state, orders), orders
-        return self._layout.copy_into(self._parts, state)
+        parts = self._parts
+        if not parts or orders != self._orders or _most_references(parts) > _UNSEEN_REFERENCES:
+            parts = self._layout.new_parts(state, orders)
+            if self._layout.size_bytes <= KEPT_BYTES:
+                self._parts, self._orders = parts, orders
+        return self._layout.copy_into(parts, state)
 
 
 class ArrayChain:

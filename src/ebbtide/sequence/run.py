@@ -86,8 +86,9 @@ def run(
         state: state 0. It is not altered.
         turn: gives the adjoint of the last state, from that state.
         memory: what the states held between steps may take; bytes, or such as ``"256MiB"``. What the operators take
-            while they run comes on top: usually the next state, and the adjoint. So do up to 4 MiB of Python's objects
-            for states and of what pads these.
+            while they run comes on top: usually the next state, and the adjoint. So do the last state, from the turn
+            on, as it is returned; one copy more of states of up to 1 MiB, and of any where ``n`` is a condition; and up
+            to 4 MiB of Python's objects for states and of what pads these.
         spill: directory for states that do not fit, on a fast disk; or several, fastest first, called ``disk``,
             ``disk2``, ... by schedules. Without one, steps are run again.
         name: name of the run. Its states on the disk are then kept until it ends, in a folder of the spill directory:
