@@ -8,8 +8,10 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from ebbtide.errors import EbbtideError
@@ -47,6 +49,33 @@ def test_lines() -> None:
     assert solver.dots[2].y == bound.dots[2].y
     assert solver.dots[1].words == "solver within 6.00 GiB: 1.01 s, +1 %, holds 6.00 GiB"
     assert solver.path.count("L") == 2
+
+
+def test_no_two_curves_look_alike() -> None:
+    """Of policies there are more than colours."""
+    names = [f"policy {number}" for number in range(2 * len(COLOURS))]
+    lines = lines_of(dataclasses.replace(FOUND, policies=tuple(Curve(name, FOUND.solver.points) for name in names)))
+    assert len({(line.colour, line.dash) for line in lines}) == len(lines) == len(names) + 2
+    assert len(POLICIES) <= len(names)
+
+
+def test_the_legend_of_the_picture_covers_no_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = list[Figure]()
+    save = Figure.savefig
+
+    def saved(figure: Figure, *arguments: Any, **options: Any) -> None:
+        figures.append(figure)
+        save(figure, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", saved)
+    policies = tuple(Curve(name, FOUND.policies[0].points) for name in POLICIES)
+    WRITERS[".png"](dataclasses.replace(FOUND, policies=policies), tmp_path / "found.png")
+    (figure,) = figures
+    (axes,), (legend,) = figure.axes, figure.legends
+    assert len(legend.get_texts()) == len(POLICIES) + 2
+    assert not legend.get_window_extent().overlaps(axes.get_window_extent())
+    assert figure.bbox.containsx(legend.get_window_extent().x1)
+    assert figure.bbox.containsy(legend.get_window_extent().y0)
 
 
 def test_the_axis_tells_small_overheads_apart() -> None:

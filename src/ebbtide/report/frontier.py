@@ -37,7 +37,9 @@ COLOURS = (
     "#a3539c",
     "#6d8f1f",
 )
-"""Of policies, in order, again from the start if there are more."""
+"""Of policies, in order; again from the start, with dotted lines, if there are more."""
+DASHES = {"solid": "-", "dashed": "--", "dotted": ":"}
+"""How CSS and matplotlib call what lines are drawn with."""
 SOLVER_COLOUR, BOUND_COLOUR = "#0b72b9", "#6b7785"
 WIDTH, HEIGHT = 1060, 500
 LEFT, RIGHT, TOP, BOTTOM = 74, 18, 16, 52
@@ -62,7 +64,8 @@ class Line:
     Attributes:
         name: in the legend.
         kind: ``solver``, ``bound`` or ``policy``.
-        colour: of a line.
+        colour: of the line.
+        dash: ``solid``, ``dashed`` or ``dotted``; of two policies of one colour, one is dotted.
         path: SVG path.
         dots: its plans.
     """
@@ -70,6 +73,7 @@ class Line:
     name: str
     kind: str
     colour: str
+    dash: str
     path: str
     dots: tuple[Dot, ...]
 
@@ -133,9 +137,9 @@ def write_png(found: Frontier, path: str | Path) -> None:
             [height(found.overhead(point.seconds)) for point in curve.points],
             color=line.colour,
             label=line.name,
-            linestyle="--" if line.kind == "bound" else "-",
+            linestyle=DASHES[line.dash],
             linewidth=2.6 if line.kind == "solver" else 1.6,
-            marker="" if line.kind == "bound" else "o",
+            marker="" if line.kind == "bound" else "s" if line.dash == "dotted" else "o",
             markersize=5 if line.kind == "solver" else 3.5,
             zorder=3 if line.kind == "solver" else 2,
         )
@@ -151,7 +155,7 @@ def write_png(found: Frontier, path: str | Path) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], labels[::-1], frameon=False, fontsize=9)
+    figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False, fontsize=9)
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=150)
     write_whole(path, drawn.getvalue())
@@ -197,16 +201,19 @@ WRITERS: dict[str, Callable[[Frontier, str | Path], None]] = {
 def lines_of(found: Frontier) -> list[Line]:
     """What the page draws, the solver last, on top."""
     lines = []
-    colours = {curve.name: COLOURS[number % len(COLOURS)] for number, curve in enumerate(found.policies)}
+    numbers = {curve.name: number for number, curve in enumerate(found.policies)}
     for curve in _shown(found):
         kind = "solver" if curve is found.solver else "bound" if curve is found.bound else "policy"
-        colour = {"solver": SOLVER_COLOUR, "bound": BOUND_COLOUR}.get(kind) or colours[curve.name]
+        number = numbers.get(curve.name, 0)
+        colour = {"solver": SOLVER_COLOUR, "bound": BOUND_COLOUR}.get(kind, COLOURS[number % len(COLOURS)])
+        is_repeated = kind == "policy" and number >= len(COLOURS)
+        dash = "dashed" if kind == "bound" else "dotted" if is_repeated else "solid"
         dots = tuple(
             Dot(_x(found, point.limit_bytes), _y(found, found.overhead(point.seconds)), _words(found, curve, point))
             for point in curve.points
         )
-        path = " ".join(f"{'L' if number else 'M'}{dot.x:.1f} {dot.y:.1f}" for number, dot in enumerate(dots))
-        lines.append(Line(curve.name, kind, colour, path, dots))
+        path = " ".join(f"{'L' if place else 'M'}{dot.x:.1f} {dot.y:.1f}" for place, dot in enumerate(dots))
+        lines.append(Line(curve.name, kind, colour, dash, path, dots))
     return lines
 
 
