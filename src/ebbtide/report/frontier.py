@@ -201,18 +201,19 @@ WRITERS: dict[str, Callable[[Frontier, str | Path], None]] = {
 def lines_of(found: Frontier) -> list[Line]:
     """What the page draws, the solver last, on top."""
     lines = []
-    numbers = {curve.name: number for number, curve in enumerate(found.policies)}
+    styles = {
+        curve.name: (COLOURS[number % len(COLOURS)], "dotted" if number >= len(COLOURS) else "solid")
+        for number, curve in enumerate(found.policies)
+    }
     for curve in _shown(found):
         kind = "solver" if curve is found.solver else "bound" if curve is found.bound else "policy"
-        number = numbers.get(curve.name, 0)
-        colour = {"solver": SOLVER_COLOUR, "bound": BOUND_COLOUR}.get(kind, COLOURS[number % len(COLOURS)])
-        is_repeated = kind == "policy" and number >= len(COLOURS)
-        dash = "dashed" if kind == "bound" else "dotted" if is_repeated else "solid"
+        own = {"solver": (SOLVER_COLOUR, "solid"), "bound": (BOUND_COLOUR, "dashed")}
+        colour, dash = own.get(kind) or styles[curve.name]
         dots = tuple(
             Dot(_x(found, point.limit_bytes), _y(found, found.overhead(point.seconds)), _words(found, curve, point))
             for point in curve.points
         )
-        path = " ".join(f"{'L' if place else 'M'}{dot.x:.1f} {dot.y:.1f}" for place, dot in enumerate(dots))
+        path = " ".join(f"{'L' if number else 'M'}{dot.x:.1f} {dot.y:.1f}" for number, dot in enumerate(dots))
         lines.append(Line(curve.name, kind, colour, dash, path, dots))
     return lines
 

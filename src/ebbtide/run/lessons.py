@@ -83,6 +83,7 @@ def learn_from(loop: Loop, step: Ended) -> None:
     ran = loop.kinds.running(conductor.script) if conductor is not None else None
     key = _key_of(step, ran)
     _time(loop, step, key)
+    number = len(loop.measured) - 1
     if kind is not None and step.state in TRUSTED_STATES:
         kind.scrutiny.was_weighed = step.held is not None
         if step.held is not None and not step.is_empty:
@@ -95,15 +96,15 @@ def learn_from(loop: Loop, step: Ended) -> None:
             loop.forget_all()
     elif step.is_empty and kind is not None and key is not None:
         if key in loop.kinds:
-            loop.kinds.met(loop.kinds[key], len(loop.measured) - 1)
-        loop.parts.met_empty(ran or kind, key, len(loop.measured) - 1, step.peak_bytes, step.held)
+            loop.kinds.met(loop.kinds[key], number)
+        loop.parts.met_empty(ran or kind, key, number, step.peak_bytes, step.held)
     elif left:
-        loop.looks.again(len(loop.measured) - 1, ops_only=conductor is not None and not conductor.left)
+        loop.looks.again(number, ops_only=conductor is not None and not conductor.left)
     elif kind is not None and conductor is not None and ran is not None and key is not None:
-        loop.kinds.met(loop.kinds.get(key, ran), len(loop.measured) - 1)
+        loop.kinds.met(loop.kinds.get(key, ran), number)
         _advance(loop, step, key, kind, ran, conductor)
     elif kind is not None and step.light is not None:
-        loop.kinds.met(kind, len(loop.measured) - 1)
+        loop.kinds.met(kind, number)
 
 
 def spare_rewritten(loop: Loop, conductor: Conductor, more: set[int]) -> None:
@@ -119,7 +120,7 @@ def _key_of(step: Ended, ran: Kind | None) -> int | None:
     observed."""
     conductor = step.conductor
     if step.is_empty and step.kind is not None:
-        return step_key(step.kind.step, end=0, keeps_graphs=False)
+        return step_key(step.kind.step, end=0, keeps_graphs=False)  # of steps that save nothing
     if ran is None or conductor is None:
         return step.kind.key if step.kind is not None else None
     missing, end, keeps_graphs = conductor.missing, conductor.ended_at, conductor.keeps_graphs

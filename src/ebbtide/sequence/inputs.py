@@ -127,33 +127,48 @@ def _is_indexed(inputs: Iterable[Any]) -> bool:
 
 
 def _collected(inputs: Iterable[Any]) -> tuple[Any, ...]:
-    items: list[Any] = []
-    seen: list[list[tuple[Tensor, int]]] = []
-    uncounted: dict[Hashable, tuple[int, int]] = {}  # the first step that they came in, and their checksums
-    objects: list[tuple[int, Any, list[Any]]] = []  # with what was in their attributes
+    items, seen = [], _Seen()
     for item in inputs:
-        step, (leaves, structure) = len(items), tree_flatten(item)
+        leaves, structure = tree_flatten(item)
+        seen.note(leaves)
         items.append(tree_unflatten(leaves, structure))  # the container may be filled anew, and come again
-        parts = [*_parts_of(leaves)]
-        seen.append([(part, part._version) for part in parts if _is_counted(part)])
-        objects += [(step, leaf, held) for leaf in leaves if (held := _held(leaf))]
+    seen.check()
+    return tuple(items)
+
+
+class _Seen:
+    """The inputs that an iterable has given, to find those that came again with other numbers in them."""
+
+    def __init__(self) -> None:
+        self._counted: list[list[tuple[Tensor, int]]] = []  # with their versions
+        self._of_others: dict[Hashable, tuple[int, int]] = {}  # the first step that they came in, and their checksums
+        self._objects: list[tuple[int, Any, list[Any]]] = []  # with what was in their attributes
+
+    def note(self, leaves: list[Any]) -> None:
+        """Note the next input. Raises `SequenceError` if memory that is not PyTorch's was given before, and altered."""
+        step, parts = len(self._counted), [*_parts_of(leaves)]
+        self._counted.append([(part, part._version) for part in parts if _is_counted(part)])
+        self._objects += [(step, leaf, held) for leaf in leaves if (held := _held(leaf))]
         for part in parts:
             if _is_of_others(part):
                 checksum = zlib.crc32(_bytes_of_others(part))
-                first, before = uncounted.setdefault(_look(part), (step, checksum))
+                first, before = self._of_others.setdefault(_look(part), (step, checksum))
                 if checksum != before:
                     raise _refilled("a tensor" if isinstance(part, Tensor) else "an array", first, step)
-    last_of = {id(leaf): step for step, leaf, _ in objects}
-    for step, leaf, held in objects:
-        if last_of[id(leaf)] > step and not {*map(id, held)} <= {*map(id, _held(leaf))}:
-            raise _refilled("an object", step, last_of[id(leaf)])
-    last = {_place(part): step for step, parts in enumerate(seen) for part, _ in parts}
-    for step, parts in enumerate(seen):
-        for part, version in parts:
-            # One that was altered and does not come again may be a neighbour's view: a version is of all of a storage.
-            if part._version != version and last[_place(part)] > step:
-                raise _refilled("a tensor", step, last[_place(part)])
-    return tuple(items)
+
+    def check(self) -> None:
+        """All inputs are noted. Raises `SequenceError` if an object or a tensor of PyTorch's came several times, and was
+        altered between."""
+        last_of = {id(leaf): step for step, leaf, _ in self._objects}
+        for step, leaf, held in self._objects:
+            if last_of[id(leaf)] > step and not {*map(id, held)} <= {*map(id, _held(leaf))}:
+                raise _refilled("an object", step, last_of[id(leaf)])
+        last = {_place(part): step for step, parts in enumerate(self._counted) for part, _ in parts}
+        for step, parts in enumerate(self._counted):
+            for part, version in parts:
+                # What was altered and does not come again may be a neighbour's view: a version is of a whole storage.
+                if part._version != version and last[_place(part)] > step:
+                    raise _refilled("a tensor", step, last[_place(part)])
 
 
 def _refilled(what: str, step: int, again: int) -> SequenceError:
