@@ -157,8 +157,8 @@ class _Seen:
                     raise _refilled("a tensor" if isinstance(part, Tensor) else "an array", first, step)
 
     def check(self) -> None:
-        """All inputs are noted. Raises `SequenceError` if an object or a tensor of PyTorch's came several times, and was
-        altered between."""
+        """Call when all are noted. Raises `SequenceError` if an object or a tensor of PyTorch's came several times, and
+        was altered between."""
         last_of = {id(leaf): step for step, leaf, _ in self._objects}
         for step, leaf, held in self._objects:
             if last_of[id(leaf)] > step and not {*map(id, held)} <= {*map(id, _held(leaf))}:
