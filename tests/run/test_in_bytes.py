@@ -123,3 +123,29 @@ def test_observed_steps_behind_the_first_know_what_is_at_rest(
                 peaks.append(meter.peak_bytes)
     within = [peak <= share * most for peak in peaks]
     assert within[1:] == [True] * 11, [round(peak / (share * most), 3) for peak in peaks]
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["gradients", "and moments of Adam"])
+def test_observed_steps_know_what_steps_leave_behind(inside: bool, tmp_path: Path) -> None:
+    """Gradients to add to, and an optimizer's state, are touched late in the next step, and room is left from its
+    beginning on."""
+    peaks = list[int]()
+    for limit_bytes in (1 << 40, 0):
+        torch.manual_seed(0)
+        layers = [layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.GELU())]
+        model, most = nn.Sequential(*layers), max(peaks, default=0)
+        optimizer = torch.optim.Adam(model.parameters())
+        peaks.clear()
+        with ebbtide.Budget(limit_bytes or int(0.75 * most), spill=tmp_path, machine=FAST_DISK) as memory:
+            for number in range(9):
+                with PeakMeter() as meter, memory.step():
+                    model(torch.randn(512, 256)).square().mean().backward()
+                    if inside:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                if not inside and number % 4 == 3:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                peaks.append(meter.peak_bytes)
+    within = [peak <= 0.75 * most for peak in peaks]
+    assert within[1:] == [True] * 8, [round(peak / (0.75 * most), 3) for peak in peaks]

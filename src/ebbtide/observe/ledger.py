@@ -237,3 +237,4 @@ class Ledger:
     def close(self) -> None:
         """Stop counting. Deaths after this are not reported."""
         self.open = False
+        self._on_death = None  # it may keep all that was noted of a step

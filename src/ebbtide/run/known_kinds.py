@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 
+from ebbtide.observe.ledger import Ledger
 from ebbtide.run.beginning import kind_to_begin_with
 from ebbtide.run.footprint import growth_bytes_of
 from ebbtide.run.forks import KnownScript, KnownScripts
@@ -21,11 +22,13 @@ class KnownKinds(dict[int, Kind]):
 
     Attributes:
         current: the kind of the latest step; None before the first was observed.
+        latest_ledger: who was alive in the latest step that was observed; None before the first.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.current: Kind | None = None
+        self.latest_ledger: Ledger | None = None
         self._library = KnownScripts([])
         self._due: dict[int, Kind] = {}
         self._guesses: collections.deque[tuple[Kind, bool]] = collections.deque(maxlen=GUESSES)
@@ -51,8 +54,10 @@ class KnownKinds(dict[int, Kind]):
 
     @property
     def resting_bytes(self) -> int:
-        """What is at rest at most in steps of any kind; 0 before the first one."""
-        return max((kind.step.resting_bytes for kind in self.values()), default=0)
+        """What is likely to be at rest in the next step: the most that was in any, and what the latest observed one has
+        made that lives still, such as gradients to add to. 0 before the first one."""
+        left_bytes = self.latest_ledger.made_here_bytes if self.latest_ledger is not None else 0
+        return left_bytes + max((kind.step.resting_bytes for kind in self.values()), default=0)
 
     def running(self, script: Script) -> Kind | None:
         """The kind whose steps run by ``script``; None if it was planned for anew, or is not known any more."""
@@ -106,4 +111,4 @@ class KnownKinds(dict[int, Kind]):
         self.clear()
         self._due.clear()
         self._guesses.clear()
-        self._beginning = self.current = None
+        self._beginning = self.current = self.latest_ledger = None

@@ -187,6 +187,7 @@ class Running:
             growth_bytes=loop.kinds.growth_bytes,
             resting_bytes=loop.kinds.resting_bytes,
         )
+        loop.kinds.latest_ledger = self._recorder.ledger
         self._push_hooks(self._policy.pack, self._policy.unpack)
         self._recorder.enter()
 
