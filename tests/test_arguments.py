@@ -23,7 +23,6 @@ from ebbtide.errors import (
     EbbtideError,
     OutOfMemoryError,
     PlanError,
-    SequenceError,
     StepError,
 )
 from ebbtide.observe.fake import observe_fake
@@ -130,30 +129,38 @@ def test_numbers_of_seconds_of_other_libraries(second: Any) -> None:
 @pytest.mark.parametrize("name", ["forward", "reverse", "turn"])
 def test_what_cannot_be_called(name: str) -> None:
     """It is said before the first step, not after the last one."""
-    with pytest.raises(SequenceError, match=rf"^{name}=None cannot be called"):
+    with pytest.raises(ArgumentError, match=rf"^{name}=None cannot be called; give a function$"):
         run(**{name: None})
+
+
+def test_a_cell_that_cannot_be_called() -> None:
+    with pytest.raises(ArgumentError, match=r"^cell=3 cannot be called; give a function$"):
+        ebbtide.scan(3, torch.zeros(4), torch.zeros(9, 4))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("call", "argument", "expected"),
     [
-        (run, {"schedule": "revolve"}, "schedule='revolve' is no schedule"),
+        (run, {"schedule": "revolve"}, "^schedule='revolve': it must be a Schedule$"),
         (run, {"name": 3, "spill": "/tmp"}, "name=3 cannot be that of a folder"),
-        (run, {"reverse_seconds": -1.0}, "reverse_seconds=-1.0: a step cannot take so long"),
+        (run, {"reverse_seconds": -1.0}, "reverse_seconds=-1.0: it must be a number of seconds, 0 or more"),
         (run, {"reverse_seconds": "long"}, "reverse_seconds='long'"),
-        (scan, {"truncate": "often"}, "truncate='often'"),
-        (scan, {"truncate": 2.5}, "truncate=2.5"),
-        (choose, {"n": math.inf}, "n=inf is no number of steps"),
-        (choose, {"n": None}, "n=None is no number of steps"),
-        (choose, {"step_seconds": None}, "step_seconds=None: a step cannot take so long"),
+        (run, {"n": "all"}, "n='all': it must be a whole number"),
+        (scan, {"truncate": "often"}, "truncate='often': it must be a whole number, at least 1"),
+        (scan, {"truncate": 2.5}, "truncate=2.5: it must be a whole number, at least 1"),
+        (scan, {"truncate": 0}, "truncate=0: it must be a whole number, at least 1"),
+        (scan, {"truncate": True}, "truncate=True: it must be a whole number, at least 1"),
+        (choose, {"n": math.inf}, "n=inf: it must be a whole number"),
+        (choose, {"n": None}, "n=None: it must be a whole number"),
+        (choose, {"step_seconds": None}, "step_seconds=None: it must be a number of seconds"),
         (choose, {"reverse_seconds": math.inf}, "reverse_seconds=inf"),
-        (choose, {"step_seconds": np.ones(2)}, "step_seconds=array.*: a step cannot take so long"),
-        (choose, {"step_seconds": 10**400}, "step_seconds=1000.*: a step cannot take so long"),
-        (run, {"reverse_seconds": torch.ones(2)}, "reverse_seconds=tensor.*: a step cannot take so long"),
+        (choose, {"step_seconds": np.ones(2)}, "step_seconds=array.*: it must be a number of seconds"),
+        (choose, {"step_seconds": 10**400}, "step_seconds=1000.*: it must be a number of seconds"),
+        (run, {"reverse_seconds": torch.ones(2)}, "reverse_seconds=tensor.*: it must be a number of seconds"),
     ],
 )
 def test_chains_that_cannot_be(call: Callable[..., Any], argument: dict[str, Any], expected: str) -> None:
-    with pytest.raises(SequenceError, match=expected):
+    with pytest.raises(ArgumentError, match=expected):
         call(**argument)
 
 

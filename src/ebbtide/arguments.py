@@ -9,9 +9,9 @@ import contextlib
 import math
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any, SupportsFloat, cast
 
 from ebbtide.errors import ArgumentError
 from ebbtide.units import parse_budget, parse_bytes
@@ -39,6 +39,21 @@ def as_seconds(value: Any) -> float | None:
             seconds = float(value)
             return seconds if 0 <= seconds < math.inf else None
     return None
+
+
+def as_duration(name: str, value: Any) -> float:
+    """A time in seconds, as `as_seconds` reads it."""
+    seconds = as_seconds(value)
+    if seconds is None:
+        raise ArgumentError(f"{name}={value!r}: it must be a number of seconds, 0 or more, and finite")
+    return seconds
+
+
+def as_callable(name: str, value: Any) -> Callable[..., Any]:
+    """A function, or anything else that can be called."""
+    if not callable(value):
+        raise ArgumentError(f"{name}={value!r} cannot be called; give a function")
+    return cast(Callable[..., Any], value)
 
 
 def as_size(name: str, value: Any) -> int:

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.errors import SequenceError
+from ebbtide.errors import ArgumentError, SequenceError
 from ebbtide.machine import Link
 from ebbtide.sequence import SlowMemory, candidates, choose, run, scan, slow_memories
 from ebbtide.sequence.choose import ALIKE_SHARE, hidden_interval
@@ -195,16 +195,27 @@ def test_tiers_of_a_machine() -> None:
     [
         ((100, SIZE, 1.0, 1.0, 2 * SIZE - 1), "give at least 1.95 KiB"),
         ((0, SIZE, 1.0, 1.0, 9 * SIZE), "at least 1"),
-        ((10, SIZE, -1.0, 1.0, 9 * SIZE), "cannot take"),
-        ((10, SIZE, math.nan, 1.0, 9 * SIZE), "cannot take"),
-        ((1000, SIZE, math.inf, 1.0, 9 * SIZE), "cannot take"),
-        ((1e3, SIZE, 1.0, 1.0, 9 * SIZE), "1000.0 is no number of steps; give an int"),
     ],
 )
-def test_impossible_chains(arguments: tuple[Any, Any, Any, Any, Any], complaint: str) -> None:
-    """The disk matters: with one, more was made of them."""
+def test_impossible_chains(arguments: tuple[int, int, float, float, int], complaint: str) -> None:
     for tiers in ((), (disk(9, 9),)):
         with pytest.raises(SequenceError, match=complaint):
+            choose(*arguments, tiers=tiers)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ((10, SIZE, -1.0, 1.0, 9 * SIZE), "step_seconds=-1.0: it must be a number of seconds, 0 or more"),
+        ((10, SIZE, math.nan, 1.0, 9 * SIZE), "step_seconds=nan: it must be"),
+        ((1000, SIZE, math.inf, 1.0, 9 * SIZE), "step_seconds=inf: it must be"),
+        ((1e3, SIZE, 1.0, 1.0, 9 * SIZE), "n=1000.0: it must be a whole number"),
+    ],
+)
+def test_arguments_that_cannot_be(arguments: tuple[Any, Any, Any, Any, Any], complaint: str) -> None:
+    """The disk matters: with one, more was made of them."""
+    for tiers in ((), (disk(9, 9),)):
+        with pytest.raises(ArgumentError, match=complaint):
             choose(*arguments, tiers=tiers)
 
 
@@ -272,5 +283,5 @@ def test_a_choice_says_what_it_knows() -> None:
 
 @pytest.mark.parametrize("n", [True, False])
 def test_a_truth_is_no_number_of_steps(n: bool) -> None:
-    with pytest.raises(SequenceError, match=r"is no number of steps; give an int$"):
+    with pytest.raises(ArgumentError, match=rf"^n={n}: it must be a whole number$"):
         choose(n, 8, 1.0, 1.0, "1MiB")

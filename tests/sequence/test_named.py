@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ebbtide.errors import SequenceError, SpillError
+from ebbtide.errors import ArgumentError, SequenceError, SpillError
 from ebbtide.machine import Link
 from ebbtide.run.tiers import DiskTier
 from ebbtide.sequence import Outcome, SlowMemory, interval_control, planning, run
@@ -336,8 +336,6 @@ def test_spill_directory_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"name": "a/b"}, "cannot be that of a folder"),
-        ({"name": ""}, "cannot be that of a folder"),
         ({"spill": None}, "give one directory as spill"),
         ({"spill": ["/tmp", "/var/tmp"]}, "give one directory as spill"),
         ({"n": lambda state, step: step < N, "schedule": None}, "a known number of steps"),
@@ -346,6 +344,13 @@ def test_spill_directory_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_bad_input(changes: dict[str, Any], complaint: str, tmp_path: Path) -> None:
     with pytest.raises(SequenceError, match=complaint):
         attempt(tmp_path, **changes)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["a/b", ""])
+def test_bad_names(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="cannot be that of a folder"):
+        attempt(tmp_path, name=name)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ebbtide.errors import SequenceError, SpillError
+from ebbtide.errors import ArgumentError, SequenceError, SpillError
 from ebbtide.machine import Link
 from ebbtide.run.tiers import DiskTier
 from ebbtide.sequence import SlowMemory, planning, run, spill
@@ -326,7 +326,6 @@ class TestBadInput:
         [
             ({"n": 0}, "at least 1"),
             ({"n": -3}, "at least 1"),
-            ({"n": 30.0}, r"n=30.0 is no number of steps"),
             ({"memory": 2 * STATE_BYTES - 1}, "give at least 9.38 KiB"),
             ({"state": None}, "is None"),
             ({"state": []}, "no arrays"),
@@ -347,6 +346,10 @@ class TestBadInput:
     def test_one_clear_error(self, changes: dict[str, Any], complaint: str) -> None:
         with pytest.raises(SequenceError, match=complaint):
             self.attempt(**changes)
+
+    def test_a_number_of_steps_that_is_not_whole(self) -> None:
+        with pytest.raises(ArgumentError, match=r"n=30.0: it must be a whole number"):
+            self.attempt(n=30.0)
 
     @pytest.mark.parametrize("n", [2, 30, lambda _, step: step < 30])
     def test_forward_that_returns_one_array_again_and_again(self, n: Any) -> None:

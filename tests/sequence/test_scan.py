@@ -333,7 +333,6 @@ class TestBadInput:
         ("cell", "options", "complaint"),
         [
             (lambda s, x, w: (s * w, None), {"memory": 7000}, "give at least"),
-            (lambda s, x, w: (s * w, None), {"truncate": 0}, "truncate=0"),
             (lambda s, x, w: (s * w, None), {"state": (torch.zeros(3), 1)}, r"has int at \[1\]"),
             (lambda s, x, w: (s * w, None), {"state": []}, "no tensors"),
             (lambda s, x, w: s * w, {}, "must return"),

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import SupportsIndex
 
-from ebbtide.arguments import as_seconds, as_size, as_whole, check_instance
+from ebbtide.arguments import as_duration, as_seconds, as_size, as_whole, check_instance
 from ebbtide.errors import SequenceError
 from ebbtide.machine import Link, Machine
 from ebbtide.sequence.blocks import bytes_on_disk
@@ -121,8 +119,9 @@ def choose(
         tiers: slow memories whose transfers run beside compute.
 
     Raises:
-        SequenceError: if ``n < 1``, a time is none, no state can take a link, or memory takes less than two states.
-        ArgumentError: if a size is none, or something else is among the tiers; it is a `ValueError`.
+        SequenceError: if ``n < 1``, a link has no usable bandwidth, or ``memory`` holds fewer than two states.
+        ArgumentError: if an argument has the wrong type, ``memory`` is not a size, or a time is negative or not finite;
+            it is a `ValueError`.
     """
     choices = candidates(n, state_bytes, step_seconds, reverse_seconds, memory, tiers)
     return min(choices, key=lambda choice: choice.seconds)  # the first of equals: the simplest
@@ -137,9 +136,9 @@ def candidates(
     tiers: Sequence[SlowMemory] = (),
 ) -> list[Choice]:
     """Every schedule that is possible, each predicted, simplest first. Arguments and errors are those of `choose`."""
-    n, state_bytes = number_of_steps(n), as_whole("state_bytes", state_bytes, 0)
-    step_seconds = seconds_of_steps("step_seconds", step_seconds)
-    reverse_seconds = seconds_of_steps("reverse_seconds", reverse_seconds)
+    n, state_bytes = as_whole("n", n), as_whole("state_bytes", state_bytes, 0)
+    step_seconds = as_duration("step_seconds", step_seconds)
+    reverse_seconds = as_duration("reverse_seconds", reverse_seconds)
     tiers = tuple(tiers) if isinstance(tiers, Iterable) else (tiers,)
     for tier in tiers:
         check_instance("tiers", tier, SlowMemory)
@@ -173,27 +172,6 @@ def _check_link(link: Link, state_bytes: int) -> None:
     )
     if not moves:
         raise SequenceError(f"no state can take a link such as {link}")
-
-
-def number_of_steps(n: SupportsIndex, otherwise: str = "") -> int:
-    """``n`` as an ``int``: those of NumPy, for one, have no place in a journal.
-
-    Raises `SequenceError` if it is none; ``otherwise`` says what it may be instead.
-    """
-    try:
-        if isinstance(n, bool):
-            raise TypeError
-        return operator.index(n)
-    except TypeError:
-        raise SequenceError(f"n={n!r} is no number of steps; give an int{otherwise}") from None
-
-
-def seconds_of_steps(name: str, took: float) -> float:
-    """``took`` as a ``float``. Raises `SequenceError` unless steps can take so long."""
-    seconds = as_seconds(took)
-    if seconds is None:
-        raise SequenceError(f"{name}={took!r}: a step cannot take so long; give a number of seconds, 0 or more")
-    return seconds
 
 
 def memory_slots(state_bytes: int, memory: int | str, carried_bytes: int = 0) -> int:

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.errors import SequenceError, SpillError
+from ebbtide.errors import ArgumentError, SequenceError, SpillError
 from ebbtide.run.tiers.disk import PLACE_ALIGNMENT_BYTES, DiskPlace
 from ebbtide.run.tiers.memory import take_memory
 from ebbtide.sequence.blocks import whole_bytes
@@ -54,7 +54,8 @@ class NamedDisk(StateDisk):
         orders: by the same steps, how the elements of these states lie.
 
     Raises:
-        SequenceError: if the name cannot be one of a folder, the run is under way elsewhere, or it was another one.
+        ArgumentError: if the name cannot be one of a folder.
+        SequenceError: if the run is under way elsewhere, or it was another one.
         SpillError: if the directory cannot be used, or what is there cannot be read now.
     """
 
@@ -62,7 +63,7 @@ class NamedDisk(StateDisk):
         self, directory: str | Path, run: str, identity: Identity, state_bytes: int, codec: Codec | None
     ) -> None:
         if not isinstance(run, str) or not re.fullmatch(r"[\w.-]+", run):
-            raise SequenceError(f"name={run!r} cannot be that of a folder; take letters, digits, '-', '_' and '.'")
+            raise ArgumentError(f"name={run!r} cannot be that of a folder; take letters, digits, '-', '_' and '.'")
         super().__init__(directory, checksum=True, codec=codec)
         self.folder = Path(directory) / f"ebbtide-{run}"
         self.there: dict[int, StatePlace] = {}

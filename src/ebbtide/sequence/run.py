@@ -9,11 +9,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from ebbtide.arguments import as_directories, as_size
+from ebbtide.arguments import as_callable, as_directories, as_duration, as_size, as_whole, check_instance
 from ebbtide.errors import SequenceError
 from ebbtide.sequence.arrays import ArrayChain, Forward, Lookahead, More, OwnCopies, Reverse
 from ebbtide.sequence.blocks import Blocks, blocks_within, bytes_on_disk
-from ebbtide.sequence.choose import Choice, memory_slots, number_of_steps, predicted, seconds_of_steps
+from ebbtide.sequence.choose import Choice, memory_slots, predicted
 from ebbtide.sequence.disk import StatePlace
 from ebbtide.sequence.executor import Executor
 from ebbtide.sequence.layout import ArrayLayout
@@ -105,12 +105,18 @@ def run(
         SequenceError: if there are no steps, memory takes less than two states, states differ in structure or shape,
             the schedule does not fit or breaks a rule, with ``check``, a step does not give the same state again, or,
             with ``name``, the run that was killed was another one.
-        ArgumentError: if memory is no size, or spill no path; it is a `ValueError`.
+        ArgumentError: if an operator cannot be called, ``memory`` is not a size, ``spill`` not a path, ``name`` not fit
+            for a folder's name, or another argument of the wrong type; it is a `ValueError`.
         SpillError: if the spill directory is missing, full or faulty.
     """
-    reverse_seconds = _checked(forward, reverse, turn, schedule, reverse_seconds)
+    for name_of_operator, operator in (("forward", forward), ("reverse", reverse), ("turn", turn)):
+        as_callable(name_of_operator, operator)  # or it would be found after the forward pass
+    if schedule is not None:
+        check_instance("schedule", schedule, Schedule)
+    if reverse_seconds is not None:
+        reverse_seconds = as_duration("reverse_seconds", reverse_seconds)
     directories = as_directories("spill", spill)
-    n = n if callable(n) else number_of_steps(n, ", or a condition")
+    n = n if callable(n) else as_whole("n", n)  # an int of Python: those of NumPy have no place in a journal
     layout = ArrayLayout(state)
     slots, first = memory_slots(layout.size_bytes, memory), layout.view(state)
     with _spill(directories, name, n, layout, first, check) as files:
@@ -118,26 +124,6 @@ def run(
         plan = _planned(schedule, n, slots, files, _trial(forward, layout, first, blocks), reverse_seconds)
         chain = ArrayChain(forward, reverse, turn, layout, steps_took=plan.steps_took, check=check)
         return _adjoint(chain, layout, first, n, plan, blocks, files, progress)
-
-
-def _checked(
-    forward: Forward,
-    reverse: Reverse,
-    turn: Callable[[Any], Any],
-    schedule: Schedule | None,
-    reverse_seconds: float | None,
-) -> float | None:
-    """``reverse_seconds``, if that and the others are what they should be.
-
-    Raises:
-        SequenceError: if one is not.
-    """
-    for what, given in (("forward", forward), ("reverse", reverse), ("turn", turn)):
-        if not callable(given):  # or it would be found after the forward pass
-            raise SequenceError(f"{what}={given!r} cannot be called; give a function")
-    if schedule is not None and not isinstance(schedule, Schedule):
-        raise SequenceError(f"schedule={schedule!r} is no schedule; `choose` makes one")
-    return None if reverse_seconds is None else seconds_of_steps("reverse_seconds", reverse_seconds)
 
 
 def _adjoint(

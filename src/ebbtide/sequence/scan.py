@@ -6,17 +6,16 @@ import contextlib
 import functools
 import itertools
 import logging
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
-from ebbtide.arguments import as_directories, as_size
+from ebbtide.arguments import as_callable, as_directories, as_size, as_whole
 from ebbtide.errors import SequenceError
 from ebbtide.observe.uncompiled import never_compiled
 from ebbtide.sequence.blocks import blocks_within
@@ -87,13 +86,13 @@ def scan(
         SequenceError: if memory takes less than two states, a state is not like state 0, the cell misbehaves, what it
             writes to outside has another size than in step 0, or tensors have tangents of forward-mode derivatives or a
             transform of `torch.func` is under way; also from the backward pass.
-        ArgumentError: if memory is no size, or spill no path; it is a `ValueError`.
+        ArgumentError: if ``cell`` cannot be called, ``memory`` is not a size, ``spill`` not a path, or ``truncate`` not
+            a whole number of at least 1; it is a `ValueError`.
         SpillError: if the spill directory is missing, full or faulty; also from the backward pass.
     """
-    if not callable(cell):
-        raise SequenceError(f"cell={cell!r} cannot be called; give a function")
+    as_callable("cell", cell)
     if truncate is not None:
-        truncate = _interval(truncate)
+        truncate = as_whole("truncate", truncate, 1)
     directories = as_directories("spill", spill)
     if not torch.is_grad_enabled():
         return _plain(cell, state, inputs)
@@ -119,18 +118,6 @@ def scan(
 
 
 vars(scan)["_torchdynamo_disable"] = True  # where what calls it is compiled, Dynamo does not look into it
-
-
-def _interval(truncate: SupportsIndex) -> int:
-    try:
-        interval = operator.index(truncate)
-    except TypeError:
-        interval = 0
-    if interval < 1 or isinstance(truncate, bool):
-        raise SequenceError(
-            f"truncate={truncate!r}: the state is detached every so many steps; give a whole number, at least 1"
-        )
-    return interval
 
 
 def _surveyed(
