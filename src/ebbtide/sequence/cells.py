@@ -20,7 +20,7 @@ from ebbtide.sequence.checksums import Checksums
 from ebbtide.sequence.draws import StepDraws
 from ebbtide.sequence.graphs import Outside, close_off, is_dense, local_gradients
 from ebbtide.sequence.hooks import PutHooks, drop_hooks
-from ebbtide.sequence.inputs import Inputs
+from ebbtide.sequence.inputs import Inputs, are_fixed
 from ebbtide.sequence.leaves import as_in_loop, detached, is_kept, leaf, place_of
 from ebbtide.sequence.results import Hazards, refuse_transforms
 from ebbtide.sequence.steps import (
@@ -39,7 +39,7 @@ from ebbtide.sequence.steps import (
 )
 from ebbtide.sequence.store import unnoted
 from ebbtide.sequence.sums import Sums
-from ebbtide.sequence.tensors import State, TensorLayout, apart_from, refuse_class, tensor_buffers
+from ebbtide.sequence.tensors import TensorLayout, TensorState, apart_from, refuse_class, tensor_buffers
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]
 _NO_CONTEXT = contextlib.nullcontext()
@@ -84,7 +84,7 @@ class CellChain:
         self.converts: Sequence[bool] | None = None
         self._cell = cell
         self._inputs = inputs
-        self._inputs_stay = isinstance(inputs, (tuple, Tensor))  # what others give may be made anew each time
+        self._inputs_are_fixed = are_fixed(inputs)
         self._layout = layout
         self._truncate = truncate
         self._began = began
@@ -106,7 +106,7 @@ class CellChain:
 
     # --- forward -------------------------------------------------------------------------------------------------
 
-    def advance(self, state: State, start: int, stop: int) -> State:
+    def advance(self, state: TensorState, start: int, stop: int) -> TensorState:
         """See `Chain.advance`. It does not alter ``state``."""
         is_new, began = start >= len(self._steps), time.perf_counter()
         for step in range(start, stop):
@@ -117,12 +117,12 @@ class CellChain:
             self.steps_took(stop - start, time.perf_counter() - began)
         return state
 
-    def _advance(self, state: State, step: int) -> State:
+    def _advance(self, state: TensorState, step: int) -> TensorState:
         following = self._run_again(state, step) if step < len(self._steps) else self._run_first(state, step)
         cut = self._truncate is not None and (step + 1) % self._truncate == 0
         return detached(following, cut=cut)
 
-    def _run_first(self, state: State, step: int) -> State:
+    def _run_first(self, state: TensorState, step: int) -> TensorState:
         since = nodes_made()
         ran = self._run(state, step)
         self._note(ran, state, step, since)
@@ -135,7 +135,7 @@ class CellChain:
         self.hooks.handles.clear()
         return ran.following
 
-    def _run_again(self, state: State, step: int) -> State:
+    def _run_again(self, state: TensorState, step: int) -> TensorState:
         try:
             following = self._run(state, step).following
         finally:
@@ -144,10 +144,10 @@ class CellChain:
             raise other_graph(step)
         return following
 
-    def _run(self, state: State, step: int, whole: Collection[int] = ()) -> Ran:
+    def _run(self, state: TensorState, step: int, whole: Collection[int] = ()) -> Ran:
         """Run a step. Inputs get detached from what they were made of, but for those whose number is in ``whole``."""
         parts, spec = flatten(self._inputs[step])
-        inputs_before = versions_of(parts) if self._inputs_stay else ()
+        inputs_before = versions_of(parts) if self._inputs_are_fixed else ()
         if step < len(self._steps) and inputs_before != self._steps[step].versions:
             raise SequenceError(
                 f"input {step} was altered in place after step {step} ran, which must run again; alter a copy of it"
@@ -165,13 +165,13 @@ class CellChain:
         following = self._layout.flatten(returned(found, step)[0], step + 1)
         if state_before != versions_of(state):
             raise SequenceError(f"the cell has altered its state in place in step {step}; it must return a new one")
-        if self._inputs_stay and inputs_before != versions_of(parts):
+        if self._inputs_are_fixed and inputs_before != versions_of(parts):
             raise SequenceError(f"the cell has altered its input in place in step {step}; it must alter a copy of it")
         if self._checksums is not None:
             self._checksums.compare(tensor_buffers(following), step)
         return Ran(list(inputs.values()), list(given.values()), following, *flatten(found[1]), inputs_before)
 
-    def _note(self, ran: Ran, state: State, step: int, since: int) -> None:
+    def _note(self, ran: Ran, state: TensorState, step: int, since: int) -> None:
         """Take up what the first run of a step shows and puts out."""
         by_place = ran.outputs()
         outputs = list(by_place.values())
@@ -194,7 +194,7 @@ class CellChain:
                     self.results.append(part.detach())
             self._final = [numbers.get(id(part), part) for part in ran.following]
 
-    def _note_passed_on(self, ran: Ran, state: State, step: int, outputs: list[Tensor]) -> None:
+    def _note_passed_on(self, ran: Ran, state: TensorState, step: int, outputs: list[Tensor]) -> None:
         """Which results are tensors from outside, put out as they were."""
         for result, output in enumerate(outputs, start=len(self.results)):
             given = place_of(output, ran.given)
@@ -213,14 +213,14 @@ class CellChain:
             self._passed_on |= {result: number for result, number in self._just_passed_on.items() if number not in gone}
             self._just_passed_on = {}
 
-    def trial(self, state: State, inside: AbstractContextManager[Any] = _NO_CONTEXT) -> State:
+    def trial(self, state: TensorState, inside: AbstractContextManager[Any] = _NO_CONTEXT) -> TensorState:
         """Run step 0, ``inside`` a context. No trace is left but in what the layout does not know to be written to."""
         with _disable_current_modes(), inside:
             following = self._run_unseen(state, 0)
         self._layout.wait()
         return following
 
-    def _run_unseen(self, state: State, step: int) -> State:
+    def _run_unseen(self, state: TensorState, step: int) -> TensorState:
         checksums, self._checksums = self._checksums, None
         put_before = len(self.hooks.handles)  # by the step that is looked at, whose first run was before
         try:
@@ -269,7 +269,7 @@ class CellChain:
         self._position = self._steps.outputs()
         del self._grads[self._position :]
 
-    def reverse(self, state: State, step: int) -> None:
+    def reverse(self, state: TensorState, step: int) -> None:
         """See `Chain.reverse`."""
         record = self._steps[step]
         self._position -= len(record.same)
@@ -312,7 +312,7 @@ class CellChain:
 
     def _run_back(
         self,
-        state: State,
+        state: TensorState,
         step: int,
         record: Step,
         own: list[tuple[int, Tensor]],
@@ -336,7 +336,7 @@ class CellChain:
 
     def _add(
         self,
-        state: State,
+        state: TensorState,
         ran: Ran,
         record: Step,
         roots: list[tuple[Tensor, Tensor]],
@@ -387,14 +387,14 @@ class CellChain:
 
     # --- states --------------------------------------------------------------------------------------------------
 
-    def pack(self, state: State, block: Block, _step: int) -> None:
+    def pack(self, state: TensorState, block: Block, _step: int) -> None:
         """See `Chain.pack`."""
         self._layout.pack(state, block)
 
-    def unpack(self, block: Block, _step: int, *, own: bool) -> State:  # noqa: ARG002 - passed by name
+    def unpack(self, block: Block, _step: int, *, own: bool) -> TensorState:  # noqa: ARG002 - passed by name
         """See `Chain.unpack`."""
         return self._layout.unpack(block)
 
-    def own(self, state: State) -> State:
+    def own(self, state: TensorState) -> TensorState:
         """See `Chain.own`."""
         return self._layout.copy(state)

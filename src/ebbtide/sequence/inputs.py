@@ -34,6 +34,14 @@ class Inputs(Protocol):
     def __getitem__(self, step: int, /) -> Any: ...
 
 
+def are_fixed(inputs: Inputs) -> bool:
+    """Whether each of the inputs is the same object, or in the same memory, whenever it is taken.
+
+    What others than tuples and tensors give by index may be made anew each time.
+    """
+    return isinstance(inputs, (tuple, Tensor))
+
+
 class FirstInput:
     """Sees whether a cell alters input 0 in place where that stays so.
 
@@ -48,7 +56,7 @@ class FirstInput:
     """
 
     def __init__(self, inputs: Inputs, first: Any) -> None:
-        self._is_told = isinstance(inputs, (tuple, Tensor))
+        self._is_fixed = are_fixed(inputs)
         self._inputs = inputs
         self._parts: dict[int, Any] = {}
         self._may_be_shared: set[int] = set()
@@ -56,7 +64,7 @@ class FirstInput:
         for place, part in enumerate(_parts_of(first)):
             if isinstance(part, torch.Generator) or (_is_plain(part) and id(part) not in known):
                 self._may_be_shared.add(place)
-            elif not isinstance(part, np.ndarray) and (self._is_told or not _is_plain(part)):
+            elif not isinstance(part, np.ndarray) and (self._is_fixed or not _is_plain(part)):
                 continue
             self._parts[place] = part
         with unseen():
@@ -90,7 +98,7 @@ class FirstInput:
 
     def _is_shared(self, place: int) -> bool:
         """Whether other steps have nothing else in that place: all those that are there, else step 1."""
-        for step in range(1, len(self._inputs) if self._is_told else min(len(self._inputs), 2)):
+        for step in range(1, len(self._inputs) if self._is_fixed else min(len(self._inputs), 2)):
             parts = [*_parts_of(self._inputs[step])]
             part, other = self._parts[place], parts[place] if place < len(parts) else None
             if type(other) is type(part) and not _lies_as(part, other, alike=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import logging
@@ -12,20 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
 from ebbtide.arguments import as_callable, as_directories, as_size, as_whole
 from ebbtide.errors import SequenceError
 from ebbtide.observe.uncompiled import never_compiled
 from ebbtide.sequence.blocks import blocks_within
-from ebbtide.sequence.call_context import CallContext, keeping_conversions, keeps_conversions
 from ebbtide.sequence.cells import Cell, CellChain
 from ebbtide.sequence.choose import memory_slots
 from ebbtide.sequence.draws import CallersDraws
 from ebbtide.sequence.executor import Executor
-from ebbtide.sequence.first_run import FirstRun
-from ebbtide.sequence.inputs import FirstInput, Inputs, in_turn, indexed
+from ebbtide.sequence.inputs import Inputs, in_turn, indexed
 from ebbtide.sequence.leaves import detached, is_kept
 from ebbtide.sequence.only_read import OnlyRead
 from ebbtide.sequence.planning import SequencePlan, quickest
@@ -35,8 +33,8 @@ from ebbtide.sequence.schedules import Record, Reverse
 from ebbtide.sequence.spill import Spill, SpillFiles, open_spill
 from ebbtide.sequence.steps import versions_of
 from ebbtide.sequence.store import StateStore
-from ebbtide.sequence.surroundings import Watch, Written
-from ebbtide.sequence.tensors import State, TensorLayout
+from ebbtide.sequence.survey import Survey, survey
+from ebbtide.sequence.tensors import TensorLayout, TensorState
 from ebbtide.sequence.trial import Trial
 
 REVERSE_FACTOR = 3.0
@@ -104,10 +102,11 @@ def scan(
     memory_slots(layout.size_bytes, memory)  # it is told before anything runs that there is too little
     start = detached(layout.flatten(state, 0))
     with layout.surroundings.preserved():  # an input may be drawn
-        layout, context, first_run = _surveyed(cell, state, start, steps, layout)
-    user_start = layout.flatten(state, 0)
-    sweep = _Sweep(cell, start, steps, layout, context, first_run, memory, directories, truncate, check, progress)
-    if context.converts:
+        found = survey(cell, state, start, steps, layout)
+    user_start = found.layout.flatten(state, 0)
+    options = _Options(as_size("memory", memory), directories, truncate, check, progress)
+    sweep = _Sweep(cell, start, steps, found, options)
+    if found.context.converts:
         sweep.chain.converts = list(map(is_kept, user_start))
     sweep.forward()
     if not sweep.chain.results:
@@ -118,72 +117,6 @@ def scan(
 
 
 vars(scan)["_torchdynamo_disable"] = True  # where what calls it is compiled, Dynamo does not look into it
-
-
-def _surveyed(
-    cell: Cell, state: Any, start: State, inputs: Inputs, layout: TensorLayout
-) -> tuple[TensorLayout, CallContext, FirstRun]:
-    """How states lie with what the cell writes to besides, and what steps are to run under: step 0 shows it.
-
-    And what it does in its first run.
-    """
-    drawing = Watch(start)
-    try:
-        with drawing if not isinstance(inputs, (tuple, Tensor)) else contextlib.nullcontext():
-            first = inputs[0]
-        written, context, first_run = _survey(cell, start, inputs, first, layout)
-    finally:
-        drawing.rewind()
-    return TensorLayout(state, written.drawing_from(drawing.generators(), drawing.drawn_on)), context, first_run
-
-
-def _survey(
-    cell: Cell, start: State, inputs: Inputs, first: Any, layout: TensorLayout
-) -> tuple[Written, CallContext, FirstRun]:
-    """What the cell writes to besides in step 0, with the ``first`` of the inputs, and the rest of `_surveyed`."""
-    first_run = FirstRun()
-    own = (*start, *tree_leaves(first))
-    cached, given = Watch(own), FirstInput(inputs, first)
-    if parametrize._cache_enabled:
-        keeping = keeping_conversions(keeps_conversions(layout.device_types))
-        with keeping, layout.surroundings.preserved(), cached:
-            # What it caches is to be made outside the steps, which share it.
-            first_run.noted(cell, layout.surroundings, cached)(layout.unflatten(start), first)
-        if cached.converts:
-            torch.clear_autocast_cache()
-    context, watch = CallContext(layout.device_types), Watch(own)
-    noting = given.watched(first_run.noted(cell, layout.surroundings, watch))
-    stay = isinstance(inputs, (tuple, Tensor))
-    chain = CellChain(noting, (first,) if stay else [first], layout)
-    with context.noting_modules(cell, inputs):
-        written = _watched_step(chain, start, context, watch, cached)
-    made = watch.made()
-    if made or written.generators:
-        if written.generators and not stay:  # it may make one, too
-            first = inputs[0]
-            chain = CellChain(noting, [first], layout)
-        again = Watch((*start, *tree_leaves(first)))
-        written = written.drawn_again(_watched_step(chain, start, context, again, cached))
-        if again.wrote_to(made):
-            raise SequenceError(
-                "the cell makes a tensor in its first step that it writes to in the next ones, such as a running mean; "
-                "make it before the scan, for example by calling the cell once"
-            )
-    context.converts = watch.converts
-    return written, context, first_run
-
-
-def _watched_step(chain: CellChain, start: State, context: CallContext, watch: Watch, before: Watch) -> Written:
-    """Step 0, run under ``watch``, and what it wrote to; that is undone, also what it wrote there under ``before``."""
-    try:
-        with context.set():
-            chain.trial(start, watch)
-    finally:
-        if watch.converts:
-            torch.clear_autocast_cache()
-        written = watch.put_back()
-        before.put_back(written)
-    return written
 
 
 def _plain(cell: Cell, state: Any, inputs: Iterable[Any]) -> tuple[Any, list[Any]]:
@@ -218,44 +151,40 @@ class _Reversal(torch.autograd.Function):
         return None, None, *outside, *state
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Options:
+    """What a user has asked of a scan: see `scan`."""
+
+    memory_bytes: int
+    directories: Sequence[Path]
+    truncate: int | None
+    check: bool
+    progress: bool | None
+
+
 class _Sweep:
     """A chain's run: the forward part at once, the rest when gradients come.
 
     A second backward pass through a graph that was retained begins with the forward part again.
     """
 
-    def __init__(
-        self,
-        cell: Cell,
-        start: State,
-        inputs: Inputs,
-        layout: TensorLayout,
-        context: CallContext,
-        first_run: FirstRun,
-        memory: int | str,
-        spill: Sequence[Path],
-        truncate: int | None,
-        check: bool,
-        progress: bool | None,
-    ) -> None:
-        began = functools.partial(first_run.compare, layout.surroundings)
-        self.chain = CellChain(cell, inputs, layout, truncate=truncate, check=check, began=began)
+    def __init__(self, cell: Cell, start: TensorState, inputs: Inputs, survey: Survey, options: _Options) -> None:
+        layout = survey.layout
+        began = functools.partial(survey.first_run.compare, layout.surroundings)
+        self.chain = CellChain(cell, inputs, layout, truncate=options.truncate, check=options.check, began=began)
         self._start = start
         self._n = len(inputs)
         self._layout = layout
-        self._memory_bytes = as_size("memory", memory)
-        self._slots = memory_slots(layout.size_bytes, memory, layout.surroundings.carried_bytes)
-        self._spill = spill
-        self._check = check
-        self._progress = progress
-        self._context = context
+        self._slots = memory_slots(layout.size_bytes, options.memory_bytes, layout.surroundings.carried_bytes)
+        self._options = options
+        self._context = survey.context
         self._only_read = OnlyRead(layout.surroundings.only_read)
         self._start_surroundings = layout.surroundings.read()
         self._turn_surroundings = self._start_surroundings
-        self._course: SequencePlan | None = None
+        self._plan: SequencePlan | None = None
         self._resources = contextlib.ExitStack()
         self._files: SpillFiles | None = None
-        self._executor: Executor[State] | None = None
+        self._executor: Executor[TensorState] | None = None
         self._records: Iterator[Record] = iter(())
         self._turn_versions: tuple[int, ...] = ()
 
@@ -308,19 +237,19 @@ class _Sweep:
     def _to_the_turn(self) -> None:
         """Run all records before the first reverse step."""
         layout = self._layout
-        spill = open_spill(self._spill, checksum=self._check, item_bytes=layout.item_bytes)
+        spill = open_spill(self._options.directories, checksum=self._options.check, item_bytes=layout.item_bytes)
         self._files = files = self._resources.enter_context(spill)
-        blocks = blocks_within(self._memory_bytes, self._slots, layout, self._n - 1, spills=bool(files.names))
-        if self._course is None:
+        blocks = blocks_within(self._options.memory_bytes, self._slots, layout, self._n - 1, spills=bool(files.names))
+        if self._plan is None:
             trial = Trial(lambda: self._start, self.chain.trial, layout.pack, blocks)
-            self._course = quickest(self._n, files, trial, reverse_factor=REVERSE_FACTOR)
-            self.chain.steps_took = self._course.steps_took
-            _log.info("%s", self._course.choice)
-        tiers = files.tiers() if self._course.spills else {}
-        store = StateStore(blocks, tiers, late=self._course.was_late)
+            self._plan = quickest(self._n, files, trial, reverse_factor=REVERSE_FACTOR)
+            self.chain.steps_took = self._plan.steps_took
+            _log.info("%s", self._plan.choice)
+        tiers = files.tiers() if self._plan.spills else {}
+        store = StateStore(blocks, tiers, late=self._plan.was_late)
         self._resources.enter_context(store)
         self._executor = Executor(self.chain, store, self._start, self._n)
-        records = self._course.records(range(self._n).__contains__)
+        records = self._plan.records(range(self._n).__contains__)
         self._executor.run(self._watched(self._until_turn(records), forward=True))
 
     def _until_turn(self, records: Iterator[Record]) -> Iterator[Record]:
@@ -331,9 +260,9 @@ class _Sweep:
             yield record
 
     def _watched(self, records: Iterator[Record], *, forward: bool) -> Iterator[Record]:
-        choice = self._course.choice if self._course is not None else None
+        choice = self._plan.choice if self._plan is not None else None
         assert choice is not None
-        if not is_wanted(self._progress, choice.seconds):
+        if not is_wanted(self._options.progress, choice.seconds):
             return records
         first = self._n - 1
         return watch(records, first if forward else choice.forward_steps - first + self._n)

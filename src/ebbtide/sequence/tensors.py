@@ -37,7 +37,7 @@ FORM_BYTES = 8
 
 _NOTHING_WRITTEN = Written()
 
-State = list[Tensor]
+TensorState = list[Tensor]
 """The tensors of a state, detached; those that take part in the gradient have ``requires_grad`` set."""
 
 
@@ -200,7 +200,7 @@ class TensorLayout:
         """The state as the user knows it."""
         return tree_unflatten(state, self._spec) if self._container is None else self._container(state)
 
-    def pack(self, state: State, block: Block) -> None:
+    def pack(self, state: TensorState, block: Block) -> None:
         """Copy a state, and its surroundings as they are now, into a block."""
         firsts = _firsts(state)
         forms = (firsts, *map(_form_of, state))
@@ -215,7 +215,7 @@ class TensorLayout:
             for part, place in zip(state, views.parts, strict=True):
                 place.copy_(part)
 
-    def unpack(self, block: Block) -> State:
+    def unpack(self, block: Block) -> TensorState:
         """The state in a block, copied only where it must be; its surroundings go back to what they were."""
         with torch.no_grad(), unseen():
             views = self._views(block)
@@ -232,7 +232,7 @@ class TensorLayout:
         for device in self._devices:
             torch.cuda.current_stream(device).synchronize()
 
-    def copy(self, state: State) -> State:
+    def copy(self, state: TensorState) -> TensorState:
         """A copy of a state in memory of its own, in which its tensors lie as they did."""
         with torch.no_grad(), unseen():
             return _as_first([_Form.of(part).adopt(part, own=False) for part in state], _firsts(state))
@@ -288,7 +288,7 @@ def _other_container(tree: Any, like: Any, path: str) -> str:
     return next(filter(None, told), "")
 
 
-def apart_from(state: State, grads: list[Tensor | None]) -> list[Tensor | None]:
+def apart_from(state: TensorState, grads: list[Tensor | None]) -> list[Tensor | None]:
     """``grads``, copied where they lie in the memory of ``state``, which may be a slot that serves again: a function's
     backward may hand out what it has saved. It is the same list."""
     memory = [(storage.data_ptr(), storage.nbytes()) for storage in map(Tensor.untyped_storage, state)]
@@ -303,17 +303,17 @@ def apart_from(state: State, grads: list[Tensor | None]) -> list[Tensor | None]:
     return grads
 
 
-def _firsts(state: State) -> tuple[int, ...]:
+def _firsts(state: TensorState) -> tuple[int, ...]:
     """For each place the first one with the same tensor, in which all gradients add up; () if all differ."""
     ids = list(map(id, state))
     return () if len(set(ids)) == len(ids) else tuple(map(ids.index, ids))
 
 
-def _as_first(state: State, firsts: tuple[int, ...]) -> State:
+def _as_first(state: TensorState, firsts: tuple[int, ...]) -> TensorState:
     return [state[place] for place in firsts] if firsts else state
 
 
-def tensor_buffers(state: State) -> Iterator[memoryview]:
+def tensor_buffers(state: TensorState) -> Iterator[memoryview]:
     """The bytes of each tensor of a state."""
     for part in state:
         yield part.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

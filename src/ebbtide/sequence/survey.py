@@ -1,0 +1,110 @@
+"""What a scan learns of its cell before it runs: what step 0 writes to, under which contexts, and its first run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import torch
+from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_leaves
+
+from ebbtide.errors import SequenceError
+from ebbtide.sequence.call_context import CallContext, keeping_conversions, keeps_conversions
+from ebbtide.sequence.cells import Cell, CellChain
+from ebbtide.sequence.first_run import FirstRun
+from ebbtide.sequence.inputs import FirstInput, Inputs, are_fixed
+from ebbtide.sequence.surroundings import Watch, Written
+from ebbtide.sequence.tensors import TensorLayout, TensorState
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Survey:
+    """What step 0 has shown.
+
+    Attributes:
+        layout: how states lie in a block, with what the cell writes to outside of its arguments.
+        context: the state of PyTorch that steps are to run in.
+        first_run: what the cell does in its first run.
+    """
+
+    layout: TensorLayout
+    context: CallContext
+    first_run: FirstRun
+
+
+def survey(cell: Cell, state: Any, start: TensorState, inputs: Inputs, layout: TensorLayout) -> Survey:
+    """Run step 0 to see what it does; that is undone.
+
+    Args:
+        cell: see `ebbtide.scan`.
+        state: the user's state 0.
+        start: its tensors, detached.
+        inputs: one for each step.
+        layout: how states lie in a block without what the cell writes to.
+
+    Raises:
+        SequenceError: if the cell alters its input in place, or makes a tensor that later steps write to.
+    """
+    drawing = Watch(start)
+    try:
+        with drawing if not are_fixed(inputs) else contextlib.nullcontext():
+            first = inputs[0]
+        written, context, first_run = _survey_cell(cell, start, inputs, first, layout)
+    finally:
+        drawing.rewind()
+    layout = TensorLayout(state, written.drawing_from(drawing.generators(), drawing.drawn_on))
+    return Survey(layout, context, first_run)
+
+
+def _survey_cell(
+    cell: Cell, start: TensorState, inputs: Inputs, first: Any, layout: TensorLayout
+) -> tuple[Written, CallContext, FirstRun]:
+    """What the cell writes to besides in step 0, with the ``first`` of the inputs, and the rest of a `Survey`."""
+    first_run = FirstRun()
+    own = (*start, *tree_leaves(first))
+    cached, given = Watch(own), FirstInput(inputs, first)
+    if parametrize._cache_enabled:
+        keeping = keeping_conversions(keeps_conversions(layout.device_types))
+        with keeping, layout.surroundings.preserved(), cached:
+            # What it caches is to be made outside the steps, which share it.
+            first_run.noted(cell, layout.surroundings, cached)(layout.unflatten(start), first)
+        if cached.converts:
+            torch.clear_autocast_cache()
+    context, watch = CallContext(layout.device_types), Watch(own)
+    noting = given.watched(first_run.noted(cell, layout.surroundings, watch))
+    fixed = are_fixed(inputs)
+    chain = CellChain(noting, (first,) if fixed else [first], layout)
+    with context.noting_modules(cell, inputs):
+        written = _watch_step(chain, start, context, watch, cached)
+    made = watch.made()
+    if made or written.generators:
+        if written.generators and not fixed:  # it may make one, too
+            first = inputs[0]
+            chain = CellChain(noting, [first], layout)
+        again = Watch((*start, *tree_leaves(first)))
+        written = written.drawn_again(_watch_step(chain, start, context, again, cached))
+        if again.wrote_to(made):
+            raise SequenceError(
+                "the cell makes a tensor in its first step that it writes to in the next ones, such as a running mean; "
+                "make it before the scan, for example by calling the cell once"
+            )
+    context.converts = watch.converts
+    return written, context, first_run
+
+
+def _watch_step(chain: CellChain, start: TensorState, context: CallContext, watch: Watch, before: Watch) -> Written:
+    """Run step 0 under ``watch``, and undo what it wrote to, also what it wrote there under ``before``.
+
+    Returns what it wrote to.
+    """
+    try:
+        with context.set():
+            chain.trial(start, watch)
+    finally:
+        if watch.converts:
+            torch.clear_autocast_cache()
+        written = watch.put_back()
+        before.put_back(written)
+    return written
