@@ -48,7 +48,7 @@ def test_many_at_once(disk: StateDisk) -> None:
     """Each comes back as it was, in any order; places that were given back are taken again."""
     copies = [disk.store(filled(disk, number)) for number in range(20)]
     for copy in copies:
-        assert isinstance(copy, aio.Copy)
+        assert isinstance(copy, aio.AioCopy)
         copy.wait()
         assert copy.ready
         assert copy.storage is None  # not held any more

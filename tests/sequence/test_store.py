@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ebbtide.errors import SequenceError
 from ebbtide.sequence import aio, run
 from ebbtide.sequence.blocks import HUGE_STATE_BYTES, RUN_BYTES, Block, Blocks, storage_of
-from ebbtide.sequence.disk import Copy, StateDisk, StatePlace, joined
+from ebbtide.sequence.disk import StateCopy, StateDisk, StatePlace, joined
 from ebbtide.sequence.schedules import DISK, MEMORY, Multistage
 from ebbtide.sequence.store import StateStore
 from tests.sequence.test_run import START, forward, forward_in_place, plain, reverse, turn
@@ -58,11 +58,11 @@ class Noting(StateDisk):
         self.out: list[int] = []
         self.back: list[int] = []
 
-    def store(self, storage: torch.UntypedStorage) -> Copy:
+    def store(self, storage: torch.UntypedStorage) -> StateCopy:
         self.out.append(storage.nbytes())
         return super().store(storage)
 
-    def bring(self, place: StatePlace, storage: torch.UntypedStorage) -> Copy:
+    def bring(self, place: StatePlace, storage: torch.UntypedStorage) -> StateCopy:
         self.back.append(storage.nbytes())
         return super().bring(place, storage)
 
@@ -72,7 +72,7 @@ class LateCopy:
 
     ready = False
 
-    def __init__(self, copy: Copy, waited: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, copy: StateCopy, waited: Callable[[], None] = lambda: None) -> None:
         self.place = copy.place
         self._copy, self._waited = copy, waited
 
@@ -88,10 +88,10 @@ class LateDisk(StateDisk):
         super().__init__(directory)
         self.coming = 0
 
-    def store(self, storage: torch.UntypedStorage) -> Copy:
+    def store(self, storage: torch.UntypedStorage) -> StateCopy:
         return LateCopy(super().store(storage))
 
-    def bring(self, place: StatePlace, storage: torch.UntypedStorage) -> Copy:
+    def bring(self, place: StatePlace, storage: torch.UntypedStorage) -> StateCopy:
         self.coming += 1
         return LateCopy(super().bring(place, storage), self._came)
 

@@ -14,7 +14,7 @@ import torch
 
 from ebbtide.sequence.blocks import Block, Blocks
 from ebbtide.sequence.choose import SlowMemory
-from ebbtide.sequence.disk import Copy, StateDisk, StatePlace
+from ebbtide.sequence.disk import StateCopy, StateDisk, StatePlace
 from ebbtide.sequence.layout import ArrayLayout
 from ebbtide.sequence.transfers import TRIAL_PLACES, TRIPS, UNTRIED_SECONDS, time_transfers
 from ebbtide.sequence.trial import Trial
@@ -41,7 +41,7 @@ class Clock:
 class LateCopy:
     """A copy that is there at some time of the clock."""
 
-    def __init__(self, copy: Copy, clock: Clock, there: float) -> None:
+    def __init__(self, copy: StateCopy, clock: Clock, there: float) -> None:
         self.place: StatePlace = copy.place
         self._clock, self._there = clock, there
         copy.wait()
@@ -62,16 +62,16 @@ class LateDisk(StateDisk):
         self._clock, self._seconds, self._free = clock, seconds, 0.0
         self.stores = self.brings = 0
 
-    def _late(self, copy: Copy) -> LateCopy:
+    def _late(self, copy: StateCopy) -> LateCopy:
         self._clock.now += ASK
         self._free = max(self._free, self._clock.now) + self._seconds
         return LateCopy(copy, self._clock, self._free)
 
-    def store(self, storage: torch.UntypedStorage) -> Copy:
+    def store(self, storage: torch.UntypedStorage) -> StateCopy:
         self.stores += 1
         return self._late(super().store(storage))
 
-    def bring(self, place: StatePlace, storage: torch.UntypedStorage) -> Copy:
+    def bring(self, place: StatePlace, storage: torch.UntypedStorage) -> StateCopy:
         self.brings += 1
         return self._late(super().bring(place, storage))
 

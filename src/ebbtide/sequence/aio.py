@@ -76,7 +76,7 @@ def is_there() -> bool:
     return not _is_inherited and _library() is not None
 
 
-class Copy:
+class AioCopy:
     """A copy of a storage's bytes, maybe still under way. Who asked for it must `wait` before the bytes are used.
 
     Attributes:
@@ -141,13 +141,13 @@ class AsyncFile:
         OSError: if there are too few descriptors; none is left open then.
     """
 
-    def __init__(self, fd: int, readers: int, amend: Callable[[Copy, int, int], None]) -> None:
+    def __init__(self, fd: int, readers: int, amend: Callable[[AioCopy, int, int], None]) -> None:
         self.amend = amend
         self.library = _library()
         # For each descriptor the C library makes one copy at a time.
         self._fds: list[int] = []
         self._free: list[_Control] = []
-        self._under_way: set[Copy] = set()
+        self._under_way: set[AioCopy] = set()
         self._shut = weakref.finalize(self, _shut, self._under_way, self._fds)
         try:
             for _ in range(1 + readers):
@@ -158,22 +158,22 @@ class AsyncFile:
         self._readers = itertools.cycle(self._fds[1:])
         _files.add(self)
 
-    def write(self, storage: torch.UntypedStorage, offset_bytes: int, place: Any) -> Copy:
+    def write(self, storage: torch.UntypedStorage, offset_bytes: int, place: Any) -> AioCopy:
         """Begin to copy ``storage`` to an offset in the file. Raises `OSError` if that cannot even begin."""
         return self._begin(self.library.aio_write, self._fds[0], storage, offset_bytes, place, True)
 
-    def read(self, storage: torch.UntypedStorage, offset_bytes: int, place: Any) -> Copy:
+    def read(self, storage: torch.UntypedStorage, offset_bytes: int, place: Any) -> AioCopy:
         """Begin to fill ``storage`` from an offset in the file. Raises `OSError` if that cannot even begin."""
         return self._begin(self.library.aio_read, next(self._readers), storage, offset_bytes, place, False)
 
     def _begin(
         self, call: Any, fd: int, storage: torch.UntypedStorage, offset_bytes: int, place: Any, is_write: bool
-    ) -> Copy:
+    ) -> AioCopy:
         global _was_used
         control = self._free.pop() if self._free else _Control()
         control.fd, control.pointer = fd, storage.data_ptr()
         control.size_bytes, control.offset_bytes = storage.nbytes(), offset_bytes
-        copy = Copy(self, control, storage, place, is_write)
+        copy = AioCopy(self, control, storage, place, is_write)
         with _gate:
             _was_used = True
             self._under_way.add(copy)
@@ -182,7 +182,7 @@ class AsyncFile:
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         return copy
 
-    def _end(self, copy: Copy, control: _Control) -> None:
+    def _end(self, copy: AioCopy, control: _Control) -> None:
         self._under_way.discard(copy)
         self._free.append(control)
 
@@ -201,7 +201,7 @@ class AsyncFile:
             _close(self._fds)
 
 
-def _shut(under_way: set[Copy], fds: list[int]) -> None:
+def _shut(under_way: set[AioCopy], fds: list[int]) -> None:
     interrupts: list[BaseException] = []
     for copy in list(under_way):
         while not copy.ready:  # Ctrl-C or not: the C library is at work with its memory

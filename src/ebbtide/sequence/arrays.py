@@ -17,9 +17,9 @@ from ebbtide.sequence.executor import Executor
 from ebbtide.sequence.layout import ArrayLayout, Orders, value_bytes
 from ebbtide.sequence.overlaps import Array, may_share
 
-Forward = Callable[[Any, int], Any]
-Reverse = Callable[[Any, Any, int], Any]
-More = Callable[[Any, int], bool]
+ForwardOperator = Callable[[Any, int], Any]
+ReverseOperator = Callable[[Any, Any, int], Any]
+Condition = Callable[[Any, int], bool]
 
 
 def _most_references(parts: list[Array]) -> int:
@@ -77,8 +77,8 @@ class ArrayChain:
 
     def __init__(
         self,
-        forward: Forward,
-        reverse: Reverse,
+        forward: ForwardOperator,
+        reverse: ReverseOperator,
         turn: Callable[[Any], Any],
         layout: ArrayLayout,
         *,
@@ -194,7 +194,7 @@ def _checksums(arrays: Sequence[Array]) -> list[int]:
 class Lookahead:
     """Tells an on-line schedule whether there is a further step, from the user's condition on the state before it."""
 
-    def __init__(self, chain: ArrayChain, executor: Executor[Any], condition: More) -> None:
+    def __init__(self, chain: ArrayChain, executor: Executor[Any], condition: Condition) -> None:
         self._chain = chain
         self._executor = executor
         self._condition = condition

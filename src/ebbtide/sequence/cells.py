@@ -25,9 +25,9 @@ from ebbtide.sequence.leaves import as_in_loop, detached, is_kept, leaf, place_o
 from ebbtide.sequence.results import Hazards, refuse_transforms
 from ebbtide.sequence.steps import (
     LEAF,
+    CellStep,
     Number,
-    Ran,
-    Step,
+    StepRun,
     Steps,
     flatten,
     has_gradient,
@@ -144,7 +144,7 @@ class CellChain:
             raise other_graph(step)
         return following
 
-    def _run(self, state: TensorState, step: int, whole: Collection[int] = ()) -> Ran:
+    def _run(self, state: TensorState, step: int, whole: Collection[int] = ()) -> StepRun:
         """Run a step. Inputs get detached from what they were made of, but for those whose number is in ``whole``."""
         parts, spec = flatten(self._inputs[step])
         inputs_before = versions_of(parts) if self._inputs_are_fixed else ()
@@ -169,9 +169,9 @@ class CellChain:
             raise SequenceError(f"the cell has altered its input in place in step {step}; it must alter a copy of it")
         if self._checksums is not None:
             self._checksums.compare(tensor_buffers(following), step)
-        return Ran(list(inputs.values()), list(given.values()), following, *flatten(found[1]), inputs_before)
+        return StepRun(list(inputs.values()), list(given.values()), following, *flatten(found[1]), inputs_before)
 
-    def _note(self, ran: Ran, state: TensorState, step: int, since: int) -> None:
+    def _note(self, ran: StepRun, state: TensorState, step: int, since: int) -> None:
         """Take up what the first run of a step shows and puts out."""
         by_place = ran.outputs()
         outputs = list(by_place.values())
@@ -194,7 +194,7 @@ class CellChain:
                     self.results.append(part.detach())
             self._final = [numbers.get(id(part), part) for part in ran.following]
 
-    def _note_passed_on(self, ran: Ran, state: TensorState, step: int, outputs: list[Tensor]) -> None:
+    def _note_passed_on(self, ran: StepRun, state: TensorState, step: int, outputs: list[Tensor]) -> None:
         """Which results are tensors from outside, put out as they were."""
         for result, output in enumerate(outputs, start=len(self.results)):
             given = place_of(output, ran.given)
@@ -314,7 +314,7 @@ class CellChain:
         self,
         state: TensorState,
         step: int,
-        record: Step,
+        record: CellStep,
         own: list[tuple[int, Tensor]],
         seeds: list[Tensor | None],
         whole: frozenset[int],
@@ -337,8 +337,8 @@ class CellChain:
     def _add(
         self,
         state: TensorState,
-        ran: Ran,
-        record: Step,
+        ran: StepRun,
+        record: CellStep,
         roots: list[tuple[Tensor, Tensor]],
         seeds: list[Tensor | None],
         step: int,

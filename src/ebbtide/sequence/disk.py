@@ -66,7 +66,7 @@ def joined(places: Sequence[StatePlace]) -> StatePlace:
     return StatePlace(places[-1].offset_bytes, sum(place.size_bytes for place in places), 0)
 
 
-class Copy(Protocol):
+class StateCopy(Protocol):
     """A copy of a state, maybe still under way.
 
     Attributes:
@@ -108,7 +108,7 @@ class StateDisk(DiskTier):
         self._file: aio.AsyncFile | None = None
         super().__init__(directory, checksum=checksum, name=name)
 
-    def store(self, storage: torch.UntypedStorage) -> Copy:
+    def store(self, storage: torch.UntypedStorage) -> StateCopy:
         """Begin to copy a state out, to a place of its own. Raises `SpillError` if that cannot begin."""
         size_bytes = storage.nbytes()
         file = self._file_for(storage.data_ptr(), size_bytes)
@@ -124,7 +124,7 @@ class StateDisk(DiskTier):
         except OSError as fault:
             raise SpillError(self.explain(fault, size_bytes, "writing")) from fault
 
-    def bring(self, place: StatePlace, storage: torch.UntypedStorage) -> Copy:
+    def bring(self, place: StatePlace, storage: torch.UntypedStorage) -> StateCopy:
         """Begin to copy what is at a place back, into memory like that from which it was written. Errors: `store`."""
         size_bytes = storage.nbytes()
         file = self._file_for(storage.data_ptr(), size_bytes) if place.is_plain else None
@@ -249,7 +249,7 @@ class StateDisk(DiskTier):
 
 
 class _QueuedCopy:
-    """A `Copy` made by the threads of `DiskTier`."""
+    """A `StateCopy` made by the threads of `DiskTier`."""
 
     __slots__ = ("_disk", "_slot", "_transfer", "place")
 
@@ -274,7 +274,7 @@ class _Amender:
     def __init__(self, disk: StateDisk) -> None:
         self._disk = weakref.ref(disk)
 
-    def __call__(self, copy: aio.Copy, moved_bytes: int, fault: int) -> None:
+    def __call__(self, copy: aio.AioCopy, moved_bytes: int, fault: int) -> None:
         disk = self._disk()
         assert disk is not None
         assert copy.storage is not None

@@ -11,34 +11,34 @@ from ebbtide.sequence.blocks import Block
 from ebbtide.sequence.schedules import MEMORY, Advance, Load, Record, Reverse, Store
 from ebbtide.sequence.store import StateStore
 
-State = TypeVar("State")
+StateT = TypeVar("StateT")
 
 
-class Chain(Protocol[State]):
+class Chain(Protocol[StateT]):
     """What an executor must know of a chain: its steps, and how a state lies in a block of memory."""
 
-    def advance(self, state: State, start: int, stop: int) -> State:
+    def advance(self, state: StateT, start: int, stop: int) -> StateT:
         """Run steps ``start`` to ``stop - 1`` forward. It may alter ``state`` and return it."""
         ...
 
-    def reverse(self, state: State, step: int) -> None:
+    def reverse(self, state: StateT, step: int) -> None:
         """Reverse a step, given the state before it, which must stay as it is. The first one is the last step's."""
         ...
 
-    def pack(self, state: State, block: Block, step: int) -> None:
+    def pack(self, state: StateT, block: Block, step: int) -> None:
         """Copy the state before ``step`` into a block."""
         ...
 
-    def unpack(self, block: Block, step: int, *, own: bool) -> State:
+    def unpack(self, block: Block, step: int, *, own: bool) -> StateT:
         """The state before ``step``, without copying it from a block. Unless it is ``own``, it must not be altered."""
         ...
 
-    def own(self, state: State) -> State:
+    def own(self, state: StateT) -> StateT:
         """A copy of ``state`` that may be altered. The copy made before is not needed any more."""
         ...
 
 
-class Executor(Generic[State]):
+class Executor(Generic[StateT]):
     """The working state and a store for all others.
 
     Args:
@@ -51,17 +51,17 @@ class Executor(Generic[State]):
         forward_steps: steps run by `Advance` so far.
     """
 
-    def __init__(self, chain: Chain[State], store: StateStore, state: State, n: int | None) -> None:
+    def __init__(self, chain: Chain[StateT], store: StateStore, state: StateT, n: int | None) -> None:
         self.forward_steps = 0
         self._left = n  # steps not yet reversed
         self._step: int | None = 0  # the working state's number; None if there is none
         self._chain = chain
         self._store = store
-        self._working: State | None = state
+        self._working: StateT | None = state
         self._borrowed: int | None = -1  # the step whose slot the working state lies in; -1: it is the user's
 
     @property
-    def working(self) -> State:
+    def working(self) -> StateT:
         """The working state, to be looked at only."""
         if self._working is None:
             raise SequenceError("the schedule needs a working state after a reverse step")
@@ -134,7 +134,7 @@ class Executor(Generic[State]):
             why = "there is no working state" if self._step is None else f"the working state is {self._step}"
             raise _broken(record, why)
 
-    def _take(self) -> State:
+    def _take(self) -> StateT:
         """The working state, which is not held here any more: each step lets go of the one before it."""
         state, self._working = self.working, None
         return state

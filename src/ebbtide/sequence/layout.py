@@ -149,7 +149,7 @@ class ArrayLayout:
             return state
         found = _flatten(state)
         if self._are_alike(found):
-            if _in_order(state, self._structure):
+            if _has_key_order(state, self._structure):
                 return state
             return _rebuild(self._structure, iter([array for _, array in found]))
         got = ", ".join(str(_Leaf(array.shape, array.dtype, 0, path)) for path, array in found) or "nothing"
@@ -329,11 +329,11 @@ def _sorted(state: dict[Any, Any]) -> list[Any]:
     return sorted(state, key=repr)
 
 
-def _in_order(state: Any, like: Any) -> bool:
+def _has_key_order(state: Any, like: Any) -> bool:
     """Whether the keys of dicts come in the order of those of ``like``, whose arrays have the same paths."""
     if isinstance(like, dict):
-        return list(state) == list(like) and all(_in_order(state[key], part) for key, part in like.items())
-    return not isinstance(like, (tuple, list)) or all(map(_in_order, state, like))
+        return list(state) == list(like) and all(_has_key_order(state[key], part) for key, part in like.items())
+    return not isinstance(like, (tuple, list)) or all(map(_has_key_order, state, like))
 
 
 def _flatten(state: Any, path: str = "") -> list[tuple[str, Array]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ebbtide.arguments import as_callable, as_directories, as_duration, as_size, as_whole, check_instance
 from ebbtide.errors import SequenceError
-from ebbtide.sequence.arrays import ArrayChain, Forward, Lookahead, More, OwnCopies, Reverse
+from ebbtide.sequence.arrays import ArrayChain, Condition, ForwardOperator, Lookahead, OwnCopies, ReverseOperator
 from ebbtide.sequence.blocks import Blocks, blocks_within, bytes_on_disk
 from ebbtide.sequence.choose import Choice, memory_slots, predicted
 from ebbtide.sequence.disk import StatePlace
@@ -58,9 +58,9 @@ class Outcome:
 
 
 def run(
-    forward: Forward,
-    reverse: Reverse,
-    n: int | More,
+    forward: ForwardOperator,
+    reverse: ReverseOperator,
+    n: int | Condition,
     state: Any,
     *,
     turn: Callable[[Any], Any],
@@ -130,7 +130,7 @@ def _adjoint(
     chain: ArrayChain,
     layout: ArrayLayout,
     first: Any,
-    n: int | More,
+    n: int | Condition,
     plan: SequencePlan,
     blocks: Blocks,
     files: SpillFiles,
@@ -172,7 +172,7 @@ def _store(chain: ArrayChain, layout: ArrayLayout, plan: SequencePlan, blocks: B
 
 
 def _executed(
-    chain: ArrayChain, store: StateStore, first: Any, n: int | More, plan: SequencePlan, progress: bool | None
+    chain: ArrayChain, store: StateStore, first: Any, n: int | Condition, plan: SequencePlan, progress: bool | None
 ) -> Executor[Any]:
     """The executor that has run ``chain`` by ``plan``."""
     executor: Executor[Any] = Executor(chain, store, first, None if callable(n) else n)
@@ -186,7 +186,7 @@ def _executed(
 
 
 def _spill(
-    spill: Sequence[Path], name: str | None, n: int | More, layout: ArrayLayout, first: Any, check: bool
+    spill: Sequence[Path], name: str | None, n: int | Condition, layout: ArrayLayout, first: Any, check: bool
 ) -> AbstractContextManager[SpillFiles]:
     if name is None:
         return open_spill(spill, checksum=check, item_bytes=layout.item_bytes)
@@ -202,7 +202,7 @@ def _spill(
 
 
 def _blocks(
-    layout: ArrayLayout, n: int | More, slots: int, memory_bytes: int, schedule: Schedule | None, files: SpillFiles
+    layout: ArrayLayout, n: int | Condition, slots: int, memory_bytes: int, schedule: Schedule | None, files: SpillFiles
 ) -> Blocks:
     """The slots in memory; of a given schedule's, nothing but the states counts, as where it was made."""
     if schedule is not None:
@@ -211,7 +211,7 @@ def _blocks(
     return blocks_within(memory_bytes, slots, layout, most, spills=bool(files.names))
 
 
-def _trial(forward: Forward, layout: ArrayLayout, first: Any, blocks: Blocks) -> Trial:
+def _trial(forward: ForwardOperator, layout: ArrayLayout, first: Any, blocks: Blocks) -> Trial:
     copies = OwnCopies(layout)
 
     def step(state: Any) -> Any:
@@ -221,7 +221,12 @@ def _trial(forward: Forward, layout: ArrayLayout, first: Any, blocks: Blocks) ->
 
 
 def _planned(
-    schedule: Schedule | None, n: int | More, slots: int, files: SpillFiles, trial: Trial, reverse_seconds: float | None
+    schedule: Schedule | None,
+    n: int | Condition,
+    slots: int,
+    files: SpillFiles,
+    trial: Trial,
+    reverse_seconds: float | None,
 ) -> SequencePlan:
     """What to do: as ``schedule`` says or, where there is none, what is quickest."""
     if schedule is not None:
@@ -233,7 +238,7 @@ def _planned(
 
 def _given(
     schedule: Schedule,
-    n: int | More,
+    n: int | Condition,
     slots: int,
     state_bytes: int,
     files: SpillFiles,

@@ -24,7 +24,7 @@ class Number:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Ran:
+class StepRun:
     """A step as just run, with its graph.
 
     Attributes:
@@ -51,7 +51,7 @@ class Ran:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Step:
+class CellStep:
     """What must be known of one.
 
     Attributes:
@@ -60,7 +60,7 @@ class Step:
         outputs: places in its output, flat, of the tensors that require grad, each once.
         same: for each of those, the tensor of the next state that it is, or -1.
         needs_grad: for each tensor of the next state, whether it requires grad.
-        versions: see `Ran`.
+        versions: see `StepRun`.
         twice: numbers that are among the inputs and among what else it uses.
     """
 
@@ -81,7 +81,7 @@ class Step:
         """
         return self.twice.union(number for number in start if number in self.inputs or number in self.uses)
 
-    def with_whole(self, numbers: frozenset[int]) -> Step:
+    def with_whole(self, numbers: frozenset[int]) -> CellStep:
         """The step where these are what it uses from outside, several times, and not inputs."""
         once = dict(zip(self.uses, self.uses_once, strict=True)) | dict.fromkeys(numbers, False)
         inputs = tuple(number for number in self.inputs if number not in numbers)
@@ -92,13 +92,13 @@ class Steps:
     """The steps of a chain, in order; those that are alike share one record."""
 
     def __init__(self) -> None:
-        self._steps: list[Step] = []
-        self._alike: dict[object, Step] = {}
+        self._steps: list[CellStep] = []
+        self._alike: dict[object, CellStep] = {}
 
     def __len__(self) -> int:
         return len(self._steps)
 
-    def __getitem__(self, step: int) -> Step:
+    def __getitem__(self, step: int) -> CellStep:
         return self._steps[step]
 
     def note(
@@ -110,12 +110,12 @@ class Steps:
         needs_grad: tuple[bool, ...],
         versions: tuple[int, ...],
     ) -> None:
-        """Add one: see `Step`; ``uses`` says of each number whether it is used once."""
+        """Add one: see `CellStep`; ``uses`` says of each number whether it is used once."""
         key = (inputs, *uses.items(), outputs, same, needs_grad, versions)
         record = self._alike.get(key)
         if record is None:
             twice = frozenset(inputs).intersection(uses)
-            record = Step(inputs, tuple(uses), tuple(uses.values()), outputs, same, needs_grad, versions, twice)
+            record = CellStep(inputs, tuple(uses), tuple(uses.values()), outputs, same, needs_grad, versions, twice)
             self._alike[key] = record
         self._steps.append(record)
 

@@ -19,7 +19,7 @@ from types import TracebackType
 
 from ebbtide.errors import SequenceError
 from ebbtide.sequence.blocks import Block, Blocks, storage_of
-from ebbtide.sequence.disk import Copy, StateDisk, StatePlace, joined
+from ebbtide.sequence.disk import StateCopy, StateDisk, StatePlace, joined
 from ebbtide.sequence.schedules import MEMORY
 from ebbtide.sequence.shelf import Shelf
 
@@ -34,7 +34,7 @@ class _Outgoing:
 
     tier: str
     states: dict[int, Block]
-    copy: Copy
+    copy: StateCopy
 
 
 class StateStore:
@@ -68,7 +68,7 @@ class StateStore:
         self._all = blocks
         self.stored = dict.fromkeys(tiers, 0)
         self._tiers = tiers
-        self._memory: dict[int, Block | tuple[Copy, Block]] = {}  # the latter while it comes back
+        self._memory: dict[int, Block | tuple[StateCopy, Block]] = {}  # the latter while it comes back
         self._shelves = {name: Shelf() for name in tiers}  # what is on the slow tiers, but for what is on its way there
         self._writing: collections.deque[_Outgoing] = collections.deque()
         # The run that is being filled: its tier and the states in it; below, the blocks for those to come.
@@ -238,11 +238,11 @@ class StateStore:
             self._written(step, place)
             self._shelves[out.tier].put(step, place)
 
-    def _wait(self, copy: Copy, block: Block) -> Block:
+    def _wait(self, copy: StateCopy, block: Block) -> Block:
         self._waited(copy)
         return block
 
-    def _waited(self, copy: Copy) -> float:
+    def _waited(self, copy: StateCopy) -> float:
         """Wait for a copy, and return the seconds that this took."""
         if copy.ready:
             copy.wait()

@@ -175,7 +175,7 @@ class TensorLayout:
             return [state]
         parts, spec = tree_flatten(state)
         if spec != self._spec:
-            parts, spec = tree_flatten(_in_order(state, self.unflatten([*self._leaves])))
+            parts, spec = tree_flatten(_with_key_order(state, self.unflatten([*self._leaves])))
         if spec == self._spec and all(map(_is_like, parts, self._leaves)):
             return parts
         for part in parts:
@@ -252,14 +252,14 @@ class TensorLayout:
         return views
 
 
-def _in_order(tree: Any, like: Any) -> Any:
+def _with_key_order(tree: Any, like: Any) -> Any:
     """``tree`` with the keys of its dicts in the order that those of ``like`` have, where they are the same."""
     if type(tree) is not type(like):
         return tree
     if type(tree) is dict and tree.keys() == like.keys():
-        return {key: _in_order(tree[key], part) for key, part in like.items()}
+        return {key: _with_key_order(tree[key], part) for key, part in like.items()}
     if type(tree) in (tuple, list) and len(tree) == len(like):
-        return type(tree)(map(_in_order, tree, like))
+        return type(tree)(map(_with_key_order, tree, like))
     return tree
 
 

@@ -29,7 +29,7 @@ from ebbtide.sequence.schedules.records import (
 )
 from ebbtide.sequence.schedules.revolve import revolve
 
-More = Callable[[int], bool]
+HasStep = Callable[[int], bool]
 """Says whether the chain has a step of that number. Asked once for each, in order, while the step before it waits."""
 
 
@@ -55,7 +55,7 @@ class OnlineInMemory:
         take_whole(self, "states")
         check_slots(2, self.states)
 
-    def records(self, more: More) -> Iterator[Record]:
+    def records(self, more: HasStep) -> Iterator[Record]:
         """The records of a chain that has a step 0, and any further step that ``more`` says."""
         held: dict[int, None] = {}  # states stored, ascending
         # Of these and the working state: those that may not be dropped, with levels that never rise; and the others.
@@ -108,7 +108,7 @@ class Online:
         take_whole(self, "states")
         check_multistage(self.states, 1)
 
-    def records(self, more: More, n: int | None = None, newest: int = -1) -> Iterator[Record]:
+    def records(self, more: HasStep, n: int | None = None, newest: int = -1) -> Iterator[Record]:
         """The records of a chain that has a step 0, and any further step that ``more`` says.
 
         Args:
@@ -130,7 +130,7 @@ class Online:
         moved = starts.pop_parts(stop)
         yield from reverse_parts(reversed(kept), moved, tier=self.tier, slots=inner, depth=self.states - inner)
 
-    def _to_end(self, starts: _Starts, more: More) -> Generator[Record, None, int]:
+    def _to_end(self, starts: _Starts, more: HasStep) -> Generator[Record, None, int]:
         """Run all steps and reverse the last. Returns that one's number."""
         step = following = 0
         while more(step + 1):
