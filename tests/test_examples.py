@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pydoc
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 
 import ebbtide
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
@@ -19,6 +21,16 @@ def test_example(path: Path) -> None:
     done = subprocess.run([sys.executable, "-W", "error", path], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "iB" in done.stdout
+
+
+def test_the_guide_to_long_sequences(tmp_path: Path) -> None:
+    """Its blocks run one after another as they are, so that each import comes before its use."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "sequences.md").read_text(), re.DOTALL)
+    script = tmp_path / "guide.py"
+    script.write_text("".join(blocks).replace('"/tmp"', repr(str(tmp_path))))
+    done = subprocess.run([sys.executable, "-W", "error", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"\[.*\]\n\w+: 1000000 steps, .* in memory.*\n", done.stdout, re.DOTALL)
 
 
 def test_help_lists_what_there_is() -> None:
