@@ -24,20 +24,20 @@ from ebbtide.sequence.schedules import (
 from ebbtide.sequence.schedules.h_revolve import table_work
 from ebbtide.units import format_bytes, format_seconds
 
-H_REVOLVE_WORK = 50_000_000
-"""Tables of H-Revolve are made while choosing up to this many terms: about a tenth of a second."""
-H_REVOLVE_ROW_SECONDS = 60e-6
-"""For each step and level, what they take at least ..."""
-H_REVOLVE_SHARE = 0.02
-"""... which may be this part of what the chain takes without them."""
+MOST_TABLE_TERMS = 50_000_000
+"""Tables of H-Revolve are made while choosing only up to this many terms, which take about a tenth of a second."""
+TABLE_SECONDS_PER_ROW = 60e-6
+"""Seconds that tables of H-Revolve take at least, for each step and level."""
+TABLE_TIME_SHARE = 0.02
+"""The share of a chain's predicted time without H-Revolve that making its tables may take."""
 INTERVALS = 16
-"""Intervals up to this are all tried, of longer ones so many to each power of e."""
+"""All intervals up to this many steps are tried, and of longer ones this many to each power of e."""
 SMALL_SHARE = 0.01
-"""No interval is tried only because transfers cost compute a smaller part of its time than this."""
+"""No interval is tried only because transfers take from compute a smaller share of its time than this."""
 MOST_STEPS = 2.0**63
-"""No interval is longer."""
+"""The longest interval, in steps."""
 ALIKE_SHARE = 0.03
-"""Intervals whose predicted times differ by less are as good as each other, as times are not known better than so."""
+"""Intervals whose predicted times differ by a smaller share than this count as equal: times are not known better."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,12 +56,22 @@ class SlowMemory:
     capacity_bytes: int | None = None
 
     def slots(self, state_bytes: int) -> int | None:
-        """How many states fit there."""
+        """How many states of ``state_bytes`` bytes fit there; None for any number."""
         return None if self.capacity_bytes is None else self.capacity_bytes // bytes_on_disk(state_bytes)
 
 
 def slow_memories(machine: Machine) -> tuple[SlowMemory, ...]:
-    """The slow tiers of ``machine``, fastest return first. Raises `ArgumentError` if it is none."""
+    """The slow tiers of a machine, as `choose` takes them.
+
+    Args:
+        machine: as `ebbtide.run.calibrate.machine_for` measures it, or one from a file.
+
+    Returns:
+        One for each slow tier, that from which states come back fastest first.
+
+    Raises:
+        ArgumentError: if ``machine`` is not a `Machine`; it is a `ValueError`.
+    """
     check_instance("machine", machine, Machine)
     return tuple(
         SlowMemory(
@@ -101,6 +111,23 @@ class Choice:
         )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChainCosts:
+    """What a chain's steps and states take.
+
+    Attributes:
+        n: number of steps.
+        state_bytes: bytes of a state.
+        step_seconds: time of one step forward.
+        reverse_seconds: time of one step reversed, with what it runs forward itself.
+    """
+
+    n: int
+    state_bytes: int
+    step_seconds: float
+    reverse_seconds: float
+
+
 def choose(
     n: int,
     state_bytes: int,
@@ -111,15 +138,23 @@ def choose(
 ) -> Choice:
     """The quickest schedule for a chain of ``n`` steps; never slower than Revolve in the same memory.
 
+    Predicted are Revolve (Griewank and Walther 2000), a slow tier every so many steps with transfers beside compute
+    (Kukreja, Hueckelheim and Gorman 2018), and H-Revolve, whose transfers compute waits for (Herrmann and Pallez 2020).
+
     Args:
-        n: number of steps.
+        n: number of steps, at least 1.
         state_bytes: bytes of a state.
-        step_seconds, reverse_seconds: time of one step forward, and of one reversed with what it runs forward itself.
+        step_seconds: seconds of one step forward.
+        reverse_seconds: seconds of one step reversed, with what it runs forward itself.
         memory: for the states held at once, the working state included; bytes or such as ``"256MiB"``.
-        tiers: slow memories whose transfers run beside compute.
+        tiers: slow memories for states, fastest first, as `slow_memories` gives them.
+
+    Returns:
+        The schedule with the least predicted time, and the simplest of equals.
 
     Raises:
-        SequenceError: if ``n < 1``, a link has no usable bandwidth, or ``memory`` holds fewer than two states.
+        SequenceError: if ``n < 1``, a link cannot move a state in a finite time, or ``memory`` holds fewer than two
+            states.
         ArgumentError: if an argument has the wrong type, ``memory`` is not a size, or a time is negative or not finite;
             it is a `ValueError`.
     """
@@ -135,33 +170,57 @@ def candidates(
     memory: int | str,
     tiers: Sequence[SlowMemory] = (),
 ) -> list[Choice]:
-    """Every schedule that is possible, each predicted, simplest first. Arguments and errors are those of `choose`."""
-    n, state_bytes = as_whole("n", n), as_whole("state_bytes", state_bytes, 0)
-    step_seconds = as_duration("step_seconds", step_seconds)
-    reverse_seconds = as_duration("reverse_seconds", reverse_seconds)
+    """Every schedule that `choose` considers, each with what it is expected to take.
+
+    Args:
+        n: number of steps, at least 1.
+        state_bytes: bytes of a state.
+        step_seconds: seconds of one step forward.
+        reverse_seconds: seconds of one step reversed, with what it runs forward itself.
+        memory: for the states held at once, the working state included; bytes or such as ``"256MiB"``.
+        tiers: slow memories for states, fastest first, as `slow_memories` gives them.
+
+    Returns:
+        The choices, simplest first; of `Multistage` one for each tier, with the best interval.
+
+    Raises:
+        SequenceError: as `choose` does.
+        ArgumentError: as `choose` does.
+    """
+    costs = ChainCosts(
+        as_whole("n", n),
+        as_whole("state_bytes", state_bytes, 0),
+        as_duration("step_seconds", step_seconds),
+        as_duration("reverse_seconds", reverse_seconds),
+    )
     tiers = tuple(tiers) if isinstance(tiers, Iterable) else (tiers,)
     for tier in tiers:
         check_instance("tiers", tier, SlowMemory)
         for link in (tier.out, tier.back):
-            _check_link(link, state_bytes)
-    states = memory_slots(state_bytes, memory)
-    compute = [StoreAll(n)] if states >= n - 1 else []
+            _check_link(link, costs.state_bytes)
+    return list_choices(costs, memory_slots(costs.state_bytes, memory), tiers)
+
+
+def list_choices(costs: ChainCosts, slots: int, tiers: Sequence[SlowMemory]) -> list[Choice]:
+    """Every schedule that is possible with ``slots`` slots in memory besides the working state, simplest first."""
+    n = costs.n
+    compute = [StoreAll(n)] if slots >= n - 1 else []
     choices = [
-        predicted(schedule, state_bytes, schedule.forward_steps * step_seconds + n * reverse_seconds)
-        for schedule in (*compute, Revolve(n, states))
+        predicted(schedule, costs.state_bytes, schedule.forward_steps * costs.step_seconds + n * costs.reverse_seconds)
+        for schedule in (*compute, Revolve(n, slots))
     ]
-    if states >= n - 1:
+    if slots >= n - 1:
         return choices
-    if states >= 2:
-        for tier in tiers:
-            choices += _multistage(n, states, state_bytes, step_seconds, reverse_seconds, tier)
-    quick = H_REVOLVE_ROW_SECONDS * n * len(tiers) <= H_REVOLVE_SHARE * min(choice.seconds for choice in choices)
-    if quick and table_work(n, _levels(states, state_bytes, tiers)) <= H_REVOLVE_WORK:
-        choices += _h_revolve(n, states, state_bytes, step_seconds, reverse_seconds, tiers)
-    elif states == 1:
-        for tier in tiers:
-            choices += _periodic(n, states, state_bytes, step_seconds, reverse_seconds, tier)
-    return choices
+    more: list[Choice | None] = []
+    if slots >= 2:
+        more += [best_multistage(costs, slots, tier) for tier in tiers]
+    least_seconds = min(choice.seconds for choice in (*choices, *more) if choice is not None)
+    quick = TABLE_SECONDS_PER_ROW * n * len(tiers) <= TABLE_TIME_SHARE * least_seconds
+    if quick and table_work(n, _levels(costs, slots, tiers)) <= MOST_TABLE_TERMS:
+        more.append(_h_revolve(costs, slots, tiers))
+    elif slots == 1:
+        more += [_periodic(costs, slots, tier) for tier in tiers]
+    return choices + [choice for choice in more if choice is not None]
 
 
 def _check_link(link: Link, state_bytes: int) -> None:
@@ -206,13 +265,12 @@ def hidden_interval(step_seconds: float, transfer_seconds: float) -> int:
     return max(math.ceil(min(transfer_seconds / step_seconds, MOST_STEPS)), 1)
 
 
-def best_multistage(
-    n: int, states: int, state_bytes: int, step_seconds: float, reverse_seconds: float, tier: SlowMemory
-) -> tuple[Multistage, float] | None:
-    """The multistage schedule with the best interval, and its predicted seconds; None if the tier is too small.
+def best_multistage(costs: ChainCosts, slots: int, tier: SlowMemory) -> Choice | None:
+    """The multistage schedule with the best interval; None if the tier is too small.
 
     Of intervals that are about as good, the longest: it moves least.
     """
+    state_bytes, step_seconds, reverse_seconds = costs.state_bytes, costs.step_seconds, costs.reverse_seconds
     write, read = tier.out.seconds(state_bytes), tier.back.seconds(state_bytes)
     slowdown = tier.out.lost_seconds(state_bytes) + tier.back.lost_seconds(state_bytes)
     room = tier.slots(state_bytes)
@@ -221,17 +279,19 @@ def best_multistage(
     exact = [hidden_interval(step_seconds, write), hidden_interval(step_seconds + reverse_seconds, read)]
     exact.append(hidden_interval(SMALL_SHARE * (step_seconds + reverse_seconds), slowdown))
     if room is not None:
-        exact.append(-(-n // max(room, 1)))  # so many that they fit there
-    exact = [min(interval, n) for interval in exact]
+        exact.append(-(-costs.n // max(room, 1)))  # so many that they fit there
+    exact = [min(interval, costs.n) for interval in exact]
     found: list[tuple[Multistage, float]] = []
     for interval in sorted({*_spread(max(exact)), *exact}):
-        schedule = Multistage(n, states, interval, tier.name)
+        schedule = Multistage(costs.n, slots, interval, tier.name)
         moved = schedule.slots[tier.name]
         if room is None or moved <= room:
             seconds = schedule.seconds(step_seconds, reverse_seconds, write, read) + moved * slowdown
             found.append((schedule, seconds))
     most = (1 + ALIKE_SHARE) * min((seconds for _, seconds in found), default=0.0)
-    return next((pair for pair in reversed(found) if pair[1] <= most), None)
+    return next(
+        (predicted(schedule, state_bytes, seconds) for schedule, seconds in reversed(found) if seconds <= most), None
+    )
 
 
 def _spread(longest: int) -> Iterator[int]:
@@ -242,46 +302,36 @@ def _spread(longest: int) -> Iterator[int]:
         number += max(number // INTERVALS, 1)
 
 
-def _multistage(
-    n: int, states: int, state_bytes: int, step_seconds: float, reverse_seconds: float, tier: SlowMemory
-) -> Iterable[Choice]:
-    best = best_multistage(n, states, state_bytes, step_seconds, reverse_seconds, tier)
-    return () if best is None else (predicted(best[0], state_bytes, best[1]),)
+def _levels(costs: ChainCosts, slots: int, tiers: Sequence[SlowMemory]) -> tuple[Level, ...]:
+    size = costs.state_bytes
+    slow = (Level(tier.name, tier.slots(size), tier.out.seconds(size), tier.back.seconds(size)) for tier in tiers)
+    return (Level(MEMORY, slots), *slow)
 
 
-def _levels(states: int, state_bytes: int, tiers: Sequence[SlowMemory]) -> tuple[Level, ...]:
-    slow = (
-        Level(tier.name, tier.slots(state_bytes), tier.out.seconds(state_bytes), tier.back.seconds(state_bytes))
-        for tier in tiers
-    )
-    return (Level(MEMORY, states), *slow)
-
-
-def _h_revolve(
-    n: int,
-    states: int,
-    state_bytes: int,
-    step_seconds: float,
-    reverse_seconds: float,
-    tiers: Sequence[SlowMemory],
-) -> Iterable[Choice]:
-    """H-Revolve, which is good where transfers are too slow to be hidden, as it makes few."""
+def _h_revolve(costs: ChainCosts, slots: int, tiers: Sequence[SlowMemory]) -> Choice | None:
+    """H-Revolve, which is good where transfers are too slow to be hidden, as it makes few; None without a tier."""
     if not tiers:
-        return ()
-    schedule = HRevolve(n, _levels(states, state_bytes, tiers), step_seconds, reverse_seconds)
-    return (predicted(schedule, state_bytes, schedule.seconds),)
+        return None
+    schedule = HRevolve(costs.n, _levels(costs, slots, tiers), costs.step_seconds, costs.reverse_seconds)
+    return predicted(schedule, costs.state_bytes, schedule.seconds)
 
 
-def _periodic(
-    n: int, states: int, state_bytes: int, step_seconds: float, reverse_seconds: float, tier: SlowMemory
-) -> Iterable[Choice]:
-    """Periodic Disk-Revolve, for when memory has no slot for a state that comes back, and tables are too large."""
-    write, read = tier.out.seconds(state_bytes), tier.back.seconds(state_bytes)
-    schedule = PeriodicDiskRevolve(n, states, DiskCosts(step_seconds, reverse_seconds, write, read), tier=tier.name)
-    room = tier.slots(state_bytes)
+def _periodic(costs: ChainCosts, slots: int, tier: SlowMemory) -> Choice | None:
+    """Periodic Disk-Revolve, for when memory has no slot for a state that comes back, and tables are too large.
+
+    None if the tier is too small.
+    """
+    schedule = PeriodicDiskRevolve(costs.n, slots, disk_costs(costs, tier), tier=tier.name)
+    room = tier.slots(costs.state_bytes)
     if room is not None and schedule.parts > room:
-        return ()
-    return (predicted(schedule, state_bytes, schedule.seconds),)
+        return None
+    return predicted(schedule, costs.state_bytes, schedule.seconds)
+
+
+def disk_costs(costs: ChainCosts, tier: SlowMemory) -> DiskCosts:
+    """What steps and states take with ``tier`` as a disk that compute waits for, in seconds."""
+    write, read = tier.out.seconds(costs.state_bytes), tier.back.seconds(costs.state_bytes)
+    return DiskCosts(costs.step_seconds, costs.reverse_seconds, write, read)
 
 
 def predicted(schedule: Schedule, state_bytes: int, seconds: float) -> Choice:

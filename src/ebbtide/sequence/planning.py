@@ -8,14 +8,24 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from ebbtide.machine import Link
 from ebbtide.run.tiers.disk import free_bytes
-from ebbtide.sequence.choose import Choice, SlowMemory, best_multistage, choose, hidden_interval, predicted
+from ebbtide.sequence.choose import (
+    ChainCosts,
+    Choice,
+    SlowMemory,
+    best_multistage,
+    disk_costs,
+    hidden_interval,
+    list_choices,
+    predicted,
+)
 from ebbtide.sequence.codec import paying_share
 from ebbtide.sequence.disk import PART_BYTES, StateDisk
 from ebbtide.sequence.interval_control import IntervalController
-from ebbtide.sequence.schedules import DISK, MEMORY, DiskCosts, Multistage, Online, OnlineInMemory, Record, Schedule
+from ebbtide.sequence.schedules import DISK, MEMORY, Multistage, Online, OnlineInMemory, Record, Schedule
 from ebbtide.sequence.schedules.continued import Continued, resumed
 from ebbtide.sequence.schedules.disk_revolve import TABLE_STEPS
 from ebbtide.sequence.spill import SpillFiles
@@ -34,24 +44,25 @@ from ebbtide.sequence.trial import (
 )
 
 DISK_SHARE = 0.9
-"""Part of the free space in the spill directory that a schedule may plan with."""
+"""The share of the free space in the spill directory that a schedule may plan with."""
 QUICKEST_DISK_SECONDS = 50e-6
+"""The latency in seconds of a disk that no real one surpasses."""
 QUICKEST_DISK_RATE = 1e10
-"""No disk takes a state in less than this, nor more bytes per second."""
+"""The bandwidth in bytes per second of a disk that no real one surpasses."""
 WORTHWHILE_SECONDS = 0.01
-"""Where the quickest disk would save less than this, none is opened: to do that and to try it takes half as long."""
+"""A disk is opened only where the quickest one would save this many seconds: to do so and to try it takes half."""
 MEASURING_SHARE = 0.02
-"""Measuring steps, and the disk beside steps, may take this part each of what the chain will."""
+"""The share of a chain's time that measuring steps may take, and as much again measuring the disk beside steps."""
 QUICKEST_CODEC = 1.5e9
-"""Bytes per second: nothing is packed or unpacked faster. Where that would not help, none is tried."""
+"""Bytes per second that no codec surpasses. Where packing at this speed would not help, none is tried."""
 LEAST_CODEC_BYTES = 1 << 16
-"""A smaller state takes a disk about as long whatever its size."""
+"""States of fewer bytes are not compressed: a disk takes about as long for them whatever their size."""
 MANY_COPIES = 5
-"""To time copies into all blocks takes about so many of each."""
+"""To time copies into all blocks takes about this many copies of each."""
 RECORDS_SECONDS = 13e-6
-"""To follow a schedule, and to know where states are, takes about so long for each step of the chain."""
+"""Seconds for each step of the chain that it takes to follow a schedule, and to know where states are."""
 CODEC_GAIN = 0.97
-"""States are compressed if the whole chain then takes less than this part of the time."""
+"""States are compressed if the whole chain then takes less than this share of its time without."""
 
 Records = Callable[[Callable[[int], bool]], Iterator[Record]]
 """Makes the records, given whether the chain has a step of some number."""
@@ -100,7 +111,7 @@ def quickest(
     slots = trial.slots
     there = list(spill.there)
     if not spill.names or (slots >= n - 1 and not there):
-        choice = choose(n, trial.state_bytes, 0.0, 0.0, _memory(slots, trial))
+        choice = _quickest_of(list_choices(ChainCosts(n, trial.state_bytes, 0.0, 0.0), slots, ()))
         choice = dataclasses.replace(choice, seconds=math.nan)  # nothing was measured, as there is nothing to decide
         return SequencePlan(lambda _: choice.schedule.records(), choice)
     copy = time_copy(trial, min(slots, FEW_BLOCKS))
@@ -108,9 +119,9 @@ def quickest(
     ways = _ways(trial, copy, step, 0.0)
 
     def chosen(tiers: Sequence[SlowMemory]) -> Choice:
-        step_seconds = step.seconds
-        reverse = reverse_factor * step_seconds if reverse_seconds is None else reverse_seconds
-        return _best(n, trial, ways, step_seconds, reverse + RECORDS_SECONDS, tiers, there)
+        reverse = reverse_factor * step.seconds if reverse_seconds is None else reverse_seconds
+        costs = ChainCosts(n, trial.state_bytes, step.seconds, reverse + RECORDS_SECONDS)
+        return _best(costs, ways, tiers, there)
 
     def expected(choice: Choice) -> Choice:
         """``choice`` with the time that choosing has taken, and that of blocks used for the first time."""
@@ -141,8 +152,15 @@ def uses_disks(schedule: Schedule) -> bool:
     return any(count for tier, count in schedule.slots.items() if tier != MEMORY)
 
 
-def _ways(trial: Trial, copy: CopyCosts, step: StepCosts, seconds: float) -> list[tuple[int, float]]:
-    """How many slots may be taken, and what copies of states cost then.
+class _Way(NamedTuple):
+    """How many slots in memory may be taken, and the seconds that a copy of a state takes then."""
+
+    slots: int
+    copy_seconds: float
+
+
+def _ways(trial: Trial, copy: CopyCosts, step: StepCosts, seconds: float) -> list[_Way]:
+    """The numbers of slots that may be taken.
 
     Few of them stay in the processor's caches, so that it may be quicker to run more steps again and leave the others.
 
@@ -155,33 +173,30 @@ def _ways(trial: Trial, copy: CopyCosts, step: StepCosts, seconds: float) -> lis
     few_seconds = max(copy.seconds, step.copy_seconds)
     many = min(trial.slots, MANY_BLOCKS_BYTES // max(trial.state_bytes, 1))
     if many <= FEW_BLOCKS or many * (copy.first_seconds + MANY_COPIES * copy.seconds) > seconds:
-        return [(trial.slots, few_seconds)]
-    return [(trial.slots, max(time_copy(trial, many).seconds, few_seconds)), (FEW_BLOCKS, few_seconds)]
+        return [_Way(trial.slots, few_seconds)]
+    return [_Way(trial.slots, max(time_copy(trial, many).seconds, few_seconds)), _Way(FEW_BLOCKS, few_seconds)]
 
 
-def _best(
-    n: int,
-    trial: Trial,
-    ways: Sequence[tuple[int, float]],
-    step_seconds: float,
-    reverse_seconds: float,
-    tiers: Sequence[SlowMemory],
-    there: Sequence[int],
-) -> Choice:
-    """The quickest choice over ``ways``; of a run that goes on, one that uses the states that are ``there``."""
+def _quickest_of(choices: Sequence[Choice]) -> Choice:
+    return min(choices, key=lambda choice: choice.seconds)  # the first of equals: the simplest
+
+
+def _best(costs: ChainCosts, ways: Sequence[_Way], tiers: Sequence[SlowMemory], there: Sequence[int]) -> Choice:
+    """The quickest choice over ``ways``; of a run that goes on, one that uses the states that are ``there``.
+
+    Time for copies comes on top of ``costs``.
+    """
     choices = []
-    for states, copy_seconds in ways:
-        times = (step_seconds, reverse_seconds + copy_seconds)
-        best = None
-        if there and tiers and states >= 2:
-            best = best_multistage(n, states, trial.state_bytes, *times, tiers[0])
+    for slots, copy_seconds in ways:
+        with_copies = dataclasses.replace(costs, reverse_seconds=costs.reverse_seconds + copy_seconds)
+        best = best_multistage(with_copies, slots, tiers[0]) if there and tiers and slots >= 2 else None
         if best is not None:
-            choices.append(predicted(best[0], trial.state_bytes, best[1]))
+            choices.append(best)
         elif tiers and _can_continue(there):
-            choices.append(_continued(n, trial, states, *times, tiers, there))
+            choices.append(_continued(with_copies, slots, tiers, there))
         else:
-            choices.append(choose(n, trial.state_bytes, *times, _memory(states, trial), tiers))
-    return min(choices, key=lambda choice: choice.seconds)
+            choices += list_choices(with_copies, slots, tiers)
+    return _quickest_of(choices)
 
 
 def _can_continue(there: Sequence[int]) -> bool:
@@ -190,33 +205,19 @@ def _can_continue(there: Sequence[int]) -> bool:
     return bool(there) and there[0] == 0 and max(parts, default=0) <= TABLE_STEPS
 
 
-def _continued(
-    n: int,
-    trial: Trial,
-    states: int,
-    step_seconds: float,
-    reverse_seconds: float,
-    tiers: Sequence[SlowMemory],
-    there: Sequence[int],
-) -> Choice:
+def _continued(costs: ChainCosts, slots: int, tiers: Sequence[SlowMemory], there: Sequence[int]) -> Choice:
     """What is quickest after the last state that is ``there``: no other schedule would have stored just these."""
-    times = (step_seconds, reverse_seconds)
-    tail = choose(n - there[-1], trial.state_bytes, *times, _memory(states, trial), tiers)
-    costs = DiskCosts(*times, *(way.seconds(trial.state_bytes) for way in (tiers[0].out, tiers[0].back)))
-    schedule = Continued(tuple(there), tail.schedule, states, costs, tiers[0].name)
-    return predicted(schedule, trial.state_bytes, schedule.seconds(tail.seconds))
-
-
-def _memory(slots: int, trial: Trial) -> int:
-    """Bytes that make so many slots."""
-    return (slots + 1) * max(trial.state_bytes, 1)
+    rest = dataclasses.replace(costs, n=costs.n - there[-1])
+    tail = _quickest_of(list_choices(rest, slots, tiers))
+    schedule = Continued(tuple(there), tail.schedule, slots, disk_costs(costs, tiers[0]), tiers[0].name)
+    return predicted(schedule, costs.state_bytes, schedule.seconds(tail.seconds))
 
 
 def _quickest_disk() -> SlowMemory:
     """A disk that no real one surpasses."""
     out, back = (
         Link(*way, QUICKEST_DISK_SECONDS, QUICKEST_DISK_RATE, QUICKEST_DISK_RATE)
-        for way in (("memory", DISK), (DISK, "memory"))
+        for way in ((MEMORY, DISK), (DISK, MEMORY))
     )
     return SlowMemory(DISK, out, back)
 
