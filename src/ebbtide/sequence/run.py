@@ -27,7 +27,7 @@ from ebbtide.sequence.trial import Trial
 from ebbtide.units import format_bytes
 
 REVERSE_FACTOR = 2.0
-"""A reverse step runs a step forward and does about as much again."""
+"""A reverse step takes this many times a step forward: it runs one, and does about as much again."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class Outcome:
     """What `run` returns.
 
     Attributes:
-        adjoint: what the reverse of step 0 returned.
-        final: the last state.
+        adjoint: the adjoint of state 0: what ``reverse`` returned for step 0, whatever its structure.
+        final: the last state, in the structure of state 0.
         steps: number of steps that the chain had.
         resumed_step: the first step that was run; above 0 if the run went on from where it had been killed.
         forward_steps: steps run forward, besides those that the reverse of each step runs itself.
@@ -74,7 +74,9 @@ def run(
 ) -> Outcome:
     """Run a chain of steps forward, and their adjoint back.
 
-    A state is an array, or a tuple, list or dict of states; anything with a buffer serves as an array.
+    A state is an array, or a tuple, list or dict of states; anything with a buffer serves as an array. With a disk,
+    states go there every so many steps while steps run, as in Kukreja, Hueckelheim and Gorman 2018 (arXiv 1806.01117),
+    if that is quickest; between them, and without one, steps run by Revolve (Griewank and Walther 2000).
 
     Args:
         forward: ``forward(state, step)`` gives the next state: new arrays, or the same ones altered in place. It is
@@ -84,7 +86,8 @@ def run(
         n: number of steps; or, where it is not known, ``n(state, step)`` that says whether there is a further step
             ``step`` from ``state``. There always is a step 0. It is asked once for each further one.
         state: state 0. It is not altered.
-        turn: gives the adjoint of the last state, from that state.
+        turn: gives the adjoint of the last state, from that state. An adjoint may be any object, as it is only handed
+            on to ``reverse``.
         memory: what the states held between steps may take; bytes, or such as ``"256MiB"``. What the operators take
             while they run comes on top: usually the next state, and the adjoint. So do the last state, from the turn
             on, as it is returned; one copy more of states of up to 1 MiB, and of any where ``n`` is a condition; and up
@@ -96,15 +99,19 @@ def run(
             the state, should be told by the name.
         schedule: what to do; `choose` makes one. If not given, the quickest is taken; to know it, with ``spill``,
             step 0 and the disk are timed first.
-        reverse_seconds: what a reverse step takes, where it is known; if not given, twice a step forward.
+        reverse_seconds: seconds of one step reversed, with what it runs forward itself; if not given, twice those of a
+            step forward, as measured.
         check: compare every state that is computed again with a checksum of the first time, and what the disk gives
             back with what it was given. Takes 4 bytes of memory for each step.
         progress: whether to show a bar; if not given, for long chains on a terminal.
 
+    Returns:
+        The adjoint of state 0, the last state, and what the run took.
+
     Raises:
-        SequenceError: if there are no steps, memory takes less than two states, states differ in structure or shape,
-            the schedule does not fit or breaks a rule, with ``check``, a step does not give the same state again, or,
-            with ``name``, the run that was killed was another one.
+        SequenceError: if there are no steps, ``memory`` holds fewer than two states, states differ in structure or
+            shape, the schedule does not fit or breaks a rule, with ``check``, a step does not give the same state
+            again, or, with ``name``, the run that was killed was another one.
         ArgumentError: if an operator cannot be called, ``memory`` is not a size, ``spill`` not a path, ``name`` not fit
             for a folder's name, or another argument of the wrong type; it is a `ValueError`.
         SpillError: if the spill directory is missing, full or faulty.

@@ -38,7 +38,7 @@ from ebbtide.sequence.tensors import TensorLayout, TensorState
 from ebbtide.sequence.trial import Trial
 
 REVERSE_FACTOR = 3.0
-"""A reverse step runs a step forward and its graph back, which takes about twice as long as that."""
+"""A reverse step takes this many times a step forward: it runs one, and its graph back in about twice the time."""
 
 _log = logging.getLogger(__name__)
 
@@ -59,12 +59,17 @@ def scan(
 
     Gives what the plain loop gives, bit for bit, gradients included: for state 0, the inputs, and whatever else the
     cell uses. The backward pass runs steps again from stored states. Under `torch.no_grad` it is the plain loop.
+    With a disk, states go there every so many steps while steps run, as in Kukreja, Hueckelheim and Gorman 2018 (arXiv
+    1806.01117), if that is quickest; between them, and without one, steps run by Revolve (Griewank and Walther 2000).
 
     Args:
-        cell: gives the next state and an output, any pytree (or None). It is called again for the same step, and must
-            then do the same: all that changes from step to step must be in the state, in the input, or in tensors
-            outside that it writes to in step 0 already, as batch norm does, which have their values of then. Random
-            numbers of PyTorch are drawn again as they were. It must not alter its state or its input in place.
+        cell: ``cell(state, x)`` gives the next state and an output, any pytree (or None). It is called again for the
+            same step, so:
+
+            * it must then do the same: what changes from step to step must be in the state, in the input, or in tensors
+              outside that it writes to in step 0 already, as batch norm does, which are put back for that;
+            * it may draw random numbers of PyTorch, which are drawn again as they were;
+            * it must not alter its state or its input in place.
         state: state 0, a pytree of tensors. All states have the same structure, shapes, types and devices.
         inputs: any iterable. What can be indexed is, anew for each run of a step; the items of others, of mappings
             and of what may be altered as lists are, are kept, so each must be of its own memory.
@@ -72,18 +77,19 @@ def scan(
             take comes on top, and so do inputs, outputs and gradients.
         spill: directory for states that do not fit, on a fast disk; or several, fastest first. Without one, steps are
             run again.
-        truncate: detach the state before each step whose number is a multiple of this, but not state 0.
+        truncate: detach the state before each step whose number is a multiple of this, at least 1, but not state 0.
         check: compare every state that is computed again with a checksum of the first time, and what the disk gives
             back with what it was given. Takes 4 bytes of memory for each step.
         progress: whether to show a bar; if not given, for long chains on a terminal.
 
     Returns:
-        The last state and the list of all outputs. An output's own gradient is of what uses it after the scan alone.
+        The last state, as a pytree like ``state``, and the list of all outputs. The gradient of an output counts only
+        its uses after the scan, not its effect on later steps.
 
     Raises:
-        SequenceError: if memory takes less than two states, a state is not like state 0, the cell misbehaves, what it
-            writes to outside has another size than in step 0, or tensors have tangents of forward-mode derivatives or a
-            transform of `torch.func` is under way; also from the backward pass.
+        SequenceError: if ``memory`` holds fewer than two states, a state is not like state 0, the cell misbehaves, what
+            it writes to outside has another size than in step 0, or tensors have tangents of forward-mode derivatives
+            or a transform of `torch.func` is under way; also from the backward pass.
         ArgumentError: if ``cell`` cannot be called, ``memory`` is not a size, ``spill`` not a path, or ``truncate`` not
             a whole number of at least 1; it is a `ValueError`.
         SpillError: if the spill directory is missing, full or faulty; also from the backward pass.

@@ -52,7 +52,7 @@ class StepRun:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CellStep:
-    """What must be known of one.
+    """What reversing one step needs to know of its first run.
 
     Attributes:
         inputs, uses: numbers in `Outside` of its inputs and of what else it uses.

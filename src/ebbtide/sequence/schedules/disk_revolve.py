@@ -40,11 +40,13 @@ TABLE_STEPS = 20_000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DiskCosts:
-    """Times for which a schedule with a synchronous disk is made, in any one unit.
+    """Times for which a schedule with a synchronous disk is made, all in the same unit, whichever that is.
 
     Attributes:
-        forward, reverse: time of one step.
-        write, read: time of one state from memory to the disk and back.
+        forward: time of one step forward.
+        reverse: time of one step reversed, with what it runs forward itself.
+        write: time to write one state from memory to the disk.
+        read: time to read one state back.
     """
 
     forward: float = 1.0
@@ -111,6 +113,8 @@ def steps_from_disk(length: int, states: int, advance: Ints) -> int:
 @dataclasses.dataclass(frozen=True)
 class DiskRevolve(Schedule):
     """The least time with ``states`` slots in memory and any number on a synchronous disk.
+
+    Aupy, Herrmann, Hovland and Robert 2016 (SIAM J. Sci. Comput. 38(3)).
 
     Attributes:
         n: number of steps, at most `TABLE_STEPS`.
@@ -179,6 +183,8 @@ class DiskRevolve(Schedule):
 @dataclasses.dataclass(frozen=True)
 class PeriodicDiskRevolve(Schedule):
     """Every ``period``-th state on a synchronous disk, 1D-Revolve between them: near optimal for chains of any length.
+
+    Aupy and Herrmann 2017 (Optim. Methods Softw.).
 
     The last part, which may be shorter, goes by Revolve in memory where that takes less than to store its first state.
 

@@ -48,12 +48,13 @@ _Advances = npt.NDArray[np.int32]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Level:
-    """A tier with a synchronous price.
+    """A tier whose transfers compute waits for.
 
     Attributes:
         name: the tier.
         slots: states that it can hold, or None for any number.
-        write, read: time of one state to and from it.
+        write: time to write one state to it, in the unit of `HRevolve.forward`.
+        read: time to read one state from it, in the same unit.
     """
 
     name: str
@@ -78,12 +79,16 @@ class _Table:
 
 @dataclasses.dataclass(frozen=True)
 class HRevolve(Schedule):
-    """The least time with tiers of given slots and prices, fastest first.
+    """The least time with tiers of given slots whose transfers compute waits for.
+
+    Herrmann and Pallez 2020, "H-Revolve: a framework for adjoint computation on synchronous hierarchical platforms"
+    (ACM TOMS 46(2)).
 
     Attributes:
         n: number of steps.
-        levels: the tiers.
-        forward, reverse: time of one step.
+        levels: the tiers, fastest first.
+        forward: time of one step forward, in any unit; all others are in the same one.
+        reverse: time of one step reversed, with what it runs forward itself.
 
     Raises:
         SequenceError: if ``n < 1``, there is no level, or no slot for more than one step, or the tables would be too

@@ -55,7 +55,16 @@ class Count:
 
 
 def interpret(records: Iterable[Record], n: int, slots: Mapping[str, int | None], costs: Costs | None = None) -> Count:
-    """Follow ``records`` for a chain of ``n`` steps, with at most ``slots`` slots by tier (None: any number).
+    """Follow a schedule on paper, check every rule of the records, and count.
+
+    Args:
+        records: the schedule's, as `Schedule.records` gives them.
+        n: number of steps of the chain.
+        slots: the most slots that may be in use at once, by tier; None for any number.
+        costs: what steps and transfers take; if not given, each step takes 1, and transfers nothing.
+
+    Returns:
+        How many steps and transfers there were, the most slots in use, and the time in the unit of ``costs``.
 
     Raises:
         SequenceError: at the first record that breaks a rule, or at the end if steps are left.

@@ -30,6 +30,8 @@ TABLE_WORK = 1_000_000_000
 class Mixed(Schedule):
     """Fewest forward steps, those within reverse steps included, if a tape takes as much memory as a state.
 
+    Maddison 2024 (J. Comput. Sci. 82:102405).
+
     Attributes:
         n: number of steps.
         states: slots in memory, for states and tapes.

@@ -48,6 +48,8 @@ MOST_AHEAD = 16
 class Multistage(Schedule):
     """Every ``interval``-th state on a slow tier, Revolve in between, and at the turn all in memory.
 
+    Kukreja, Hueckelheim and Gorman 2018 (arXiv 1806.01117). Transfers run beside compute.
+
     Attributes:
         n: number of steps.
         states: slots in memory, at least 2.

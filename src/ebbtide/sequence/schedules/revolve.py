@@ -22,7 +22,9 @@ from ebbtide.sequence.schedules.records import (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Revolve(Schedule):
-    """Binomial checkpointing (Griewank and Walther 2000): optimal for equal steps, whatever a reverse step costs.
+    """Binomial checkpointing: the fewest forward steps for equal steps, whatever a reverse step costs.
+
+    Griewank and Walther 2000 (ACM TOMS 26:19-45).
 
     Attributes:
         n: number of steps.

@@ -23,6 +23,10 @@ from ebbtide.sequence.schedules.records import (
 class StoreAll(Schedule):
     """All states but the last in one tier.
 
+    Attributes:
+        n: number of steps.
+        tier: where states are stored.
+
     Raises:
         SequenceError: if ``n < 1``.
     """
