@@ -28,10 +28,10 @@ def _most_references(parts: list[Array]) -> int:
 
 
 KEPT_BYTES = 1 << 20
-"""Memory for copies of states of so many bytes at most stays, so that it need not be asked for again."""
+"""Memory for copies of states of up to this many bytes stays, so that it need not be asked for again."""
 CLOSE_LOOKS = 2
-"""Before a step that is run only to ask a condition about its result, checksums of the state are made so many times,
-and wherever the operator has just used memory of a state for the next one: they take long where states are large."""
+"""Checksums of the state are made before this many steps that are run only to ask a condition about their result, and
+wherever the operator has just used memory of a state for the next one: they take long where states are large."""
 _UNSEEN_REFERENCES = _most_references([np.empty(0)])
 """References to an array that the list alone holds. How many looking makes is the interpreter's own affair."""
 

@@ -33,20 +33,20 @@ from ebbtide.run.tiers.memory import bytes_of, storage_over
 from ebbtide.units import format_bytes, round_up
 
 MAPPING_BYTES = 16 << 20
-"""A mapping has at most so many bytes, or one block."""
+"""A mapping has at most this many bytes, or one block."""
 HUGE_STATE_BYTES = 2 << 20
-"""States of so many bytes lie in huge pages. Waves with states of 4 and 16 MiB took 0.91 and 0.96 times as long so; one
-with 256 KiB, where asking and copying cost more, as long as before."""
+"""States of at least this many bytes lie in huge pages. Waves with states of 4 and 16 MiB took 0.91 and 0.96 times as
+long so; one with 256 KiB, where asking and copying cost more, as long as before."""
 CACHE_LINE_BYTES = 64
-"""Blocks begin at multiples of this at least."""
+"""Blocks begin at multiples of this many bytes at least."""
 RUN_BYTES = 1 << 20
-"""Of more bytes at a time a disk takes no more each second."""
+"""A run has at most this many bytes: a disk is not faster with more at a time."""
 LOOKED_AT = 4
-"""For a run, so many times its length of free blocks are looked at."""
+"""To find a run, free blocks of this many times its length are looked at."""
 SPARE_BYTES = 4 << 20
-"""With what pads blocks, and with Python's objects, all slots may take so much more than what is given for states."""
+"""All slots may take this many bytes more than is given for states, with what pads blocks and with Python's objects."""
 RUNS_IN_MEMORY = 3
-"""So many runs fit at least: one that is being filled, and two on their way."""
+"""At least this many runs fit into memory: one that is being filled, and two on their way."""
 
 
 class Block:

@@ -18,11 +18,11 @@ _LOOKED_THROUGH = frozenset(
     {tuple, list, dict, set, frozenset, types.FunctionType, types.MethodType, types.CellType, functools.partial}
 )
 _LEVELS = 2
-"""Attributes of objects are looked at, and theirs."""
+"""Attributes are followed this many levels deep: those of objects, and theirs."""
 _ITEMS = 500
-"""So many items of each list are looked at: more of them are data."""
+"""This many items of each list are looked at: a longer one has data."""
 _OBJECTS = 2_000
-"""After so many, nearest first, nothing more is looked into, which takes a millisecond at most."""
+"""This many objects are looked into, nearest first, which takes a millisecond at most."""
 
 
 def reached_modules(roots: Iterable[object]) -> list[Module]:

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 LEVEL = 1
-"""Level of Zstandard: the next ones take longer than a disk saves."""
+"""The level of Zstandard: the next ones take longer than a disk saves."""
 TRIES = 3
-"""The first time memory is faulted in, and another one may meet a busy moment of the machine."""
+"""Packing is timed this often: the first time memory is faulted in, and another one may meet a busy moment."""
 
 Bytes = npt.NDArray[np.uint8]
 

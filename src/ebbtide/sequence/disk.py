@@ -27,9 +27,9 @@ from ebbtide.sequence.codec import Codec
 from ebbtide.units import round_up
 
 PART_BYTES = 8 << 20
-"""Small, so that several threads pack a state, and each needs little memory for that."""
+"""Bytes of a part that is packed at once: few, so that several threads pack a state, each with little memory."""
 LOOK_AGAIN_PARTS = 32
-"""After a part that does not shrink enough, so many are written as they are before another is tried."""
+"""After a part that does not shrink enough, this many are written as they are before another is tried."""
 
 
 @dataclasses.dataclass(slots=True)

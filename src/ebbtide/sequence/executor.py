@@ -13,6 +13,9 @@ from ebbtide.sequence.store import StateStore
 
 StateT = TypeVar("StateT")
 
+_CALLER = -1
+"""Stands for the step of a slot while the working state is the caller's state 0, which lies in no slot."""
+
 
 class Chain(Protocol[StateT]):
     """What an executor must know of a chain: its steps, and how a state lies in a block of memory."""
@@ -58,7 +61,7 @@ class Executor(Generic[StateT]):
         self._chain = chain
         self._store = store
         self._working: StateT | None = state
-        self._borrowed: int | None = -1  # the step whose slot the working state lies in; -1: it is the user's
+        self._borrowed_from: int | None = _CALLER  # the step whose slot it lies in; None: it may be altered
 
     @property
     def working(self) -> StateT:
@@ -94,7 +97,7 @@ class Executor(Generic[StateT]):
                 if record.step != self._left - 1:
                     raise _broken(record, f"the next step to reverse is {self._left - 1}")
                 chain.reverse(self.working, record.step)
-                self._working, self._borrowed, self._step = None, None, None
+                self._working, self._borrowed_from, self._step = None, None, None
                 self._left -= 1
             elif record.tape:
                 raise SequenceError(f"{record}: tapes cannot be stored here; take a schedule without them")
@@ -114,7 +117,7 @@ class Executor(Generic[StateT]):
             elif isinstance(record, Load):
                 self._load(record)
             else:
-                if record.tier == MEMORY and record.step == self._borrowed:
+                if record.tier == MEMORY and record.step == self._borrowed_from:
                     self._own()
                 store.drop(record.step, record.tier)
 
@@ -126,7 +129,7 @@ class Executor(Generic[StateT]):
         in_memory = record.tier == MEMORY
         block = self._store.get(record.step, record.tier)
         self._working = self._chain.unpack(block, record.step, own=not in_memory)
-        self._borrowed = record.step if in_memory else None
+        self._borrowed_from = record.step if in_memory else None
         self._step = record.step
 
     def _expect(self, record: Record, step: int) -> None:
@@ -141,8 +144,8 @@ class Executor(Generic[StateT]):
 
     def _own(self) -> None:
         """Make the working state a copy that may be altered."""
-        if self._borrowed is not None:
-            self._working, self._borrowed = self._chain.own(self.working), None
+        if self._borrowed_from is not None:
+            self._working, self._borrowed_from = self._chain.own(self.working), None
 
 
 def _broken(record: Record, why: str) -> SequenceError:

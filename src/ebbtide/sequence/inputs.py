@@ -23,7 +23,7 @@ from ebbtide.sequence.tensors import tensor_buffers
 _WHOLE = (Tensor, np.ndarray, torch.Generator, torch.nn.Module, type, types.ModuleType, types.FunctionType)
 """Leaves of inputs whose attributes are not looked at: they have none, or are no data."""
 _LEVELS = 2
-"""Attributes are looked at, and theirs."""
+"""Attributes are followed this many levels deep: those of leaves, and theirs."""
 
 
 class Inputs(Protocol):
@@ -117,7 +117,7 @@ def indexed(inputs: Iterable[Any]) -> Inputs:
         return inputs.unbind(0) if inputs.requires_grad else inputs
     if isinstance(inputs, (tuple, list)):
         return tuple(inputs)
-    return cast(Inputs, inputs) if _is_indexed(inputs) else _collected(inputs)
+    return cast(Inputs, inputs) if _is_indexed(inputs) else _collect(inputs)
 
 
 def in_turn(inputs: Iterable[Any]) -> Iterable[Any]:
@@ -134,7 +134,7 @@ def _is_indexed(inputs: Iterable[Any]) -> bool:
     return hasattr(inputs, "__getitem__") and hasattr(inputs, "__len__") and not iterated
 
 
-def _collected(inputs: Iterable[Any]) -> tuple[Any, ...]:
+def _collect(inputs: Iterable[Any]) -> tuple[Any, ...]:
     items, seen = [], _Seen()
     for item in inputs:
         leaves, structure = tree_flatten(item)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 
 RECENT = 16
-"""After so many intervals it is looked whether steps and the disk are still what they were."""
+"""After this many intervals it is looked whether steps and the disk are still what they were."""
 STEADY = 2.0
-"""Steps that take up to this factor more or less are what they were: so much varies with what else the core does."""
+"""Steps that take up to this factor more or less count as before: times vary so with what else the core does."""
 LATE_SHARE = 0.1
-"""Compute may wait for this share of an interval."""
+"""Compute may wait for the disk for this share of an interval."""
 
 
 class IntervalController:

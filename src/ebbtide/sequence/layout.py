@@ -19,7 +19,7 @@ from ebbtide.sequence.overlaps import Array, are_apart, are_same, hosts, place_w
 from ebbtide.units import round_up
 
 ALIGNMENT_BYTES = 64
-"""Arrays begin at multiples of this: a cache line, and what the widest vector instructions want."""
+"""Arrays begin at multiples of this many bytes: a cache line, and what the widest vector instructions want."""
 
 Orders = tuple[tuple[int, ...], ...]
 """How each array of a state lies: its axes, the one with the longest stride first; () where that is C's order. To the
@@ -28,9 +28,12 @@ number of an axis along which elements lie backwards the number of axes is added
 For an array in the memory of another: `SHARED`, the number of the other, and, unless the two are the same, the offset
 from the other's begin and the strides, in bytes. See NOTE [Shared memory] in `ebbtide.sequence.overlaps`."""
 SHARED = -1
-OBJECTS_BYTES, ARRAY_OBJECTS_BYTES = 2048, 320
-"""What Python's objects take for a stored state, and for each array in it. Chains of 20,000 steps that stored all took
-2316 bytes for each state of one array, 2661 for one of two and 3704 for one of five."""
+"""Begins the order of an array that lies in the memory of another one of the state."""
+OBJECTS_BYTES = 2048
+"""Bytes that Python's objects take for a stored state, besides those for its arrays."""
+ARRAY_OBJECTS_BYTES = 320
+"""Bytes that Python's objects take for each array of a stored state. Chains of 20,000 steps that stored all took 2316
+bytes for each state of one array, 2661 for one of two and 3704 for one of five."""
 _PLAIN = (np.ndarray, np.memmap)
 """Classes of arrays that steps may be given ordinary ones for."""
 

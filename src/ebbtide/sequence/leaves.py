@@ -25,7 +25,7 @@ def leaf(part: Tensor, *, kept: bool) -> Tensor:
     return (found if kept else found.view_as(found)).requires_grad_()
 
 
-def as_in_loop(state: Sequence[Tensor], start: Sequence[bool] = ()) -> list[Tensor]:
+def as_in_loop(state: Sequence[Tensor], start: Sequence[bool]) -> list[Tensor]:
     """A state of the same tensors, of which `is_kept` is what it is in a plain loop, where only ``start`` may be."""
     kept = {id(part) for part, is_it in zip(state, start, strict=False) if is_it}
     leaves = {id(part): leaf(part, kept=id(part) in kept) if part.requires_grad else part for part in state}

@@ -19,7 +19,7 @@ from ebbtide.observe.wrapped import AsOrdinary
 from ebbtide.sequence.surroundings import Reference, bytes_of_storage, unseen
 
 KEPT_BYTES = 1 << 20
-"""Copies take no more, the smallest first."""
+"""Copies of what is only read take at most this many bytes, the smallest first."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 OVERLAP_WORK = 10_000
-"""Where it takes longer to find out, arrays with common bounds count as overlapping."""
+"""The ``max_work`` of `numpy.shares_memory`: where it takes more, arrays with common bounds count as overlapping."""
 
 
 def are_apart(arrays: Sequence[Array]) -> bool:

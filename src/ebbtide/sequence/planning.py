@@ -136,7 +136,7 @@ def quickest(
     seconds = MEASURING_SHARE * least_seconds
     step = time_steps(trial, max(seconds, WARM_SECONDS))
     ways = _ways(trial, copy, step, seconds)
-    tiers = [_measured(disk, trial, step, seconds, chosen) for disk in spill.open()]
+    tiers = [_measure_disk(disk, trial, step, seconds, chosen) for disk in spill.open()]
     choice = expected(chosen(tiers))
     schedule = choice.schedule
     if not isinstance(schedule, Multistage) or not (schedule.parts or there):  # nothing goes to a disk beside steps
@@ -269,7 +269,7 @@ def _as_if_packed(way: Link) -> Link:
     return dataclasses.replace(way, bandwidth_bytes_per_second=rate, compute_slowdown=slowdown)
 
 
-def _measured(
+def _measure_disk(
     disk: StateDisk,
     trial: Trial,
     step: StepCosts,

@@ -13,10 +13,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ebbtide.sequence.schedules import Advance, Record, Reverse
 
 LONG_SECONDS = 5.0
-"""Chains that are expected to take less have no bar unless asked for."""
+"""Chains that are expected to take fewer seconds have no bar unless asked for."""
 REFRESH_SECONDS = 0.1
+"""The bar is drawn anew after this many seconds."""
 PIECE_STEPS = 100
-"""A long way is gone in pieces of so many steps, or the bar would stand still."""
+"""Long advances are split into pieces of this many steps, or the bar would stand still."""
 
 
 def is_wanted(progress: bool | None, expected_seconds: float) -> bool:

@@ -128,12 +128,12 @@ def run(
     slots, first = memory_slots(layout.size_bytes, memory), layout.view(state)
     with _spill(directories, name, n, layout, first, check) as files:
         blocks = _blocks(layout, n, slots, as_size("memory", memory), schedule, files)
-        plan = _planned(schedule, n, slots, files, _trial(forward, layout, first, blocks), reverse_seconds)
+        plan = _make_plan(schedule, n, slots, files, _trial(forward, layout, first, blocks), reverse_seconds)
         chain = ArrayChain(forward, reverse, turn, layout, steps_took=plan.steps_took, check=check)
-        return _adjoint(chain, layout, first, n, plan, blocks, files, progress)
+        return _run_and_reverse(chain, layout, first, n, plan, blocks, files, progress)
 
 
-def _adjoint(
+def _run_and_reverse(
     chain: ArrayChain,
     layout: ArrayLayout,
     first: Any,
@@ -145,7 +145,7 @@ def _adjoint(
 ) -> Outcome:
     """Run ``chain`` by ``plan``, forward from the state ``first`` and back."""
     with _store(chain, layout, plan, blocks, files) as store:
-        executor = _executed(chain, store, first, n, plan, progress)
+        executor = _run_chain(chain, store, first, n, plan, progress)
         files.drain()
         assert chain.steps is not None
         return Outcome(
@@ -178,7 +178,7 @@ def _store(chain: ArrayChain, layout: ArrayLayout, plan: SequencePlan, blocks: B
     return store
 
 
-def _executed(
+def _run_chain(
     chain: ArrayChain, store: StateStore, first: Any, n: int | Condition, plan: SequencePlan, progress: bool | None
 ) -> Executor[Any]:
     """The executor that has run ``chain`` by ``plan``."""
@@ -227,7 +227,7 @@ def _trial(forward: ForwardOperator, layout: ArrayLayout, first: Any, blocks: Bl
     return Trial(lambda: copies.copy(first), step, layout.pack, blocks)
 
 
-def _planned(
+def _make_plan(
     schedule: Schedule | None,
     n: int | Condition,
     slots: int,

@@ -232,17 +232,17 @@ class StateStore:
     def _reap(self) -> None:
         """Take back the blocks of the oldest copy out."""
         out = self._writing.popleft()
-        self._late(self._waited(out.copy), len(out.states))
+        self._late(self._time_wait(out.copy), len(out.states))
         self._all.give_back(*out.states.values())
         for step, place in zip(out.states, out.copy.place.split(len(out.states)), strict=True):
             self._written(step, place)
             self._shelves[out.tier].put(step, place)
 
     def _wait(self, copy: StateCopy, block: Block) -> Block:
-        self._waited(copy)
+        self._time_wait(copy)
         return block
 
-    def _waited(self, copy: StateCopy) -> float:
+    def _time_wait(self, copy: StateCopy) -> float:
         """Wait for a copy, and return the seconds that this took."""
         if copy.ready:
             copy.wait()

@@ -28,12 +28,14 @@ from ebbtide.sequence.surroundings import Surroundings, Written, unseen
 from ebbtide.units import round_up
 
 ALIGNMENT_BYTES = 64
-"""Tensors begin at multiples of this, as PyTorch's own do: kernels may choose their code by alignment."""
-OBJECTS_BYTES, TENSOR_OBJECTS_BYTES = 2048, 640
-"""What Python's objects take for a stored state, and for each tensor of it and of its surroundings. Chains of 14,000
-steps that stored all took 2.4 KiB for each state of one tensor, 4.4 for one of five, 5.0 with one that is carried."""
+"""Tensors begin at multiples of this many bytes, as PyTorch's own do: kernels may choose their code by alignment."""
+OBJECTS_BYTES = 2048
+"""Bytes that Python's objects take for a stored state, besides those for its tensors."""
+TENSOR_OBJECTS_BYTES = 640
+"""Bytes that Python's objects take for each tensor of a stored state and of its surroundings. Chains of 14,000 steps
+that stored all took 2.4 KiB for each state of one tensor, 4.4 for one of five, 5.0 with one that is carried."""
 FORM_BYTES = 8
-"""The number of a state's form is stored with it."""
+"""Bytes for the number of a state's form, which is stored with it."""
 
 _NOTHING_WRITTEN = Written()
 

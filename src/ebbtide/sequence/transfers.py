@@ -27,17 +27,19 @@ from ebbtide.sequence.store import StateStore
 from ebbtide.sequence.trial import Trial
 
 TRIPS = 3
-"""Transfers alone that are timed in each direction."""
-TURN_RUNS, TURN_STATES = 2, 8
-"""Steps alone and steps beside transfers take turns, in each of which so many runs go at least, and so many states."""
+"""This many transfers alone are timed in each direction."""
+TURN_RUNS = 2
+"""Steps alone and steps beside transfers take turns, in each of which at least this many runs go."""
+TURN_STATES = 8
+"""In each turn at least this many states go, too."""
 LATE_SHARE = 0.1
-"""A disk does not keep up with compute that waits for it for this part of a turn."""
+"""A disk that makes compute wait for more than this share of a turn does not keep up with it."""
 UNTRIED_SECONDS = 30e-6
-"""What a state costs compute each way where there is no time to try it: measured were 10 to 60 microseconds."""
+"""Seconds that a state costs compute each way where there is no time to try it: measured were 10 to 60 microseconds."""
 BESIDE_SECONDS = 0.6
-"""Turns are not taken for longer than this."""
+"""Turns are taken for at most this many seconds."""
 TRIAL_PLACES = 256
-"""So many states at most are in the file then, one after another, as in a run: it grows meanwhile."""
+"""At most this many states are in the file during a trial, one after another, as in a run: it grows meanwhile."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

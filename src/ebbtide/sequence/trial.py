@@ -19,21 +19,23 @@ from typing import Any
 from ebbtide.sequence.blocks import Block, Blocks
 
 TRIALS = 5
+"""A step is timed this often before a chain is run, or more often where that is asked for."""
 TRIAL_SECONDS = 0.5
-"""Calls of a step that are timed before a chain is run: so many, or for so long, but more than the first."""
+"""Timing long steps ends after this many seconds, or those asked for, once there were two calls."""
 WARM_SECONDS = 2e-3
-"""Once it is worth it, short steps are timed for so long at least ..."""
+"""Where a disk may pay, steps are timed for at least this many seconds."""
 WARM_SHARE = 0.25
-"""... and so much of all calls is left out, at the beginning."""
+"""The share of timed calls that is left out at the beginning."""
 MANY_CALLS = 20
-"""From so many on, a mean says more than a median ..."""
+"""From this many calls on the mean of times is taken, and of fewer the median."""
 OUTLYING = 5.0
-"""... of all that take less than this many times the median."""
+"""Calls that take more than this many times the median do not count for the mean."""
 MOST_SAMPLES = 256
+"""When there are this many means of calls, each two neighbours are made one, so that a long trial keeps few."""
 FEW_BLOCKS = 16
-"""States in so many blocks are likely to be in the processor's caches still when they are read ..."""
+"""States in up to this many blocks are likely to be in the processor's caches still when they are read."""
 MANY_BLOCKS_BYTES = 64 << 20
-"""... and no more are timed, where there are more, than take so much."""
+"""Copies into many blocks are timed in blocks of at most this many bytes together."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
