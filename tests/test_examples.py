@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pydoc
 import re
 import subprocess
@@ -28,7 +29,8 @@ def test_the_guide_to_long_sequences(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "sequences.md").read_text(), re.DOTALL)
     script = tmp_path / "guide.py"
     script.write_text("".join(blocks).replace('"/tmp"', repr(str(tmp_path))))
-    done = subprocess.run([sys.executable, "-W", "error", script], capture_output=True, text=True, check=False)
+    command, environment = [sys.executable, "-W", "error", str(script)], os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"\[.*\]\n\w+: 1000000 steps, .* in memory.*\n", done.stdout, re.DOTALL)
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 LEVEL = 1
 """The level of Zstandard: the next ones take longer than a disk saves."""
 TRIES = 3
-"""Packing is timed this often: the first time memory is faulted in, and another one may meet a busy moment."""
+"""A sample is packed and unpacked this often: the first time faults memory in, another may meet a busy moment."""
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -61,7 +61,7 @@ class Executor(Generic[StateT]):
         self._chain = chain
         self._store = store
         self._working: StateT | None = state
-        self._borrowed_from: int | None = _CALLER  # the step whose slot it lies in; None: it may be altered
+        self._borrowed_from: int | None = _CALLER  # the step whose slot that lies in; None: it is our own
 
     @property
     def working(self) -> StateT:

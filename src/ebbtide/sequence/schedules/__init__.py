@@ -1,6 +1,7 @@
 """Schedules for reversing chains of steps: plain records, made lazily. No torch.
 
-All raise `ArgumentError` for numbers of steps and slots that are not whole, and times that are none.
+All raise `ArgumentError` for numbers of steps and slots that are not whole, and for times that are negative or not
+finite; it is a `ValueError`.
 """
 
 from ebbtide.sequence.schedules.disk_revolve import DiskCosts, DiskRevolve, PeriodicDiskRevolve
