@@ -20,6 +20,7 @@ from ebbtide.sequence import SlowMemory, candidates, choose, run, scan, slow_mem
 from ebbtide.sequence.choose import ALIKE_SHARE, hidden_interval
 from ebbtide.sequence.schedules import (
     Costs,
+    DiskCosts,
     HRevolve,
     Multistage,
     Online,
@@ -95,6 +96,25 @@ def test_disk_too_slow_to_hide() -> None:
     choice = choose(400, SIZE, 1.0, 1.0, 3 * SIZE, [disk(200, 200)])
     assert isinstance(choice.schedule, (HRevolve, Multistage))
     assert choice.seconds < 0.8 * (Revolve(400, 2).forward_steps + 400)
+
+
+@pytest.mark.parametrize(
+    ("n", "slots", "write", "read"), [(3000, 2, 300, 300), (1000, 2, 100, 50), (2703, 3, 2700, 1.2)]
+)
+def test_a_limit_that_does_not_bind_changes_nothing(n: int, slots: int, write: float, read: float) -> None:
+    used = choose(n, SIZE, 1.0, 2.0, (slots + 1) * SIZE, [disk(write, read)]).slow_bytes["disk"] // ON_DISK
+    unlimited, roomy, tight = (
+        choose(n, SIZE, 1.0, 2.0, (slots + 1) * SIZE, [disk(write, read, capacity)]) for capacity in (None, 10**6, used)
+    )
+    assert unlimited.seconds == roomy.seconds == tight.seconds
+    assert unlimited.slow_bytes == roomy.slow_bytes == tight.slow_bytes
+
+
+@pytest.mark.parametrize(("n", "slots", "transfer"), [(100_000, 2, 1000), (20_000, 3, 1000), (20_000, 2, 300)])
+def test_chains_too_long_for_tables_and_transfers_too_slow_to_hide(n: int, slots: int, transfer: int) -> None:
+    """Never slower than Periodic-Disk-Revolve, which makes compute wait for few transfers."""
+    choice = choose(n, SIZE, 1.0, 2.0, (slots + 1) * SIZE, [disk(transfer, transfer)])
+    assert choice.seconds <= PeriodicDiskRevolve(n, slots, DiskCosts(1.0, 2.0, transfer, transfer)).seconds
 
 
 @given(

@@ -21,6 +21,7 @@ from ebbtide.sequence.schedules import (
     Schedule,
     StoreAll,
 )
+from ebbtide.sequence.schedules.disk_revolve import longest_first
 from ebbtide.sequence.schedules.h_revolve import table_work
 from ebbtide.units import format_bytes, format_seconds
 
@@ -28,8 +29,12 @@ MOST_TABLE_TERMS = 50_000_000
 """Tables of H-Revolve are made while choosing only up to this many terms, which take about a tenth of a second."""
 TABLE_SECONDS_PER_ROW = 60e-6
 """Seconds that tables of H-Revolve take at least, for each step and level."""
+LONGEST_PERIOD = 14_000
+"""The period of Periodic-Disk-Revolve is looked for only if it begins with periods of up to so many steps."""
+PERIOD_SECONDS = 1.0
+"""Seconds that this takes then."""
 TABLE_TIME_SHARE = 0.02
-"""The share of a chain's predicted time without H-Revolve that making its tables may take."""
+"""The share of a chain's predicted time without synchronous disks that looking for what they allow may take."""
 INTERVALS = 16
 """All intervals up to this many steps are tried, and of longer ones this many to each power of e."""
 SMALL_SHARE = 0.01
@@ -216,10 +221,11 @@ def list_choices(costs: ChainCosts, slots: int, tiers: Sequence[SlowMemory]) -> 
         more += [best_multistage(costs, slots, tier) for tier in tiers]
     least_seconds = min(choice.seconds for choice in (*choices, *more) if choice is not None)
     quick = TABLE_SECONDS_PER_ROW * n * len(tiers) <= TABLE_TIME_SHARE * least_seconds
-    if quick and table_work(n, _levels(costs, slots, tiers)) <= MOST_TABLE_TERMS:
-        more.append(_h_revolve(costs, slots, tiers))
-    elif slots == 1:
-        more += [_periodic(costs, slots, tier) for tier in tiers]
+    optimal = _h_revolve(costs, slots, tiers) if quick else None
+    if optimal is not None:
+        more.append(optimal)
+    elif slots == 1 or TABLE_TIME_SHARE * least_seconds >= PERIOD_SECONDS:
+        more += [_periodic(costs, slots, tier) for tier in tiers if slots == 1 or _is_hardly_hidden(costs, slots, tier)]
     return choices + [choice for choice in more if choice is not None]
 
 
@@ -302,25 +308,37 @@ def _spread(longest: int) -> Iterator[int]:
         number += max(number // INTERVALS, 1)
 
 
-def _levels(costs: ChainCosts, slots: int, tiers: Sequence[SlowMemory]) -> tuple[Level, ...]:
-    size = costs.state_bytes
-    slow = (Level(tier.name, tier.slots(size), tier.out.seconds(size), tier.back.seconds(size)) for tier in tiers)
-    return (Level(MEMORY, slots), *slow)
-
-
 def _h_revolve(costs: ChainCosts, slots: int, tiers: Sequence[SlowMemory]) -> Choice | None:
-    """H-Revolve, which is good where transfers are too slow to be hidden, as it makes few; None without a tier."""
-    if not tiers:
-        return None
-    schedule = HRevolve(costs.n, _levels(costs, slots, tiers), costs.step_seconds, costs.reverse_seconds)
-    return predicted(schedule, costs.state_bytes, schedule.seconds)
+    """H-Revolve, which is good where transfers are too slow to be hidden, as it makes few.
+
+    None without a tier, and where its tables would be too large. They have a row for each slot of a tier with a limit,
+    and one for any number of slots: where the best schedule for that keeps to the limit, it is the best.
+    """
+    size = costs.state_bytes
+    limits = [tier.slots(size) for tier in tiers]
+    for rows in ([None] * len(tiers), limits) if tiers else ():
+        slow = [
+            Level(tier.name, row, tier.out.seconds(size), tier.back.seconds(size))
+            for tier, row in zip(tiers, rows, strict=True)
+        ]
+        levels = (Level(MEMORY, slots), *slow)
+        if table_work(costs.n, levels) > MOST_TABLE_TERMS:
+            continue
+        schedule = HRevolve(costs.n, levels, costs.step_seconds, costs.reverse_seconds)
+        used = [schedule.slots[tier.name] for tier in tiers]
+        if all(limit is None or count <= limit for count, limit in zip(used, limits, strict=True)):
+            return predicted(schedule, size, schedule.seconds)
+    return None
+
+
+def _is_hardly_hidden(costs: ChainCosts, slots: int, tier: SlowMemory) -> bool:
+    """Whether more steps are run beside a copy to ``tier`` than memory has slots for, and a period is soon found."""
+    interval = hidden_interval(costs.step_seconds, tier.out.seconds(costs.state_bytes))
+    return interval > slots and longest_first(slots, disk_costs(costs, tier)) <= LONGEST_PERIOD
 
 
 def _periodic(costs: ChainCosts, slots: int, tier: SlowMemory) -> Choice | None:
-    """Periodic Disk-Revolve, for when memory has no slot for a state that comes back, and tables are too large.
-
-    None if the tier is too small.
-    """
+    """Periodic Disk-Revolve, for when H-Revolve's tables are too large. None if the tier is too small."""
     schedule = PeriodicDiskRevolve(costs.n, slots, disk_costs(costs, tier), tier=tier.name)
     room = tier.slots(costs.state_bytes)
     if room is not None and schedule.parts > room:

@@ -264,6 +264,14 @@ class PeriodicDiskRevolve(Schedule):
             yield Drop(start, self.tier)
 
 
+def longest_first(states: int, costs: DiskCosts) -> int:
+    """The longest period that `best_period` looks at first: it takes time by the square of that."""
+    t = 0
+    while reach(states + 1, t) * costs.forward <= costs.write + costs.read and reach(states, t) < TABLE_STEPS:
+        t += 1
+    return min(4 * reach(states, t), TABLE_STEPS)
+
+
 def best_period(states: int, costs: DiskCosts, n: int) -> int:
     """The period ``m`` with the least ``(write + read + once[m - 1]) / m``, transfers of a part per step of it.
 
@@ -273,12 +281,7 @@ def best_period(states: int, costs: DiskCosts, n: int) -> int:
     """
     if states == 0:
         return 1  # of a chain of one step, which stores nothing
-    transfers = costs.write + costs.read
-    t = 0
-    while reach(states + 1, t) * costs.forward <= transfers and reach(states, t) < TABLE_STEPS:
-        t += 1
-    shortest = min(reach(states, t), TABLE_STEPS)
-    longest = min(4 * shortest, TABLE_STEPS)
+    transfers, longest = costs.write + costs.read, longest_first(states, costs)
     while True:
         per_step = (transfers + once_times(longest - 1, states, costs)[0]) / np.arange(1, longest + 1)
         # Of equally good periods the longest: it needs the least disk.

@@ -10,8 +10,8 @@ For level ``k``, ``m`` free slots in it and ``l`` steps forward (``l + 1`` rever
     least[k][m, l] = min(least[k-1][all, l], write_k + stored[k][m, l]),  least[k][0, l] = least[k-1][all, l]
 
 Below level 0 there is nothing: one step is reversed at once, and more than one not at all. A level of any number of
-slots has one row, which refers to itself. The papers let ``j`` end at ``l - 1``, with a closed form for one slot;
-``j = l`` covers that case, and is needed where reading from memory costs something.
+slots, or of as many as there are states, has one row, which refers to itself. The papers let ``j`` end at ``l - 1``,
+with a closed form for one slot; ``j = l`` covers that case, and is needed where reading from memory costs something.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class HRevolve(Schedule):
                 todo += [Drop(start, name), (level, start, length, row, True)]
             elif stored and (distance := int(table.advance[row, length])):
                 yield Advance(start, start + distance)
-                right = row - 1 if self.levels[level].slots is not None else row
+                right = max(row - 1, 0)  # one row alone refers to itself
                 todo += [
                     (level, start, distance - 1, row, True),
                     Load(start, name),
@@ -166,11 +166,13 @@ class HRevolve(Schedule):
 
 def table_work(n: int, levels: tuple[Level, ...]) -> float:
     """Terms of all minima that a schedule would be made from."""
-    return sum(1 if level.slots is None else min(level.slots, n) for level in levels) * n * n / 2
+    limits = (_limit(level, n) for level in levels)
+    return sum(1 if limit is None else limit for limit in limits) * n * n / 2
 
 
-def _slots(level: Level, n: int) -> int:
-    return n if level.slots is None else level.slots
+def _limit(level: Level, n: int) -> int | None:
+    """The level's slots; None if it takes the states of all ``n`` steps but the last: more would be as good."""
+    return None if level.slots is None or level.slots >= n - 1 else level.slots
 
 
 def _tables(n: int, levels: tuple[Level, ...], forward: float, reverse: float) -> tuple[_Table, ...]:
@@ -186,9 +188,9 @@ def _tables(n: int, levels: tuple[Level, ...], forward: float, reverse: float) -
 def _table(level: Level, below: Floats, forward: float) -> _Table:
     """One level on top of those whose least times are ``below``. Time O(slots n^2), a row of minima at a time."""
     n = len(below)
-    unlimited = level.slots is None
-    rows = 1 if unlimited else min(_slots(level, n), max(n - 1, 0)) + 1
-    first = 0 if unlimited else 1  # row 0 of a limited level has no slot
+    slots = _limit(level, n)
+    rows = 1 if slots is None else slots + 1
+    first = 0 if slots is None else 1  # row 0 of a limited level has no slot
     least = np.tile(below, (rows, 1))
     stored = np.tile(below, (rows, 1))
     stores = np.zeros((rows, n), dtype=np.bool_)
