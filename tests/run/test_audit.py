@@ -19,10 +19,10 @@ from ebbtide.decisions import Recompute
 from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
 from ebbtide.run import held_bytes
-from ebbtide.run.kinds import GIVEN_UP
 from ebbtide.run.meter import PeakMeter
 from ebbtide.run.native import find_compiler
 from ebbtide.run.scrutiny import CLOSE_LOOKS, Scrutiny
+from ebbtide.run.usage import GIVEN_UP
 from tests.run.harness import FAST_DISK, HELD_MORE, SLOW_DISK
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
@@ -206,7 +206,9 @@ def test_steps_that_hold_more_where_nothing_binds(before: int, tmp_path: Path) -
 
 def test_where_nothing_binds_ever_more_steps_are_looked_at() -> None:
     """Of those that seldom hold more, none may be among the first ones."""
-    kind: Any = SimpleNamespace(script=object(), samples=(), varies=False, audited=object(), state="idle")
+    kind: Any = SimpleNamespace(
+        script=object(), samples=(), varies=False, usage=SimpleNamespace(audited=object()), state="idle"
+    )
     library: Any = SimpleNamespace(has_like=lambda _: False)
     scrutiny, found, each = Scrutiny(), list[bool](), CLOSE_LOOKS + 4
     for number in range(1, 4 * each + 1):

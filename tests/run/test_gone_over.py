@@ -19,6 +19,7 @@ from ebbtide.machine import Machine
 from ebbtide.run.kinds import Kind
 from ebbtide.run.meter import PeakMeter
 from ebbtide.run.parts import Parts
+from ebbtide.run.usage import Usage
 from tests.run.harness import FAST_DISK, SLOW_DISK, Guard
 from tests.run.test_kinds import BATCH, BLOCKS, EVERY, WIDTH, Dropped, gradients, plain_peak
 
@@ -180,22 +181,22 @@ def test_a_step_does_not_audit_the_plan_that_is_made_at_its_end(
 ) -> None:
     """As its own left too little room for such steps."""
     found = list[tuple[int, int | None]]()
-    passed = Kind.note_peak
+    passed = Usage.note_peak
     watched = set[str]()
 
     def met(parts: Parts, kind: Kind, key: int, number: int, peak_bytes: int | None, held: Any) -> str:
         return "plan" if watched and not found and peak_bytes is not None else "none"
 
-    def note_peak(kind: Kind, peak_bytes: int, machine: Machine) -> None:
+    def note_peak(usage: Usage, kind: Kind, peak_bytes: int, machine: Machine) -> None:
         assert kind.plan is not None
         former = kind.script
-        passed(kind, kind.plan.limit_bytes + 4096, machine)
+        passed(usage, kind, kind.plan.limit_bytes + 4096, machine)
         assert kind.script is not former
-        found.append((kind.audits, kind.audited_peak_bytes))
+        found.append((usage.audits, usage.audited_peak_bytes))
 
     monkeypatch.setattr(Parts, "met", met)
     monkeypatch.setattr(Parts, "claim_count", lambda parts, number: bool(watched) and not found)
-    monkeypatch.setattr(Kind, "note_peak", note_peak)
+    monkeypatch.setattr(Usage, "note_peak", note_peak)
     model, data, dice = Dropped(), torch.randn(BATCH, WIDTH), random.Random(0)
     with ebbtide.Budget(int(0.7 * plain_peak(EVERY)), spill=tmp_path, machine=FAST_DISK) as memory:
         for number in range(30):
@@ -208,7 +209,7 @@ def test_a_step_does_not_audit_the_plan_that_is_made_at_its_end(
             if found:
                 break
         kind = max(memory._loop.kinds.values(), key=lambda kind: len(kind.step.saved))
-    assert found == [(kind.audits, kind.audited_peak_bytes)]
+    assert found == [(kind.usage.audits, kind.usage.audited_peak_bytes)]
 
 
 def test_steps_that_fail_leave_others_to_be_counted(tmp_path: Path) -> None:
@@ -226,4 +227,4 @@ def test_steps_that_fail_leave_others_to_be_counted(tmp_path: Path) -> None:
         kind = memory._loop.kinds.current
         assert kind is not None
         assert kind.state == "idle"
-        assert kind.audited_peak_bytes is not None
+        assert kind.usage.audited_peak_bytes is not None

@@ -94,7 +94,7 @@ def test_ones_that_are_compared_with_none_and_hold_more_now_and_then(kind: Kind)
         if kind.scrutiny.recounts.claim_count(number):
             counted.append(number)
         elif number >= 20 and number % 12 == 8:
-            kind.note_uncompared_usage(held)
+            kind.usage.note_uncompared(kind, held)
     assert counted == [21, 22, 23, 24, 44]
 
 

@@ -85,7 +85,7 @@ def assert_noticed_without_an_audit(loop: Loop) -> None:
     """Nothing was audited that whole steps could be compared with; that they hold more is noticed nevertheless."""
     kind = loop.memory._loop.expected
     assert kind is not None
-    assert (kind.state, kind.audited) == ("rehearse", None)
+    assert (kind.state, kind.usage.audited) == ("rehearse", None)
     loop.take([Step()] * SETTLED)
     assert_soon_within(loop.take([Step(EVERY, COPIES)] * 2 * SOON))
 

@@ -157,7 +157,7 @@ class Budget:
         alike = (m for m in self.measured if (m.state, m.kind) == (kind.state, kind.key) and not m.left)
         planned = sorted(m.seconds for m in alike if m.seconds)
         seconds = planned[len(planned) // 2] if planned else None
-        measured = Measured(kind.state, seconds, kind.audited_peak_bytes)
+        measured = Measured(kind.state, seconds, kind.usage.audited_peak_bytes)
         return summarise(kind.step, self.machine, kind.bounded_plan(self.machine), measured)
 
     # --- steps ---------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import warnings
 from collections.abc import Sequence, Set
 
 from ebbtide.decisions import Plan
@@ -13,7 +12,7 @@ from ebbtide.machine import Machine
 from ebbtide.measured import State
 from ebbtide.plan import Caution, lower_bound, simulate
 from ebbtide.run.comings import Comings
-from ebbtide.run.held_bytes import Audited, Held, held_besides, holding_more, is_trifle
+from ebbtide.run.held_bytes import Audited, held_besides, holding_more
 from ebbtide.run.keys import step_key
 from ebbtide.run.looks import CHANGED_LOOKS
 from ebbtide.run.pace import Pace, without_slowdown
@@ -26,15 +25,13 @@ from ebbtide.run.scrutiny import COUNTS, Scrutiny
 from ebbtide.run.solving import plan_for
 from ebbtide.run.tiers.layouts import planned_places
 from ebbtide.run.tiers.pinned import PlannedPlaces
+from ebbtide.run.usage import Usage
 from ebbtide.step import Step
 from ebbtide.structure import structure
-from ebbtide.units import format_bytes
 
 WORTH, WORTH_SECONDS = 0.01, 1e-3
 """Share of a plain step, and seconds, that steps have to gain for a plan to be replaced: to make another one takes
 about a second, and three longer steps."""
-GIVEN_UP = 5
-"""When steps hold more so many times, or there is no plan for what they hold, their kind is not planned for again."""
 VERIFIES, VERIFIES_OF_PARTS = 4, 16
 """Steps, and steps that left out some, after which what has not been compared is not waited for."""
 AUDITS_OF_SMALLER = 3
@@ -58,12 +55,10 @@ class Kind:
         plan, script: None until planned.
         state: what the next step of this kind is for.
         banned: absences that must not be computed again: their recomputation was seen to differ.
-        audited_peak_bytes: the peak counted in a planned step, None until then.
-        audited: the step of the planned sizes that was counted under the plan, None until then.
+        usage: what was counted of its steps, and whether they hold more than is planned for.
         pace: how long its steps take.
         rehearsed: the places of the blocks of memory that its steps take.
         comings: when its steps came.
-        audits: how many steps were audited under the plan.
         scrutiny: how closely its steps are looked at.
         verifies: how many steps, each that left out nothing as several, compared some of what the plan computes again.
     """
@@ -79,20 +74,20 @@ class Kind:
     ) -> None:
         self.step = step
         self.samples = tuple(samples)
-        self.captures_all, self.keeps_graphs, self._verify = captures_all, keeps_graphs, verify
+        self.captures_all = captures_all
+        self.keeps_graphs = keeps_graphs
+        self._verify = verify
         self.varies = bool(samples) and max(varying_bytes(samples, step), default=0) >= LEAST_MOVED_BYTES
         self.key = step_key(step, keeps_graphs=keeps_graphs)
         self.plan: Plan | None = None
         self.script: Script | None = None
         self.state: State = "observe"
         self.banned: frozenset[int] = frozenset()
-        self.audited_peak_bytes: int | None = None
-        self.audited: Audited | None = None
+        self.usage = Usage()
         self.pace = Pace()
         self.rehearsed = Rehearsed(varies=self.varies)
-        self._more_times, self._has_warned, self._is_trusted = 0, False, False
-        self._held_late: Held | None = None
-        self.comings, self.audits, self.verifies = Comings(), 0, 0
+        self.comings = Comings()
+        self.verifies = 0
         self._unverified: set[tuple[int, int]] = set()
         self._others = 0
         self.scrutiny = Scrutiny()
@@ -163,7 +158,8 @@ class Kind:
         outcome = simulate(self.step, machine, plan.decisions)
         script = write_script(self.step, plan, outcome.memory, captures_all=self.captures_all)
         self.plan = None  # until all is there: an interrupt leaves a kind that is planned for anew
-        self.audits, self.verifies, self.audited, self._held_late = 0, 0, None, None
+        self.verifies = 0
+        self.usage.begin_anew()
         self.scrutiny.begin_anew()
         self.script = script
         self._unverified = {(save.value, later) for save in script.saves for later in range(len(save.remakes))}
@@ -189,11 +185,12 @@ class Kind:
     def note_audit(self, audited: Audited | None, *, whole: bool, rehearses: bool) -> None:
         """Note that a step was counted and kept to the limit: with ``audited`` if it was of the planned sizes,
         ``whole`` if it left out nothing. If it ``rehearses``, the next one may find places for its blocks."""
-        self.audited = audited or self.audited
-        self._is_trusted |= audited is not None or self.state != "audit"
-        self.audits += 1
-        if self.state == "audit" and (whole or self.audits >= AUDITS_OF_SMALLER):
-            self.state, self._is_trusted = "rehearse" if rehearses else "planned", True
+        self.usage.add_audit(audited)
+        if self.state != "audit":
+            self.usage.is_trusted = True
+        elif whole or self.usage.audits >= AUDITS_OF_SMALLER:
+            self.usage.is_trusted = True
+            self.state = "rehearse" if rehearses else "planned"
 
     def note_rehearsal(self) -> None:
         """Note that a step has taken all its blocks: where they lie is known now."""
@@ -231,108 +228,16 @@ class Kind:
 
     def inherit(self, like: Sequence[Kind], machine: Machine) -> None:
         """Take over what was learnt of others ``like`` it, if it can: their steps run by its plan from now on."""
-        self._is_trusted = any(kind._is_trusted for kind in like)
-        self._has_warned = any(kind._has_warned for kind in like)
-        self._more_times = max(kind._more_times for kind in like)
+        self.usage.inherit(kind.usage for kind in like)
         self._structure = like[0].structure  # as they were observed, whatever of them is spared
         self._plan_instead_if_possible(as_spared(self.step, [kind.step for kind in like]), machine)
         more = max(held_besides(kind.step, kind.observed[0]) for kind in like)
         self._plan_instead_if_possible(holding_more(self.step, more) if more else self.step, machine)
 
-    def note_usage(self, held: Held, machine: Machine) -> None:
-        """Note what a step has ``held``: if that passes the limit, plan with so much less from now on.
-
-        If there is no such plan, steps are counted before anybody is warned: only large blocks are known here, and with
-        them what ops take inside themselves, which may be more in one step and does not count against the limit.
-        """
-        more = self._find_excess_bytes(held)
-        if not more:
-            return
-        assert self.plan is not None
-        assert self.audited is not None
-        reason = self._leave_free(self.audited.peak_bytes + more - self.plan.peak_bytes, machine)
-        if reason and self.plan.resting_bytes + held.taken_bytes > self.plan.limit_bytes:
-            self.scrutiny.recounts.ask_for_next_like(self.comings.count)
-
-    def note_peak(self, peak_bytes: int, machine: Machine) -> None:
-        """Note the peak of a step that was counted once more, which is above the limit: as `note_usage` does."""
-        more = peak_bytes - self.plan.peak_bytes if self.plan is not None and not self._has_warned else 0
-        if more and (reason := self._leave_free(more, machine)):
-            self._warn(more, reason)
-
-    def _leave_free(self, size_bytes: int, machine: Machine) -> str:
-        """Plan with so much less from now on. Returns why that was not done, or an empty string."""
-        self._more_times += 1
-        if self._more_times >= GIVEN_UP:
-            return "that was not the first time that they held more"
-        try:
-            self.reserve_bytes(size_bytes, machine)
-        except BudgetError as error:
-            return str(error)
-        return ""
-
-    def _warn(self, more_bytes: int, reason: str) -> None:
-        assert self.plan is not None
-        self._more_times, self._has_warned = GIVEN_UP, True
-        warnings.warn(
-            f"a step held {format_bytes(more_bytes)} more than is planned for, and passed the limit of "
-            f"{format_bytes(self.plan.limit_bytes)}. The plan stays, and such steps will pass it again: {reason}",
-            stacklevel=2,
-        )
-
-    def watch_closely_if_over(self, held: Held) -> None:
-        """Watch the next steps closely if what one that was hardly looked at has ``held`` passes the limit."""
-        if self._find_excess_bytes(held):
-            self.scrutiny.look_again()
-
-    def note_uncompared_usage(self, held: Held) -> None:
-        """Note what a step has ``held`` that cannot be compared with a counted one: if it may pass the limit, count the
-        next steps, and those that come as it did."""
-        passes = self.plan is not None and self.plan.resting_bytes + held.taken_bytes > self.plan.limit_bytes
-        if passes and not self._has_warned:
-            self.scrutiny.recounts.ask_for_next_like(self.comings.count)
-
     @property
     def is_under_way(self) -> bool:
         """Whether somebody trains by plans for such steps: one that passes the limit is no reason to end that."""
-        return self._is_trusted or (self.state == "idle" and self.comings.count > COUNTS)
-
-    def note_late_usage(self, held: Held) -> bool:
-        """Note what a step has ``held`` that went over to the plan. Returns whether it `exceeds` the first such one."""
-        if self._held_late is None:
-            self._held_late = held
-        return self.exceeds(held, self._held_late)
-
-    def exceeds(self, held: Held, other: Held) -> bool:
-        """Whether a step that ran by the plan has ``held`` more than the ``other`` one, and may have passed the
-        limit."""
-        if self.plan is None or self._more_times >= GIVEN_UP:
-            return False
-        passes = self.plan.resting_bytes + held.taken_bytes > self.plan.limit_bytes
-        return passes and not is_trifle(held.above(other), self.plan)
-
-    def _find_excess_bytes(self, held: Held) -> int:
-        """Find out how many bytes a step held above the audited one, if that passes the limit and is no trifle. Where
-        what it held does not tell, ask for steps to be counted. Returns 0 then, and where it kept to the limit."""
-        if self.audited is None:
-            self.note_uncompared_usage(held)
-            return 0
-        more = held.above(self.audited.held)
-        if not self._passes(more):
-            self.audited.rest.forget_gone()
-            if self._passes(held.above_at_most(self.audited.held)):
-                self.scrutiny.recounts.ask(self.comings.count)
-        elif more > self.audited.rest.gone_bytes:
-            return more
-        else:
-            self.scrutiny.recounts.ask(self.comings.count)
-        return 0
-
-    def _passes(self, more_bytes: int) -> bool:
-        """Whether so much above the audited step passes the limit, and is no trifle."""
-        if self.plan is None or self.audited is None or self._more_times >= GIVEN_UP:
-            return False
-        return not is_trifle(more_bytes, self.plan) and self.audited.peak_bytes + more_bytes > self.plan.limit_bytes
+        return self.usage.is_trusted or (self.state == "idle" and self.comings.count > COUNTS)
 
     def ban(self, values: set[int]) -> None:
         """Never again compute these values a second time."""
@@ -345,14 +250,13 @@ class Kind:
 
     def forget_plan(self) -> None:
         """Steps of this kind do not run as planned: the next one is observed, and planned for anew."""
-        self.plan = self.script = self.audited = None
+        self.plan = self.script = None
+        self.usage.forget_plan()
         self.state = "observe"
         self.banned = frozenset()
-        self.audited_peak_bytes = None
         self.pace = Pace()
         self.rehearsed.forget()
-        self._others = self._more_times = 0
-        self._has_warned = False
+        self._others = 0
 
     @property
     def settled(self) -> bool:

@@ -155,14 +155,14 @@ def _weigh(loop: Loop, step: Ended, kind: Kind, held_now: Held) -> None:
     conductor, scrutiny = step.conductor, kind.scrutiny
     if conductor is None:
         scrutiny.was_comparable = True
-        kind.watch_closely_if_over(held_now)
+        kind.usage.watch_closely_if_over(kind, held_now)
     elif conductor.script is kind.script and conductor.went_through and not kind.varies:
         scrutiny.was_comparable = True
-        kind.note_usage(held_now, loop.machine)
+        kind.usage.note(kind, held_now, loop.machine)
     elif conductor.script is kind.script and conductor.followed:  # of other sizes than the audited one
         scrutiny.was_comparable = False
         if step.peak_bytes is None:  # otherwise it is known
-            kind.note_uncompared_usage(held_now)
+            kind.usage.note_uncompared(kind, held_now)
 
 
 def _advance(loop: Loop, step: Ended, key: int, kind: Kind, ran: Kind, conductor: Conductor) -> None:
@@ -201,7 +201,7 @@ def _note_part(loop: Loop, step: Ended, key: int, ran: Kind) -> None:
         loop.looks.again(number, ops_only=False)
         loop.looks.at(loop.parts.due)
     elif remedy == "plan" and peak is not None:
-        ran.note_peak(peak, loop.machine)
+        ran.usage.note_peak(ran, peak, loop.machine)
 
 
 def _weigh_late(loop: Loop, step: Ended, ran: Kind, peak: int | None) -> None:
@@ -215,8 +215,8 @@ def _weigh_late(loop: Loop, step: Ended, ran: Kind, peak: int | None) -> None:
         return
     recounts, following = ran.scrutiny.recounts, ran.comings.count
     if peak is not None and peak > ran.plan.limit_bytes:
-        ran.note_peak(peak, loop.machine)
-    elif peak is None and step.held is not None and ran.note_late_usage(step.held):
+        ran.usage.note_peak(ran, peak, loop.machine)
+    elif peak is None and step.held is not None and ran.usage.note_late(ran.plan, step.held):
         recounts.ask_for_next_like(following - 1)
         loop.count_next()
     if recounts.awaits(following):
@@ -225,8 +225,9 @@ def _weigh_late(loop: Loop, step: Ended, ran: Kind, peak: int | None) -> None:
 
 def _note_audit(loop: Loop, step: Ended, kind: Kind, conductor: Conductor, peak: int) -> None:
     """A step was counted: if it held more than the limit, what the observed one did not hold is planned for now."""
-    former = kind.audited_peak_bytes if kind.audits else None  # of a plan that is not followed any more
-    kind.audited_peak_bytes = max(peak, former or 0)
+    usage = kind.usage
+    former = usage.audited_peak_bytes if usage.audits else None  # of a plan that is not followed any more
+    usage.audited_peak_bytes = max(peak, former or 0)
     # One that left out some is of another kind: what it held is no reason to plan for less in steps of this one.
     if kind.plan is not None and peak > kind.plan.limit_bytes and not conductor.is_part:
         if not kind.is_under_way:
@@ -241,7 +242,7 @@ def _note_audit(loop: Loop, step: Ended, kind: Kind, conductor: Conductor, peak:
                     )
                     raise
             return
-        kind.note_peak(peak, loop.machine)  # in the middle of somebody's training, which goes on
+        usage.note_peak(kind, peak, loop.machine)  # in the middle of somebody's training, which goes on
         if kind.script is not conductor.script or kind.state != "audit":
             return
     audited = None

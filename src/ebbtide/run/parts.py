@@ -77,7 +77,7 @@ class Parts:
             last = _noted(self._more, key, number, last)
         elif held is not None and key in fit:
             other = fit[key] = fit[key] or held
-            if kind.exceeds(held, other):
+            if kind.usage.exceeds(kind.plan, held, other):
                 self.due_again = due_after(number, _noted(self._more, key, number, last))
         if key not in fit:
             self.due = due_after(number, last)

@@ -52,7 +52,7 @@ class Scrutiny:
         self._begun += 1
         self._is_weighed = is_weighed and self.was_weighed
         tells = self._is_weighed and self.was_comparable and not kind.varies
-        tells = tells and (kind.audited is not None or kind.state == "idle")
+        tells = tells and (kind.usage.audited is not None or kind.state == "idle")
         self._is_due = on_cpu and not tells and self._begun % UNWEIGHED == 0
 
     def claim_close_look(self, kind: Kind, library: KnownScripts) -> bool:
@@ -80,7 +80,7 @@ class Scrutiny:
         if not self._is_weighed:
             return False
         self._counted += 1
-        return kind.state == "idle" and kind.audited is None and self._counted <= COUNTS
+        return kind.state == "idle" and kind.usage.audited is None and self._counted <= COUNTS
 
     def count_failed(self) -> None:
         """Count the next step, as one that was counted failed in its middle."""
