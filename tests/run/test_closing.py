@@ -40,7 +40,7 @@ def test_an_interrupt_while_a_budget_is_closed(tmp_path: Path, monkeypatch: pyte
         memory.close()
     assert runtime_threads() == []
     assert open_files() == before
-    assert not memory._loop.has_tuned_allocator
+    assert not memory._loop.allocator_lease.is_taken
     memory.close()
 
 

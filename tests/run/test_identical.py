@@ -174,7 +174,7 @@ def test_options_change_no_numbers(
             compare(record, program.run(index, memory.step), f"step {index}")
         assert memory.plan is not None
         assert memory.plan.binds
-        assert memory._loop.has_tuned_allocator == options.get("tune_allocator", True)
+        assert memory._loop.allocator_lease.is_taken == options.get("tune_allocator", True)
     verifies = options.get("verify", True)
     if machine is SLOW_DISK or not verifies:  # on a fast disk it is chance whether something is computed again
         assert ("verify" in states) == verifies, states

@@ -15,8 +15,8 @@ import ebbtide
 from ebbtide.measured import Measured
 from ebbtide.run.held_bytes import Held
 from ebbtide.run.kinds import Kind
+from ebbtide.run.late_counts import MOST_VAIN_RUNS, RUN
 from ebbtide.run.lessons import _weigh_late
-from ebbtide.run.loop import COUNTS_LATE, TIMES_LATE
 from ebbtide.run.meter import PeakMeter
 from ebbtide.run.observing import observe_step
 from ebbtide.run.parts import Parts
@@ -101,14 +101,14 @@ def test_ones_that_are_compared_with_none_and_hold_more_now_and_then(kind: Kind)
 def test_ones_that_are_never_begun_as_and_hold_more_now_and_then(kind: Kind) -> None:
     """That the next one of their kind is within the limit tells nothing: the one after as many is counted."""
     asked, more = list[tuple[str, int]](), limit_of(kind)
-    loop: Any = SimpleNamespace(
-        count_next=lambda: asked.append(("next", kind.comings.count)),
-        count_next_of=lambda _: asked.append(("one", kind.comings.count)),
+    late_counts = SimpleNamespace(
+        ask=lambda number: asked.append(("next", number)), ask_around=lambda due, number: asked.append(("one", number))
     )
     for number in range(1, 18):
         kind.comings.count = number
         held = Held(more, more) if number in (8, 13) else Held(1, 1)
         step: Any = SimpleNamespace(held=held)
+        loop: Any = SimpleNamespace(late_counts=late_counts, measured=range(number))
         _weigh_late(loop, step, kind, None)
     assert asked == [("next", 8), ("next", 13), ("one", 17)]
 
@@ -120,12 +120,12 @@ def test_around_which_steps_one_is_looked_for_that_none_is_begun_as(kind: Kind, 
         for number in range(800):
             if number % 80 == 39:
                 kind.comings.came_at(number)
-                loop.count_next_of(kind)
+                loop.late_counts.ask_around(kind.comings.due, number)
             if loop.claim_count_of_parts():
                 counted.append(number)
             loop.measured.add(Measured("planned", None, None))
     assert counted[:16] == list(range(71, 87))  # 40 from the loop's begin on, and then as many
-    assert 2 * COUNTS_LATE <= len(counted) <= TIMES_LATE * COUNTS_LATE
+    assert 2 * RUN <= len(counted) <= MOST_VAIN_RUNS * RUN
 
 
 def test_one_that_is_counted_and_passes_the_limit_no_longer_fits(kind: Kind) -> None:

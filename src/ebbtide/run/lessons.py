@@ -218,9 +218,9 @@ def _weigh_late(loop: Loop, step: Ended, ran: Kind, peak: int | None) -> None:
         ran.usage.note_peak(ran, peak, loop.machine)
     elif peak is None and step.held is not None and ran.usage.note_late(ran.plan, step.held):
         recounts.ask_for_next_like(following - 1)
-        loop.count_next()
+        loop.late_counts.ask(len(loop.measured))
     if recounts.awaits(following):
-        loop.count_next_of(ran)
+        loop.late_counts.ask_around(ran.comings.due, len(loop.measured))
 
 
 def _note_audit(loop: Loop, step: Ended, kind: Kind, conductor: Conductor, peak: int) -> None:

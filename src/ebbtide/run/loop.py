@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-import weakref
 from pathlib import Path
 
 from ebbtide.errors import BudgetError, OutOfMemoryError, PlanError
@@ -14,6 +13,7 @@ from ebbtide.measured import Measurements, State
 from ebbtide.observe.recorder import Recorder
 from ebbtide.plan import plain_peak_bytes
 from ebbtide.run import allocator
+from ebbtide.run.allocator_lease import AllocatorLease
 from ebbtide.run.beginning import may_be_skipped, whole_of
 from ebbtide.run.calibrate import machine_for
 from ebbtide.run.device import TrainingDevice
@@ -21,6 +21,7 @@ from ebbtide.run.drift import Drift
 from ebbtide.run.gauges import likely_device
 from ebbtide.run.kinds import Kind
 from ebbtide.run.known_kinds import KnownKinds
+from ebbtide.run.late_counts import LateCounts
 from ebbtide.run.links import machine_on
 from ebbtide.run.looks import Looks
 from ebbtide.run.parts import Parts
@@ -35,13 +36,6 @@ TRUSTED_STATES = ("rehearse", *FINAL_STATES)
 MOST_STRANGERS = 8
 """Kinds that came but once. Where there are more of them, each step may be another one, and a plan of no use: kinds are
 planned for once they come again, or all at once if they differ in sizes alone."""
-
-COUNTS_LATE, TIMES_LATE, SHARE_LATE = 16, 4, 0.01
-"""Steps to count until one comes of a kind that is never begun with; how often that may be done for one that is likely
-to hold more, and for which share of all steps besides, as it may be in vain."""
-
-_open: weakref.WeakSet[Loop] = weakref.WeakSet()
-_open_lock = threading.RLock()  # a loop may die, and be seen to, while its own thread has it
 
 
 class Loop:
@@ -60,6 +54,8 @@ class Loop:
         kinds: the kinds of steps that are known.
         looks: which steps are to be observed.
         parts: steps which leave out some of what is planned for.
+        late_counts: which steps are counted as one may go over to another plan.
+        allocator_lease: this loop's part in the settings of the allocator of RAM.
         ground: the device that steps run on; None before the first step.
         resting_size: this process's, between steps.
         running: the step under way, if any.
@@ -86,7 +82,7 @@ class Loop:
         self.hard = hard
         self.compiles = True
         self._tune_allocator = tune_allocator
-        self._leave: weakref.finalize[[], Loop] | None = None
+        self.allocator_lease = AllocatorLease()
         self._given_machine = machine
         self._measured_machine: Machine | None = None
         self._drift: Drift | None = None
@@ -97,13 +93,11 @@ class Loop:
         self._too_large: set[int] = set()
         self.looks = Looks()
         self.parts = Parts()
-        self._counts_left = self._counts_from = self._no_counts_before = self._counts_late = 0
+        self.late_counts = LateCounts()
         self.resting_size = allocator.RestingSize()
         self.running: object | None = None
         self.lock = threading.Lock()
         self.closed = False
-        with _open_lock:
-            _open.add(self)
 
     @property
     def machine(self) -> Machine:
@@ -149,36 +143,12 @@ class Loop:
         if not self.closed:
             self.closed = True
             with contextlib.ExitStack() as stack:
-                stack.callback(self._leave_allocator)
+                stack.callback(self.allocator_lease.give_back)
                 if self.ground is not None:
                     stack.callback(self.ground.cap, None)
                 for tier in reversed(self.tiers.values()):
                     stack.callback(tier.close)
                     stack.callback(tier.drain)
-
-    def tune_allocator(self, *, exact: bool) -> None:
-        """Set the allocator of RAM for steps, or for the first of all, until `close`, or as long as this lives."""
-        if self._leave is None:
-            self._leave = weakref.finalize(self, _restore_allocator)
-            self._leave.atexit = False
-        allocator.set_exact() if exact else allocator.set_tuned()
-
-    def retune_allocator(self) -> None:
-        """Let other budgets' steps have the arena again, as a step was observed: the first of all runs without it."""
-        with _open_lock:
-            is_shared = any(other is not self and other.has_tuned_allocator for other in _open)
-        if is_shared and self.has_tuned_allocator:
-            allocator.set_tuned()
-
-    def _leave_allocator(self) -> None:
-        leave, self._leave = self._leave, None
-        if leave is not None:
-            leave()
-
-    @property
-    def has_tuned_allocator(self) -> bool:
-        """Whether the allocator's settings are, among others, this one's."""
-        return self._leave is not None
 
     def tier(self, name: str = "") -> SlowTier:
         """The tier of that name; without one the first, which has the others behind it."""
@@ -200,7 +170,7 @@ class Loop:
 
     def forget_all(self) -> None:
         """What was learnt was learnt on another device."""
-        self._leave_allocator()
+        self.allocator_lease.give_back()
         self.kinds.forget_all()
         self._measured_machine = self._drift = None
 
@@ -236,25 +206,12 @@ class Loop:
         if tells_limit:
             self.looks.note_observed()
         seen = Kind(step, verify=self.verify, captures_all=captures_all, keeps_graphs=recorder.keeps_graphs)
-        roomy = next((known for known in self.kinds.values() if known.has_room_for(seen)), None)
-        if roomy is not None:
-            self.kinds.met(roomy, self._latest)
+        kind = self._find_unplanned(seen)
+        if kind is None:
             self.looks.note_nothing_new()
             return
-        kind = self.kinds.setdefault(seen.key, seen)
-        self.kinds.met(kind, self._latest)
-        if kind.plan is not None:
-            kind.note_observation(step)
-            # In calls of what was compiled, and in transforms, a plan's capture mode must not go on and off.
-            if not kind.has_changed and (kind.captures_all or not captures_all):
-                self.looks.note_nothing_new()
-                return
-            kind.forget_plan()
         self.looks.note_new_kind()
         kind.observed_again(step, captures_all=captures_all)
-        is_one_of_many = (
-            kind.comings.count == 1 and sum(other.comings.count == 1 for other in self.kinds.values()) > MOST_STRANGERS
-        )
         if not tells_limit or (self.looks.left > 0 and (len(self.kinds) == 1 or self.limit_bytes is None)):
             return  # look once more, without the page faults of the first time
         limit_bytes = self._find_limit()
@@ -262,9 +219,37 @@ class Loop:
             return
         if may_be_skipped(kind, self.kinds.values()) and self.looks.claim_one_for_skipped():
             return
+        is_one_of_many = self._is_one_of_many(kind)
         if self._try_shared_plan(kind, is_one_of_many) or is_one_of_many:
             self.looks.have_enough()
             return
+        self._plan(kind, limit_bytes, recorder)
+
+    def _find_unplanned(self, seen: Kind) -> Kind | None:
+        """Note that the latest step was of the kind ``seen``, or of one that has room for it. Returns the kind that is
+        to be planned for; None if its steps run by the plan that there is."""
+        roomy = next((known for known in self.kinds.values() if known.has_room_for(seen)), None)
+        if roomy is not None:
+            self.kinds.met(roomy, self._latest)
+            return None
+        kind = self.kinds.setdefault(seen.key, seen)
+        self.kinds.met(kind, self._latest)
+        if kind.plan is not None:
+            kind.note_observation(seen.step)
+            # In calls of what was compiled, and in transforms, a plan's capture mode must not go on and off.
+            if not kind.has_changed and (kind.captures_all or not seen.captures_all):
+                return None
+            kind.forget_plan()
+        return kind
+
+    def _is_one_of_many(self, kind: Kind) -> bool:
+        """Whether ``kind`` came but once, as more others did than are planned for each by itself."""
+        strangers = sum(known.comings.count == 1 for known in self.kinds.values())
+        return kind.comings.count == 1 and strangers > MOST_STRANGERS
+
+    def _plan(self, kind: Kind, limit_bytes: int, recorder: Recorder) -> None:
+        """Plan for ``kind``, which ``recorder`` has observed, or else leave its steps to another, or run them
+        uncompiled. Raises `BudgetError` if none of these is possible."""
         try:
             kind.make_plan(self.machine, limit_bytes)
         except BudgetError as error:
@@ -295,23 +280,9 @@ class Loop:
     def claim_count_of_parts(self) -> bool:
         """Claim a count, if one is left, for the step that begins now. Returns whether it is counted, as one that may
         leave out some of what is planned for, or go over to another plan."""
-        takes = self._counts_left > 0 and len(self.measured) >= self._counts_from
-        self._counts_left -= takes
-        return self.parts.claim_count(len(self.measured)) or takes
-
-    def count_next(self) -> None:
-        """A step that went over to another plan may have passed the limit: count the next ones. It is asked for ever
-        less often, as that may be in vain."""
-        if len(self.measured) >= self._no_counts_before:
-            self._no_counts_before = 2 * len(self.measured)
-            self._counts_left, self._counts_from = COUNTS_LATE, 0
-
-    def count_next_of(self, kind: Kind) -> None:
-        """The next step of ``kind``, which none is begun as, may pass the limit: count those around the one that is
-        likely to be it."""
-        if self._counts_late < TIMES_LATE * COUNTS_LATE + SHARE_LATE * len(self.measured):
-            self._counts_left, self._counts_from = COUNTS_LATE, kind.comings.due - COUNTS_LATE // 2
-            self._counts_late += COUNTS_LATE
+        number = len(self.measured)
+        is_late = self.late_counts.claim(number)
+        return self.parts.claim_count(number) or is_late
 
     def _try_shared_plan(self, kind: Kind, is_one_of_many: bool) -> bool:
         """Make one plan for all steps that differ from those of ``kind`` in sizes alone, where what differs is a
@@ -370,13 +341,3 @@ class Loop:
         self.compiles = False
         self.kinds.forget_all()
         self.looks.begin_anew()
-
-
-def _restore_allocator() -> None:
-    """Give back the allocator's settings, unless a budget has them still."""
-    with _open_lock:
-        is_left = not any(loop.has_tuned_allocator for loop in _open)
-    if is_left:
-        allocator.set_default()
-        allocator.leave_regions()
-    allocator.trim()

@@ -168,7 +168,7 @@ class Running:
         loop = self._loop
         again = bool(loop.kinds)
         if loop.tunes_allocator:
-            loop.tune_allocator(exact=not again)
+            loop.allocator_lease.take(exact=not again)
         probe = allocator.arena_probe() if loop.tunes_allocator and again else None
         memory = self._ground.memory
         note = functools.partial(loop.tier().expect, self._ground.device)
@@ -261,7 +261,7 @@ class Running:
             if self._meter is not None:
                 stack.callback(self._meter.leave)
             if self._recorder is not None:
-                stack.callback(self._loop.retune_allocator)
+                stack.callback(self._loop.allocator_lease.retake)
                 stack.callback(self._recorder.leave)
             if self._conductor is not None:
                 stack.callback(self._conductor.stop)
