@@ -198,35 +198,52 @@ def plain_peak_bytes(kind: type[Program]) -> int:
     return meter.peak_bytes
 
 
-def run_within(
+def allowed_raises(build: Callable[[], Program]) -> int:
+    """How often a limit that many programs are given may be raised for this one, where it is below what is reachable:
+    once if its steps are all of one kind; of others, the largest may come late."""
+    return 1 if build().steady else 3
+
+
+def assert_identical_within(
     build: Callable[[], Program],
     expected: list[Record],
     limit: int | str,
     machine: Machine,
     spill: Path,
     prepare: Callable[[ebbtide.Budget], None] = lambda memory: None,
+    *,
     metered: bool = True,
-    tries: int | None = None,
+    may_raise_limit: int = 0,
 ) -> Trial:
-    """Run a program under a budget, once it was prepared, and compare every step with plain PyTorch.
+    """Run a program under a budget, and fail unless every step is bit for bit as ``expected``, that is as in plain
+    PyTorch, and the peaks of planned steps are those of their plans.
 
-    Steps are ``metered`` where tensors are all that a budget counts, as on a CPU.
-
-    A budget that no plan meets is asked for again at 1.02 x the least reachable peak; that one must work, if all steps
-    are of one kind. Of others, the largest may come late; then it is asked for again up to three times, or ``tries``.
+    Args:
+        build: makes the program.
+        expected: the records of a plain run.
+        limit: of the budget.
+        machine: of the budget.
+        spill: of the budget.
+        prepare: called with the budget before its first step.
+        metered: whether steps run under a meter that compares their peaks with the plan's, as where tensors are all
+            that a budget counts. Programs that are not steady have none.
+        may_raise_limit: how often the limit may be raised where no plan meets it: to 1.02 x the least reachable peak.
     """
-    for _ in range(tries or (1 if build().steady else 3)):
+    raises = 0
+    while True:
         try:
-            return _run_within(build, expected, limit, machine, spill, prepare, metered)
+            return _compare_within(build, expected, limit, machine, spill, prepare, metered)
         except BudgetError as error:
+            if raises == may_raise_limit:
+                raise
             refused = error.with_traceback(None)  # which keeps the program, and on a device all that lies there counts
         gc.collect()
         assert refused.reachable_bytes > refused.limit_bytes, f"refused, but said to be reachable: {refused}"
         limit = int(refused.reachable_bytes * 1.02)
-    return _run_within(build, expected, limit, machine, spill, prepare, metered)
+        raises += 1
 
 
-def _run_within(
+def _compare_within(
     build: Callable[[], Program],
     expected: list[Record],
     limit: int | str,

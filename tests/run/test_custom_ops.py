@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ebbtide.machine import Machine
-from tests.run.harness import FAST_DISK, SLOW_DISK, Program, run_plain, run_within
+from tests.run.harness import FAST_DISK, SLOW_DISK, Program, assert_identical_within, run_plain
 from tests.run.programs import SAID_BY_PYTORCH, mlp
 
 pytestmark = [
@@ -79,4 +79,4 @@ class Gated(Program):
 @pytest.mark.parametrize("kind", [Projected, Gated])
 @pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["fast", "slow"])
 def test_they_do_as_without_a_mode(kind: type[Program], machine: Machine, tmp_path: Path) -> None:
-    run_within(kind, run_plain(kind), "90%", machine, tmp_path)
+    assert_identical_within(kind, run_plain(kind), "90%", machine, tmp_path)

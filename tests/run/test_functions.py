@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ebbtide.decisions import Recompute
 from ebbtide.machine import Machine
 from ebbtide.run.native import arena_library
-from tests.run.harness import FAST_DISK, SLOW_DISK, Guard, Program, Record, run_plain, run_within
+from tests.run.harness import FAST_DISK, SLOW_DISK, Guard, Program, Record, assert_identical_within, run_plain
 from tests.run.programs import SAID_BY_PYTORCH
 from tests.run.test_leaves import Weighing
 
@@ -92,7 +92,7 @@ class KeptBesides(GivenOut):
 @MACHINES
 def test_what_is_given_out_is_not_taken(kind: type[Program], machine: Machine, tmp_path: Path) -> None:
     """Otherwise two gradients would be one, and be clipped twice."""
-    run_within(kind, run_plain(kind), "80%", machine, tmp_path)
+    assert_identical_within(kind, run_plain(kind), "80%", machine, tmp_path)
 
 
 class Tagged(Program):
@@ -114,7 +114,7 @@ class Tagged(Program):
 @MACHINES
 def test_masks_keep_their_attributes(machine: Machine, tmp_path: Path) -> None:
     """Also where they were away."""
-    trial = run_within(Tagged, run_plain(Tagged), "70%", machine, tmp_path)
+    trial = assert_identical_within(Tagged, run_plain(Tagged), "70%", machine, tmp_path)
     assert trial.plan is not None
     assert trial.plan.binds
 
@@ -155,7 +155,7 @@ class Gained(Tagged):
 @MACHINES
 def test_attributes_are_those_of_the_tensor_that_was_saved(machine: Machine, tmp_path: Path) -> None:
     """Both are shown by what holds the memory."""
-    trial = run_within(Gained, run_plain(Gained), "60%", machine, tmp_path)
+    trial = assert_identical_within(Gained, run_plain(Gained), "60%", machine, tmp_path)
     assert trial.plan is not None
     assert trial.plan.binds
 
@@ -194,7 +194,7 @@ class Emptied(Program):
 
 @pytest.mark.skipif(arena_library() is None, reason="without the arena, what came back cannot be resized")
 def test_what_is_emptied_in_a_backward_pass(tmp_path: Path) -> None:
-    trial = run_within(Emptied, run_plain(Emptied), "60%", FAST_DISK, tmp_path)
+    trial = assert_identical_within(Emptied, run_plain(Emptied), "60%", FAST_DISK, tmp_path)
     assert trial.plan is not None
     assert trial.plan.binds
 
@@ -231,6 +231,6 @@ class MarkedDirty(Program):
 
 def test_what_is_counted_twice_is_made_from_and_not_again(tmp_path: Path) -> None:
     """No plan counts on what is not known again when it is captured: what is computed again is compared at once."""
-    trial = run_within(MarkedDirty, run_plain(MarkedDirty), "50%", SLOW_DISK, tmp_path)
+    trial = assert_identical_within(MarkedDirty, run_plain(MarkedDirty), "50%", SLOW_DISK, tmp_path)
     assert any(isinstance(decision, Recompute) for decision in trial.decisions)
     assert trial.states.count("verify") == 1

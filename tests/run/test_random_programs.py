@@ -6,6 +6,7 @@ variable EBBTIDE_HYPOTHESIS=long tries many more.
 
 from __future__ import annotations
 
+import functools
 import re
 import tempfile
 from collections.abc import Callable
@@ -21,7 +22,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ebbtide.machine import Tier
-from tests.run.harness import STEPS, Guard, Program, Record, paper_machine, run_plain, run_within
+from tests.run.harness import (
+    STEPS,
+    Guard,
+    Program,
+    Record,
+    allowed_raises,
+    assert_identical_within,
+    paper_machine,
+    run_plain,
+)
 from tests.run.pieces import MORE_PIECES
 from tests.run.programs import SAID_BY_PYTORCH
 
@@ -266,7 +276,8 @@ def check(
     steady = not any(bool(record["refused"]) for record in expected)
     disk = Tier("disk", "disk")
     machine = paper_machine("ram", disk, bandwidth_bytes_per_second=bandwidth, latency_seconds=latency)
-    run_within(lambda: Written(source, passes, steady, keeps), expected, limit, machine, spill)
+    build = functools.partial(Written, source, passes, steady, keeps)
+    assert_identical_within(build, expected, limit, machine, spill, may_raise_limit=allowed_raises(build))
 
 
 @hypothesis.given(

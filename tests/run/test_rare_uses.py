@@ -23,7 +23,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ebbtide.decisions import Keep
 from ebbtide.machine import Machine
-from tests.run.harness import FAST_DISK, SLOW_DISK, STEPS, Guard, Program, Record, run_plain, run_within
+from tests.run.harness import (
+    FAST_DISK,
+    SLOW_DISK,
+    STEPS,
+    Guard,
+    Program,
+    Record,
+    allowed_raises,
+    assert_identical_within,
+    run_plain,
+)
 from tests.run.programs import SAID_BY_PYTORCH
 
 pytestmark = [
@@ -239,8 +249,10 @@ USES: list[Use] = [
 @pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["moves", "recomputes"])
 @pytest.mark.parametrize("use", USES)
 def test_identical_to_plain(use: Use, machine: Machine, tmp_path: Path) -> None:
-    expected = run_plain(lambda: Using(use), STEPS - 2)
+    build = functools.partial(Using, use)
+    expected = run_plain(build, STEPS - 2)
     counts = use is not masked  # a meter counts what wraps others without saying so, too
-    trial = run_within(lambda: Using(use), expected, "60%", machine, tmp_path, metered=counts)
+    raises = allowed_raises(build)
+    trial = assert_identical_within(build, expected, "60%", machine, tmp_path, metered=counts, may_raise_limit=raises)
     moves = any(not isinstance(decision, Keep) for decision in trial.decisions)
     assert moves == (use is not mutated), "its hooks lie above ours"

@@ -23,7 +23,15 @@ from ebbtide.run.calls import Argument, KnownOp, capture
 from ebbtide.run.holdings import Holding, View, view_of
 from ebbtide.run.recipes import Recipe
 from ebbtide.run.versions import ChangedError, version_of
-from tests.run.harness import SLOW_DISK, Guard, Program, Record, gradients_beside_a_buffer, run_plain, run_within
+from tests.run.harness import (
+    SLOW_DISK,
+    Guard,
+    Program,
+    Record,
+    assert_identical_within,
+    gradients_beside_a_buffer,
+    run_plain,
+)
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "itself": lambda x: x,
@@ -189,7 +197,7 @@ class CudnnNormed(Program):
 
 @pytest.mark.usefixtures("cudnn_on_cpu", "nothing_left", "quick_plans")
 def test_cudnn_updates_running_statistics_once(tmp_path: Path) -> None:
-    trial = run_within(CudnnNormed, run_plain(CudnnNormed), "60%", SLOW_DISK, tmp_path)
+    trial = assert_identical_within(CudnnNormed, run_plain(CudnnNormed), "60%", SLOW_DISK, tmp_path)
     assert trial.states[-1] == "planned"
     assert any(isinstance(decision, Recompute) for decision in trial.decisions)
 
@@ -225,7 +233,7 @@ class SwitchedLate(Switched):
 @pytest.mark.usefixtures("nothing_left", "quick_plans")
 @pytest.mark.parametrize("program", [Switched, SwitchedLate])
 def test_norms_that_are_switched_between_steps(program: type[Program], tmp_path: Path) -> None:
-    trial = run_within(program, run_plain(program), "60%", SLOW_DISK, tmp_path)
+    trial = assert_identical_within(program, run_plain(program), "60%", SLOW_DISK, tmp_path)
     assert any(isinstance(decision, Recompute) for decision in trial.every_decision)
 
 
@@ -293,7 +301,7 @@ def test_what_reads_emptied_storages_is_never_run_again(verify: bool, tmp_path: 
     def prepare(memory: ebbtide.Budget) -> None:
         memory._loop.verify = verify
 
-    trial = run_within(Sharded, run_plain(Sharded), "60%", SLOW_DISK, tmp_path, prepare)
+    trial = assert_identical_within(Sharded, run_plain(Sharded), "60%", SLOW_DISK, tmp_path, prepare, may_raise_limit=1)
     assert trial.states[-1] == "planned"
     assert not trial.banned
     assert any(isinstance(decision, Recompute) for decision in trial.decisions)

@@ -33,7 +33,16 @@ from ebbtide.run.tiers import DiskTier
 from ebbtide.run.tiers.transfers import Load
 from ebbtide.step import Step
 from tests.conftest import QUICK_SECONDS
-from tests.run.harness import FAST_DISK, SLOW_DISK, Guard, Program, Record, paper_machine, run_plain, run_within
+from tests.run.harness import (
+    FAST_DISK,
+    SLOW_DISK,
+    Guard,
+    Program,
+    Record,
+    assert_identical_within,
+    paper_machine,
+    run_plain,
+)
 from tests.run.programs import PROGRAMS
 
 FAIR_DISK = paper_machine("ram", Tier("disk", "disk"), bandwidth_bytes_per_second=1e8, latency_seconds=1e-6)
@@ -92,7 +101,7 @@ def test_what_an_earlier_pass_made_is_computed_again(machine: Machine, tmp_path:
     """By ops of that pass, captured as it ran; nothing has to wait for a slow disk."""
     kind = PROGRAMS["Derivatives"]
     found: list[ebbtide.Budget] = []
-    trial = run_within(kind, run_plain(kind), "60%", machine, tmp_path, found.append)
+    trial = assert_identical_within(kind, run_plain(kind), "60%", machine, tmp_path, found.append, may_raise_limit=1)
     step = found[-1].observed
     assert step is not None
     again = [decision for decision in trial.decisions if isinstance(decision, Recompute)]
@@ -118,7 +127,7 @@ def steady_plans(monkeypatch: pytest.MonkeyPatch, quick_plans: Callable[..., Pla
 @pytest.mark.parametrize("name", ["TwoLosses", "TaskGradients"])
 def test_values_leave_again(name: str, machine: Machine, expected: type[Decision], tmp_path: Path) -> None:
     kind: type[Program] = PROGRAMS[name]
-    trial = run_within(kind, run_plain(kind), "70%", machine, tmp_path)
+    trial = assert_identical_within(kind, run_plain(kind), "70%", machine, tmp_path)
     step = observed(kind())
     assert len(step.absences) == len(trial.decisions)
     assert any(isinstance(decision, expected) for decision in between_passes(step, trial.decisions))
@@ -131,7 +140,7 @@ def test_one_value_moves_and_is_recomputed(tmp_path: Path) -> None:
     step = observed(kind())
     found = set()
     for limit, machine in itertools.product(["70%", "80%", "85%"], [FAST_DISK, FAIR_DISK]):
-        trial = run_within(kind, run_plain(kind), limit, machine, tmp_path)
+        trial = assert_identical_within(kind, run_plain(kind), limit, machine, tmp_path)
         ways: dict[int, list[type[Decision]]] = {}
         for absence, decision in zip(step.absences, trial.decisions, strict=True):
             ways.setdefault(absence.value, []).append(type(decision))
@@ -214,7 +223,7 @@ class Denoised(Program):
 
 
 def test_what_the_last_node_saves_is_away_in_the_pass_before_its_own(tmp_path: Path) -> None:
-    trial = run_within(Denoised, run_plain(Denoised), 1 << 16, FAST_DISK, tmp_path)
+    trial = assert_identical_within(Denoised, run_plain(Denoised), 1 << 16, FAST_DISK, tmp_path, may_raise_limit=1)
     assert any(isinstance(decision, Offload) for decision in trial.decisions)
 
 

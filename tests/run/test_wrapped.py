@@ -18,7 +18,7 @@ from ebbtide.observe.recorder import Recorder
 from ebbtide.observe.wrapped import inside
 from ebbtide.run.meter import PeakMeter
 from tests.observe.test_mode import User
-from tests.run.harness import FAST_DISK, SLOW_DISK, run_plain, run_within
+from tests.run.harness import FAST_DISK, SLOW_DISK, assert_identical_within, run_plain
 from tests.run.programs import Chain, mlp
 from tests.run.test_identical import Forbidden
 from tests.run.wrapper import unwrap, wrap
@@ -138,7 +138,7 @@ class Ragged(Chain):
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @pytest.mark.parametrize(("program", "limit"), [(Wide, "70%"), (Wide, "40%"), (Ragged, "80%"), (Ragged, "60%")])
 def test_they_move(program: type[Chain], limit: str, tmp_path: Path) -> None:
-    trial = run_within(program, run_plain(program), limit, FAST_DISK, tmp_path)
+    trial = assert_identical_within(program, run_plain(program), limit, FAST_DISK, tmp_path)
     assert trial.plan is not None
     assert sum(isinstance(decision, Offload) for decision in trial.plan.decisions) > 3
     assert trial.plan.peak_bytes < 0.8 * trial.plan.plain_peak_bytes
@@ -160,4 +160,4 @@ class WrittenLater(Forbidden):
 @pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["fast", "slow"])
 @pytest.mark.parametrize("limit", ["90%", "60%"])
 def test_a_forbidden_in_place_op_is_still_refused(limit: str, machine: Machine, tmp_path: Path) -> None:
-    run_within(WrittenLater, run_plain(WrittenLater), limit, machine, tmp_path)
+    assert_identical_within(WrittenLater, run_plain(WrittenLater), limit, machine, tmp_path)
