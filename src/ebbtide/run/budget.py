@@ -33,11 +33,13 @@ class Budget:
     * From then on steps run as planned.
 
     Args:
-        limit: an int, ``"6GiB"``, or ``"50%"`` of the plain peak, the larger one of the steps that are observed first;
-            those before the first training step, which have no backward pass and save nothing, do not count.
-            On a CPU, bytes of all tensors alive that a step touches or makes, parameters and gradients included. On
-            CUDA, all bytes that PyTorch's allocator has handed out on the step's device: optimizer state and
-            workspaces, too.
+        limit: the most bytes at any moment of a step: an int, a size like ``"6GiB"``, or ``"50%"`` of the plain peak.
+            That is the larger one of the steps that are observed first; those before the first training step, which
+            have no backward pass and save nothing, do not count. What counts against the limit:
+
+            * On a CPU, all tensors alive that the step touches or makes, parameters and gradients included.
+            * On CUDA, all that PyTorch's allocator has handed out on the step's device: optimizer state and workspaces,
+              too.
         spill: directory on a disk for tensors that leave; the system's directory for temporary files by default.
         verify: compare every value that is computed again with the truth, once. The step that does keeps to the limit,
             but for a part of 256 KiB of what it compares.
@@ -45,15 +47,16 @@ class Budget:
             let glibc's allocator keep its pages. See `ebbtide.run.allocator`.
         machine: the links to plan for, between the device and slow memories in `tiers`; measured on first use by
             default.
-        host: pinned host memory for tensors that leave CUDA devices, at most; by default half of what is available,
-            shared with the other processes of `torchrun` on this machine, or among its GPUs.
+        host: the most pinned host memory for tensors that leave CUDA devices, an int or a size like ``"6GiB"``; by
+            default half of what is available, shared with the other processes of `torchrun` on this machine, or among
+            its GPUs.
         checksum: check the bytes that come back from the disk.
-        hard: on CUDA, let PyTorch's allocator refuse, until this budget is closed, what goes beyond the limit, whoever
-            asks for it; not in the step that verifies. It counts whole segments: leave room for the holes in them.
+        hard: on CUDA, cap PyTorch's allocator at the limit, whoever asks for memory, until `close`; not in the step
+            that verifies. The cap counts reserved segments, so leave room for fragmentation.
 
     Raises:
-        ArgumentError: if ``limit`` is neither a size nor a percentage, ``host`` is no size, or ``spill`` or ``machine``
-            is of another type. It is a `ValueError`.
+        ArgumentError: if ``limit`` is neither a size nor a percentage, ``host`` is not a size, or ``spill`` or
+            ``machine`` has another type. It is a `ValueError`.
         SpillError: if ``spill`` cannot be used.
         RecordError: if ``machine`` cannot exist.
     """
@@ -107,19 +110,19 @@ class Budget:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the latest kind of step, or None while it is observed."""
+        """The plan of the latest kind of step; None before the first step, and while the kind is observed."""
         kind = self._loop.kinds.current
         return kind.plan if kind is not None else None
 
     @property
     def observed(self) -> Step | None:
-        """The latest kind of step, as observed."""
+        """The latest kind of step, as observed; None before the first step has ended."""
         kind = self._loop.kinds.current
         return kind.step if kind is not None else None
 
     @property
     def plain_peak_bytes(self) -> int | None:
-        """The peak of that step without a plan."""
+        """The peak of the latest kind of step without a plan, in bytes; None while it has no plan."""
         return self.plan.plain_peak_bytes if self.plan is not None else None
 
     @property
@@ -178,11 +181,14 @@ class Budget:
         return Running(self._loop)
 
     def close(self) -> None:
-        """Give back files, threads and the allocator's settings. Saved tensors that are away are lost."""
+        """Wait for transfers, and give back files, threads and the allocator's settings. Saved tensors that are away
+        are lost. Closing twice does nothing."""
         self._loop.close()
 
     def __enter__(self) -> Budget:
+        """The budget itself, which the ``with`` block closes at its end."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Closes the budget: see `close`."""
         self.close()

@@ -29,8 +29,14 @@ def note_memory(storage: torch.UntypedStorage, tier: object) -> None:
 class PeakMeter(DispatchMode):
     """Counts, byte for byte, the storages alive over a ``with`` block; costs some microseconds an op.
 
+    It sees the ops of the thread that the block begins in. What it tells is of the block so far while that runs, and of
+    all of it afterwards.
+
     Args:
         tiers: those whose loads count; None for all. A budget in another thread may load meanwhile.
+
+    Raises:
+        StepError: on a second ``with``, as a meter counts over one block.
     """
 
     def __init__(self, tiers: Collection[object] | None = None) -> None:
@@ -43,7 +49,7 @@ class PeakMeter(DispatchMode):
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that were ever alive, those at rest included."""
+        """The most bytes that were alive at once, those at rest included."""
         return self._ledger.peak_bytes
 
     @property
@@ -57,7 +63,7 @@ class PeakMeter(DispatchMode):
 
     @property
     def end_bytes(self) -> int:
-        """Bytes alive at the end of the block, those at rest included."""
+        """Bytes alive now or, after the block, at its end; those at rest included."""
         return self._ledger.live_bytes
 
     def __enter__(self) -> PeakMeter:

@@ -20,11 +20,19 @@ from ebbtide.step import Step
 
 
 def observe_step(run: Callable[[], Any], device: torch.device | str | None = None) -> Step:
-    """Call ``run``, one forward and backward pass during which nothing moves, and return what was seen.
+    """Call ``run`` once, one forward and backward pass during which nothing moves, and record what it does.
+
+    The first step of a process has page faults and set-up in its durations: call ``run`` before, or observe twice and
+    take the second step. Gradients that ``run`` leaves stay, and the next step adds to them: clear them in between, or
+    within ``run``.
 
     Args:
-        run: the step.
+        run: runs the step; called without arguments, and what it returns is ignored.
         device: where it runs; None for the current CUDA device, if CUDA is in use, and else the CPU.
+
+    Returns:
+        The step: its ops with their durations in seconds, the values that they make with their sizes in bytes, and when
+        autograd needs these.
 
     Raises:
         ArgumentError: if ``run`` cannot be called, or there is no such device; it is a `ValueError`.

@@ -28,10 +28,7 @@ SETTLED = LOOKS[1]
 
 
 class Pace:
-    """Collects the times of events over planned steps of one kind.
-
-    It refines how long ops take; `ebbtide.sequence.pace.Pace` chooses how often a chain stores a state.
-    """
+    """Collects the times of events over planned steps of one kind, and refines from them how long ops take."""
 
     def __init__(self) -> None:
         self._runs: list[list[float]] = []
