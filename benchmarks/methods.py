@@ -45,11 +45,7 @@ class Method(Protocol):
 
 
 class Plain:
-    """PyTorch as it is, with glibc's own allocator settings or with those that ebbtide uses."""
-
-    def __init__(self, *, tuned: bool) -> None:
-        if tuned:
-            set_tuned()
+    """PyTorch as it is; also what a method does that says nothing else."""
 
     def active(self) -> AbstractContextManager[Any]:
         """Nothing around the step."""
@@ -67,11 +63,17 @@ class Plain:
         """Nothing to give back."""
 
 
+class PlainTuned(Plain):
+    """PyTorch with the allocator settings that ebbtide uses."""
+
+    def __init__(self) -> None:
+        set_tuned()
+
+
 class Ebbtide(Plain):
     """Steps within a budget of ``limit``, moving to the directory ``spill``; other options are those of `Budget`."""
 
     def __init__(self, limit: int | str, spill: str | None, **options: Any) -> None:
-        super().__init__(tuned=False)
         self._memory = Budget(limit, spill=spill, **options)
 
     @property
@@ -110,7 +112,6 @@ class CheckpointBlocks(Plain):
     """`torch.utils.checkpoint` around each of the workload's blocks."""
 
     def __init__(self, workload: Workload) -> None:
-        super().__init__(tuned=False)
         self._blocks = workload.blocks
 
     def active(self) -> AbstractContextManager[Any]:
@@ -143,7 +144,6 @@ class EverythingToDisk(Plain):
     """Each saved tensor but the parameters goes to a file of its own, as in PyTorch's tutorial on the hooks."""
 
     def __init__(self, workload: Workload, spill: str | None) -> None:
-        super().__init__(tuned=False)
         self._parameters = parameter_storages(workload.model)
         self._directory = tempfile.TemporaryDirectory(prefix="benchmark-", dir=spill)
 
@@ -185,9 +185,9 @@ def make_method(name: str, workload: Workload, *, limit_bytes: int | None, spill
     """The method called ``name``; only ``ebbtide`` uses ``limit_bytes``, which it needs."""
     match name:
         case "plain":
-            return Plain(tuned=False)
+            return Plain()
         case "plain-tuned":
-            return Plain(tuned=True)
+            return PlainTuned()
         case "ebbtide" if limit_bytes is not None:
             return Ebbtide(limit_bytes, spill)
         case "checkpoint":

@@ -46,7 +46,7 @@ class Bench:
         self.device = device
         self.workload = workload
         self._batch = workload.batch(0)
-        self._plain = Plain(tuned=False)
+        self._plain = Plain()
         self._spread: float | None = None
         for number in range(PLAIN_STEPS):
             self._ready(number)

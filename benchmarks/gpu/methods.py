@@ -44,9 +44,6 @@ class Options:
 class SaveOnCpu(Plain):
     """PyTorch's own hook: every saved tensor to pinned memory, parameters too."""
 
-    def __init__(self) -> None:
-        super().__init__(tuned=False)
-
     def active(self) -> AbstractContextManager[Any]:
         """The hook is on in here."""
         return torch.autograd.graph.save_on_cpu(pin_memory=True)
@@ -56,7 +53,6 @@ class OffloadCheckpoint(Plain):
     """Checkpointing of each block, whose inputs `OffloadActivations` moves: the use its authors recommend."""
 
     def __init__(self, workload: Workload, device: Device) -> None:
-        super().__init__(tuned=False)
         self._blocks = CheckpointBlocks(workload)
         self._offload = OffloadActivations(workload, device)
 
@@ -74,7 +70,6 @@ class CompileBudget(Plain):
     """
 
     def __init__(self, workload: Workload, device: Device) -> None:
-        super().__init__(tuned=False)
         if device.torch_device.type != "cuda":
             raise UnavailableError("compiling is measured on CUDA only: for a CPU it would build C++ for a minute")
         import torch._dynamo.config  # it takes seconds, for which only those wait who compile

@@ -46,7 +46,6 @@ class OffloadActivations(Plain):
     """See the module's first lines."""
 
     def __init__(self, workload: Workload, device: Device) -> None:
-        super().__init__(tuned=False)
         self._head = list(workload.model.children())[-1]
         self._parameters = parameter_storages(workload.model)
         self._device = device

@@ -22,7 +22,7 @@ from ebbtide.consoles import console_beside, errors_console, progress_bar, say
 from ebbtide.errors import EbbtideError
 from ebbtide.files import write_whole
 from ebbtide.machines import load_machine, machine_names
-from ebbtide.named_steps import here, observe_fake, observe_fake_batch, runner
+from ebbtide.named_steps import here, observe_named_fake, observe_named_fake_batch, runner
 from ebbtide.options import (
     DEVICE_SHARE,
     WHAT_FORM,
@@ -153,7 +153,7 @@ def observe(
         raise typer.BadParameter("--fake and --machine go together: the machine says how long ops take")
     with errors_console().status("observing"):
         if machine_name is not None:
-            step = observe_fake(what, batch, load_machine(machine_name))
+            step = observe_named_fake(what, batch, load_machine(machine_name))
         else:
             with here():
                 step = _observe_twice(*runner(what, batch))
@@ -208,7 +208,7 @@ def plan(
     with errors_console().status("planning"):
         machine = machine_of(machine_name, spill)
         if model is not None:
-            step = observe_fake(model, batch, machine)
+            step = observe_named_fake(model, batch, machine)
         else:
             assert step_path is not None
             step = Step.load(step_path)
@@ -253,7 +253,7 @@ def batch(
     limit_bytes = limit_bytes_of(budget, None, machine)
     with errors_console().status("observing") as status:
         found = largest_batch(
-            lambda size: observe_fake_batch(what, size, machine),
+            lambda size: observe_named_fake_batch(what, size, machine),
             machine,
             limit_bytes,
             overhead=share_of(overhead, "--overhead"),

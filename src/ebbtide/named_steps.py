@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ebbtide.errors import EbbtideError
 from ebbtide.machine import Machine
@@ -21,18 +21,24 @@ _TOO_LARGE = (RuntimeError, MemoryError, ValueError, OverflowError)
 """What PyTorch and NumPy raise where a batch is too large for the memory, or for any."""
 
 
-def runner(what: str, batch_size: int | None = None) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """What runs a step, and what prepares it: of a demo model with a batch of some size, or of the user's function.
+class NamedStep(NamedTuple):
+    """What runs a step, and what has to be called before each time."""
+
+    run: Callable[[], Any]
+    prepare: Callable[[], Any]
+
+
+def runner(what: str, batch_size: int | None = None) -> NamedStep:
+    """The step of a demo model with a batch of some size, or of the user's function.
 
     Raises:
         EbbtideError: if there is no such model, file or function, the file cannot be imported, a batch is named for a
-            function, which chooses its own, or there is no memory for it; by the first of what is returned, if the step
-            fails.
+            function, which chooses its own, or there is no memory for it; by `NamedStep.run`, if the step fails.
     """
     if is_file(what):
         if batch_size is not None:
             raise EbbtideError(f"{what}: a batch can be named for demo models alone; a function chooses its own")
-        return _function(what), _nothing
+        return NamedStep(_function(what), _nothing)
     from ebbtide.demo.workloads import make_workload
 
     with _named_errors(what, *_TOO_LARGE):
@@ -43,19 +49,19 @@ def runner(what: str, batch_size: int | None = None) -> tuple[Callable[[], Any],
         with _named_errors(what, *_TOO_LARGE):
             workload.step(batch)
 
-    return run, workload.model.zero_grad
+    return NamedStep(run, workload.model.zero_grad)
 
 
-def observe_fake(what: str, batch_size: int | None, machine: Machine) -> Step:
+def observe_named_fake(what: str, batch_size: int | None, machine: Machine) -> Step:
     """The step called ``what`` as ``machine`` would run it. Raises as `runner` and the function in `observe.fake`."""
     return _observed_fake(lambda: runner(what, batch_size), machine)
 
 
-def observe_fake_batch(what: str, batch_size: int, machine: Machine) -> Step:
-    """As `observe_fake`, with a batch of some size: the user's function is called with it."""
+def observe_named_fake_batch(what: str, batch_size: int, machine: Machine) -> Step:
+    """As `observe_named_fake`, with a batch of some size: the user's function is called with it."""
     if is_file(what):
-        return _observed_fake(lambda: (_function(what, batch_size), _nothing), machine)
-    return observe_fake(what, batch_size, machine)
+        return _observed_fake(lambda: NamedStep(_function(what, batch_size), _nothing), machine)
+    return observe_named_fake(what, batch_size, machine)
 
 
 def is_file(what: str) -> bool:
@@ -63,12 +69,12 @@ def is_file(what: str) -> bool:
     return ":" in what or what.endswith(".py")
 
 
-def _observed_fake(load: Callable[[], tuple[Callable[[], Any], Callable[[], Any]]], machine: Machine) -> Step:
+def _observed_fake(load: Callable[[], NamedStep], machine: Machine) -> Step:
     from ebbtide.observe import fake
 
     def build() -> Callable[[], Any]:
-        run, prepare = load()
-        return lambda: (prepare(), run())
+        step = load()
+        return lambda: (step.prepare(), step.run())
 
     with here():
         return fake.observe_fake(build, machine)

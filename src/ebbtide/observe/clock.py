@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
+
+Mark: TypeAlias = Any
+"""A point in a device's work: a number or an event, which only the clock that made it can read."""
 
 
 class Clock(Protocol):
-    """Notes where a device is in its work. A mark is whatever it likes; the host runs on meanwhile."""
+    """Notes where a device is in its work. The host runs on meanwhile."""
 
-    def mark(self) -> Any:
+    def mark(self) -> Mark:
         """The point after all that the calling thread has given the device to do. Never waits."""
         ...
 
-    def passed(self, mark: Any, /) -> bool:
+    def passed(self, mark: Mark, /) -> bool:
         """Whether the device has got to ``mark``. Never waits."""
         ...
 
-    def seconds(self, earlier: Any, later: Any, /) -> float:
+    def seconds(self, earlier: Mark, later: Mark, /) -> float:
         """Seconds from one mark to another. Waits until the device has got to both."""
         ...
 
@@ -27,7 +30,7 @@ class Clock(Protocol):
         is the device's own time, and not that in which it waited for the host."""
         ...
 
-    def is_behind(self, mark: Any, /) -> bool:
+    def is_behind(self, mark: Mark, /) -> bool:
         """Whether the device may have had something to do right up to ``mark``. Never waits."""
         ...
 
@@ -53,7 +56,7 @@ class HostClock:
         return True
 
 
-Span = tuple[Any, Any]
+Span = tuple[Mark, Mark]
 """Two marks of one clock, the earlier one first."""
 
 

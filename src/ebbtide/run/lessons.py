@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from ebbtide.errors import BudgetError
 from ebbtide.measured import Measured, State
+from ebbtide.observe.clock import Mark
 from ebbtide.observe.recorder import Recorder
 from ebbtide.run.conductor import Conductor
 from ebbtide.run.held_bytes import Audited, Held, Rest
@@ -38,8 +38,8 @@ class Ended:
 
     state: State
     kind: Kind | None
-    began: Any
-    ended: Any
+    began: Mark
+    ended: Mark
     conductor: Conductor | None
     light: LightWatch | None
     recorder: Recorder | None

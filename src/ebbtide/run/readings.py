@@ -5,9 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from ebbtide.observe.clock import Clock, Span, total_seconds
+from ebbtide.observe.clock import Clock, Mark, Span, total_seconds
 
 Then = Callable[[float, list[float]], None]
 """Gets the seconds of a step, and those between one of its stamps and the next."""
@@ -27,7 +26,7 @@ class Readings:
         self._clock = clock
         self._unread: collections.deque[_Reading] = collections.deque()
 
-    def add(self, start: Any, stamps: Sequence[Span], end: Any, then: Then) -> None:
+    def add(self, start: Mark, stamps: Sequence[Span], end: Mark, then: Then) -> None:
         """A step ran from ``start`` to ``end``, and the runtime was busy during each of ``stamps``."""
         starts = [start, *(after for _, after in stamps)]
         ends = [*(before for before, _ in stamps), end]

@@ -9,11 +9,11 @@ import sys
 import threading
 import warnings
 from types import TracebackType
-from typing import Any
 
 from ebbtide.decisions import Plan
 from ebbtide.errors import StepError
 from ebbtide.measured import State
+from ebbtide.observe.clock import Mark
 from ebbtide.observe.garbage import put_back_if_left
 from ebbtide.observe.hooks import Pack, Show, disabled, drop_hooks, push_hooks, take_off
 from ebbtide.observe.inductor import compiled_as_ops
@@ -62,7 +62,7 @@ class Running:
         self._held: Held | None = None
         self._kind: Kind | None = None
         self._state: State = "observe"
-        self._began: Any = None
+        self._began: Mark = None
         self._has_begun = False
         self._hooks: tuple[Pack, Show] | None = None
         self._compiled = contextlib.ExitStack()
@@ -201,7 +201,7 @@ class Running:
 
     @never_compiled
     def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
+        self, error_type: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if sys.is_finalizing():
             return  # with a generator that nobody closed: all goes anyway, and a backward pass would abort the process
@@ -291,7 +291,7 @@ class Running:
         """Whether this is a child that was forked within the step: what it does is no part of the step."""
         return self._process != os.getpid()
 
-    def _what_ended(self, ended: Any) -> Ended:
+    def _what_ended(self, ended: Mark) -> Ended:
         """The step, and what took part in it; ``ended`` is a mark of the device's clock."""
         return Ended(
             state=self._state,
