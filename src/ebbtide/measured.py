@@ -9,7 +9,7 @@ from typing import Literal
 
 LATEST = 10_000
 """How many of the latest measurements are kept: a training may have millions of steps."""
-State = Literal["observe", "verify", "audit", "rehearse", "planned", "idle"]
+StepState = Literal["observe", "verify", "audit", "rehearse", "planned", "idle"]
 """What a step is for: see ``state`` of `ebbtide.Budget`."""
 
 
@@ -25,7 +25,7 @@ class Measured:
         kind: the key of the kind of step that it was of, known or not; None if it was observed.
     """
 
-    state: State | None = None
+    state: StepState | None = None
     seconds: float | None = None
     peak_bytes: int | None = None
     left: str = ""

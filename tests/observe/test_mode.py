@@ -123,15 +123,15 @@ def test_interrupt_at_any_bytecode(way: str, others: int) -> None:
 
 
 @pytest.mark.parametrize("user_leaves", ["first", "last"])
-@pytest.mark.parametrize("place", [0, None])
-def test_modes_that_do_not_nest(place: int | None, user_leaves: str) -> None:
+@pytest.mark.parametrize("below", [0, None])
+def test_modes_that_do_not_nest(below: int | None, user_leaves: str) -> None:
     """A mode that is put on within a ``with`` block of the user's stays on when that ends, and leaves it on."""
     before, user, mode = notes(), User(), Nothing()
     user.enter()
-    mode.enter(place)
-    assert dispatch._get_current_dispatch_mode_stack() == ([mode, user] if place == 0 else [user, mode])
+    mode.enter(below)
+    assert dispatch._get_current_dispatch_mode_stack() == ([mode, user] if below == 0 else [user, mode])
     torch.ones(1)
-    if user_leaves == "first" and place == 0:
+    if user_leaves == "first" and below == 0:
         user.leave()
         torch.ones(1)
         mode.leave()

@@ -69,7 +69,7 @@ OPS: dict[str, Callable[[Tensor], Tensor]] = {
 def run(op: Callable[[Tensor], Tensor], off_at: int) -> tuple[list[Tensor], int]:
     """The results of ``op`` and its gradients, and how many tensors it saved; under a mode that is taken off at one."""
     torch.manual_seed(1)
-    capture, saved = CaptureMode({}, (), lambda _: None, place=0), 0
+    capture, saved = CaptureMode({}, (), lambda _: None, below=0), 0
 
     def pack(tensor: Tensor) -> Tensor:
         nonlocal saved
@@ -105,7 +105,7 @@ class Names(CaptureMode):
     """Notes which op is seen at which tick."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        super().__init__({}, names, lambda _: None, place=0)
+        super().__init__({}, names, lambda _: None, below=0)
         self.seen: list[tuple[int, str]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -224,7 +224,7 @@ def saves(op: Callable[[Tensor], Tensor], capture: CaptureMode, on_at: int) -> l
 
 
 def test_between_ops() -> None:
-    capture = CaptureMode({}, (), lambda _: None, place=0)
+    capture = CaptureMode({}, (), lambda _: None, below=0)
     assert saves(torch.sin, capture, -1) == [(False, False)]  # its operand
     assert saves(torch.tanh, capture, -1) == [(True, False)]  # its result
     assert saves(lambda x: x.exp().sin(), capture, -1) == [(True, False), (False, False)]
@@ -232,7 +232,7 @@ def test_between_ops() -> None:
 
 def test_copies_are_made_in_the_middle_of_an_op() -> None:
     """An op that writes over what its backward pass needs saves a copy, which looks like a result."""
-    capture = CaptureMode({}, (), lambda _: None, place=0)
+    capture = CaptureMode({}, (), lambda _: None, below=0)
     result, operand, copy = (True, False), (False, False), (False, True)
     assert saves(lambda x: x.exp().mul_(SCALE).sin(), capture, 0) == [result, operand, copy, operand]
 
@@ -250,7 +250,7 @@ def test_an_interrupt_as_the_mode_is_put_on_or_taken_off_leaves_nothing(monkeypa
             original(given)
             raise KeyboardInterrupt
 
-        capture = CaptureMode({}, (), lambda _: None, place=0)
+        capture = CaptureMode({}, (), lambda _: None, below=0)
         with monkeypatch.context() as patch:
             patch.setattr(mode, name, interrupted)
             with pytest.raises(KeyboardInterrupt):

@@ -281,33 +281,33 @@ class DispatchMode(_Unnoticed):
         _arrange([mode for mode in modes_on() if mode is not self and not _is_within(mode, self)])
         correct_mode_flags()
 
-    def enter(self, place: int | None = None) -> None:
+    def enter(self, below: int | None = None) -> None:
         """Begin to see ops.
 
         Args:
-            place: how many modes are to stay below it on the stack, as those put on later go first; None for all.
+            below: how many modes are to stay below it on the stack, as those put on later go first; None for all.
         """
         self._nests = True
         self.__enter__()
         stack = modes_on()
-        if place is not None and place < len(stack) - 1:
+        if below is not None and below < len(stack) - 1:
             self._nests = False
-            _arrange([*stack[:place], self, *stack[place:-1]])
+            _arrange([*stack[:below], self, *stack[below:-1]])
 
     def leave(self) -> None:
         """See no more of them."""
         self.__exit__(None, None, None)
 
-    def put_on(self, place: int | None) -> bool:
+    def put_on(self, below: int | None) -> bool:
         """`enter`, where this mode comes on top, in a sixth of the time: PyTorch notes nothing of it.
 
         Args:
-            place: how many modes are on; None if nobody knows.
+            below: how many modes are on, which it comes above; None if nobody knows.
 
         Returns:
             Whether it was done. Then `take_off` undoes it.
         """
-        if place is None or _mode_count() != place:
+        if below is None or _mode_count() != below:
             return False
         mode_is_on(self)
         _push(self)

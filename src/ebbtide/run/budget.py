@@ -10,7 +10,7 @@ from ebbtide.arguments import as_budget, as_directory, as_size, check_instance
 from ebbtide.decisions import Plan
 from ebbtide.errors import StepError
 from ebbtide.machine import Machine, check_machine
-from ebbtide.measured import Measured, State
+from ebbtide.measured import Measured, StepState
 from ebbtide.run.loop import Loop
 from ebbtide.run.running import Running
 from ebbtide.run.tiers import SlowTier
@@ -126,7 +126,7 @@ class Budget:
         return self.plan.plain_peak_bytes if self.plan is not None else None
 
     @property
-    def state(self) -> State:
+    def state(self) -> StepState:
         """What the next step is for: ``observe``, ``verify``, ``audit``, ``rehearse``, and from then on ``planned``, or
         ``idle`` if nothing binds."""
         return self._loop.state

@@ -58,7 +58,7 @@ class CaptureMode(DispatchMode):
         known: what the step's record says, by tick, of the ops that recipes replay.
         names: the names of all ops, by tick.
         on_mismatch: called with a reason when an op is not the recorded one.
-        place: see the attribute.
+        below: see the attribute.
         stays_on: whether it stays on from beginning to end.
 
     Attributes:
@@ -67,7 +67,7 @@ class CaptureMode(DispatchMode):
         copied: whether the op seen last was a copy.
         hidden: while true, ops are not counted; the runtime sets it around its own.
         calls: captured calls by tick.
-        place: how many modes on the stack are below it, whenever it is on: those that were on as the step began.
+        below: how many modes on the stack are below it, whenever it is on: those that were on as the step began.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class CaptureMode(DispatchMode):
         known: dict[int, KnownOp],
         names: Sequence[str],
         on_mismatch: Callable[[str], None],
-        place: int | None = None,
+        below: int | None = None,
         *,
         stays_on: bool = False,
     ) -> None:
@@ -86,7 +86,7 @@ class CaptureMode(DispatchMode):
         self.hidden = False
         self.entered = self.copied = False
         self.calls: dict[int, Call] = {}
-        self.place = place
+        self.below = below
         self._begun_at = -1
         self._opening: Sequence[str] = ()
         self._is_quick = False
@@ -102,9 +102,9 @@ class CaptureMode(DispatchMode):
             self._begun_at = -1 if between_ops else tick
             self._opening = () if between_ops else self._names[tick : tick + 2]
             self._is_quick = True  # first, as an interrupt may come in between
-            if not self.put_on(self.place):
+            if not self.put_on(self.below):
                 self._is_quick = False
-                self.enter(self.place)
+                self.enter(self.below)
         self.tick = self.counted_from(tick)
 
     def counted_from(self, tick: int) -> int:

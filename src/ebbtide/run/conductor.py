@@ -92,10 +92,10 @@ class Conductor(Tracker):
         """Call when the step begins."""
         self._objects = self.script.objects + (len(self.script.expected) if self._mark is not None else 0)
         expect_objects(self._objects)
-        self._place = len(modes_on())
+        self._modes_below = len(modes_on())
         tell_of_passes(self._pass_begins)
         if self._capture is not None:
-            self._capture.place, self._capture.until = self._place, self.script.next_saves[-1]
+            self._capture.below, self._capture.until = self._modes_below, self.script.next_saves[-1]
             if self.script.stretches[-1] >= 0:
                 self._capture.begin(0, between_ops=True)
 

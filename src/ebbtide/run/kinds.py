@@ -9,7 +9,7 @@ from collections.abc import Sequence, Set
 from ebbtide.decisions import Plan
 from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
-from ebbtide.measured import State
+from ebbtide.measured import StepState
 from ebbtide.plan import Caution, lower_bound, simulate
 from ebbtide.run.comings import Comings
 from ebbtide.run.held_bytes import Audited, held_besides, holding_more
@@ -81,7 +81,7 @@ class Kind:
         self.key = step_key(step, keeps_graphs=keeps_graphs)
         self.plan: Plan | None = None
         self.script: Script | None = None
-        self.state: State = "observe"
+        self.state: StepState = "observe"
         self.banned: frozenset[int] = frozenset()
         self.usage = Usage()
         self.pace = Pace()

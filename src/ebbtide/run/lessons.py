@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ebbtide.errors import BudgetError
-from ebbtide.measured import Measured, State
+from ebbtide.measured import Measured, StepState
 from ebbtide.observe.clock import Mark
 from ebbtide.observe.recorder import Recorder
 from ebbtide.run.conductor import Conductor
@@ -36,7 +36,7 @@ class Ended:
         went_through: whether it has taken the blocks that steps of its kind take.
     """
 
-    state: State
+    state: StepState
     kind: Kind | None
     began: Mark
     ended: Mark

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ebbtide.errors import BudgetError, OutOfMemoryError, PlanError
 from ebbtide.machine import Machine
-from ebbtide.measured import Measurements, State
+from ebbtide.measured import Measurements, StepState
 from ebbtide.observe.recorder import Recorder
 from ebbtide.plan import plain_peak_bytes
 from ebbtide.run import allocator
@@ -117,7 +117,7 @@ class Loop:
         return self._measured_machine
 
     @property
-    def state(self) -> State:
+    def state(self) -> StepState:
         """What the next step is for: ``observe``, ``verify``, ``audit``, ``rehearse``, and from then on ``planned``, or
         ``idle`` if nothing binds."""
         looks = self.looks.are_due(len(self.measured))

@@ -12,7 +12,7 @@ from types import TracebackType
 
 from ebbtide.decisions import Plan
 from ebbtide.errors import StepError
-from ebbtide.measured import State
+from ebbtide.measured import StepState
 from ebbtide.observe.clock import Mark
 from ebbtide.observe.garbage import put_back_if_left
 from ebbtide.observe.hooks import Pack, Show, disabled, drop_hooks, push_hooks, take_off
@@ -61,7 +61,7 @@ class Running:
         self._turn: int | None = None
         self._held: Held | None = None
         self._kind: Kind | None = None
-        self._state: State = "observe"
+        self._state: StepState = "observe"
         self._began: Mark = None
         self._has_begun = False
         self._hooks: tuple[Pack, Show] | None = None

@@ -75,7 +75,7 @@ class Tracker(Keeper):
         self._safe = safe
         self._new_truth = new_truth
         self._outdated: list[CaptureMode] = []
-        self._place = 0
+        self._modes_below = 0
         self._event = 0
         self._exact = self._alike = self._whole = True
         self._shown_early: set[int] = set()
@@ -314,14 +314,14 @@ class Tracker(Keeper):
             # Another mode could not be put on here if this is within a call of something compiled.
             outdated.turn_to(script.known, script.names, former.known)
             return
-        self._capture = self._new_capture(script, self._place)
+        self._capture = self._new_capture(script, self._modes_below)
         if outdated is not None:
             outdated.forget()
             self._outdated.append(outdated)
             if self._capture is not None:
                 self._capture.take_over(outdated, former.known)
 
-    def _new_capture(self, script: Script, place: int | None = None) -> CaptureMode | None:
+    def _new_capture(self, script: Script, below: int | None = None) -> CaptureMode | None:
         """What captures the calls that the recipes of ``script`` need, if there are any, or, where no mode could be put
         on later, those of a script that it may go over to."""
         if not (script.remakes or (script.stays_on and self._library.captures_all)):
@@ -333,7 +333,7 @@ class Tracker(Keeper):
             if (told := differs()) is not None:
                 told(reason)
 
-        return CaptureMode(script.known, script.names, tell, place, stays_on=script.stays_on)
+        return CaptureMode(script.known, script.names, tell, below, stays_on=script.stays_on)
 
     def _differs(self, reason: str) -> None:
         """An op is not the recorded one: what is saved next tells whether some were left out. See NOTE [Leaving the
