@@ -20,7 +20,7 @@ from ebbtide.machine import Link, Machine, Tier, check_machine
 from ebbtide.run import beside, replay_cost
 from ebbtide.run import calibrate as module
 from ebbtide.run.calibrate import FREE_BYTES, calibrate, machine_for
-from ebbtide.run.fits import slope
+from ebbtide.run.fits import LATENCY_BYTES, slope
 from ebbtide.run.native import arena_library
 from ebbtide.run.script import Script
 from ebbtide.run.tiers.disk import DiskTier
@@ -141,7 +141,7 @@ def test_a_slow_disk_takes_bounded_time(tmp_path: Path, monkeypatch: pytest.Monk
     machine = calibrate(tmp_path)
     assert clock.seconds < 8
     for link in machine.links:
-        assert link.latency_seconds == pytest.approx(module.LATENCY_BYTES / rate)
+        assert link.latency_seconds == pytest.approx(LATENCY_BYTES / rate)
         assert link.bandwidth_bytes_per_second == pytest.approx(rate, rel=0.01)
 
 
@@ -163,7 +163,7 @@ def test_what_ops_that_run_again_cost_besides_their_own_time(
 def test_what_is_timed_begins_where_a_block_of_any_disk_may() -> None:
     """Of 4 KiB that began elsewhere nothing went to a disk with blocks of 4 KiB: its latency was that of Python."""
     source = module._random_storage(1 << 20)
-    parts = [module._part(source, module.LATENCY_BYTES + 512) for _ in range(8)]
+    parts = [module._part(source, LATENCY_BYTES + 512) for _ in range(8)]
     assert [part.data_ptr() % 4096 for part in parts] == [0] * 8
 
 

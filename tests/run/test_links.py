@@ -9,7 +9,7 @@ import torch
 
 from ebbtide.machine import check_machine
 from ebbtide.observe.clock import HostClock
-from ebbtide.run import links
+from ebbtide.run import fits
 from ebbtide.run.links import measure_links
 from ebbtide.run.tiers import Arena, StagedTier, StreamTier
 from tests.run.backends.threads import InlineBackend, Temper
@@ -20,8 +20,8 @@ KIB = 1024
 
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "SIZES_BYTES", tuple(kib * KIB for kib in (32, 64, 128)))
-    monkeypatch.setattr(links, "REPEATS", 3)
+    monkeypatch.setattr(fits, "SIZES_BYTES", tuple(kib * KIB for kib in (32, 64, 128)))
+    monkeypatch.setattr(fits, "REPEATS", 3)
 
 
 class PaperTier:
@@ -67,10 +67,10 @@ def test_rate_and_latency() -> None:
     machine = measure_links(InlineBackend(), clock, tiers, capacities, name="paper")  # type: ignore[arg-type]
     check_machine(machine)
     assert machine.tier("host").capacity_bytes == 123456789
-    size = links.SIZES_BYTES[-1]
+    size = fits.SIZES_BYTES[-1]
     both = OUT[0] + BACK[0] + size / OUT[1] + size / BACK[1]
     for link, (latency, rate) in zip(machine.links, (OUT, BACK), strict=True):
-        small = links.LATENCY_BYTES / rate
+        small = fits.LATENCY_BYTES / rate
         assert link.latency_seconds == pytest.approx(latency + small)
         assert link.bandwidth_bytes_per_second == pytest.approx(rate, rel=0.15)
         assert link.duplex_bytes_per_second == pytest.approx(size / both)

@@ -32,7 +32,7 @@ from ebbtide.machine import Link, Machine, Tier
 from ebbtide.run import allocator, beside
 from ebbtide.run.beside import BusyLink, Direction
 from ebbtide.run.cache import cache_path
-from ebbtide.run.fits import slope
+from ebbtide.run.fits import LATENCY_BYTES, REPEATS, SIZES_BYTES, rates
 from ebbtide.run.replay_cost import lost_per_replay
 from ebbtide.run.tiers.disk import PLACE_ALIGNMENT_BYTES, DiskTier, check_directory, free_bytes
 from ebbtide.run.tiers.memory import bytes_of, take_memory
@@ -44,23 +44,20 @@ Progress = Callable[[float, str], None]
 
 METHOD = 9
 """Part of the cache's key: higher when the measurement, or the disk tier's way of transfer, changes."""
-LATENCY_BYTES = 4096
-"""A whole block of any disk: fewer bytes would not go there. See NOTE [Direct I/O without copies]."""
 LATENCY_REPEATS = 25
-"""Round trips of so few bytes that are timed, as far as there is time."""
-SIZES_BYTES = tuple(mib << 20 for mib in (1, 4, 16, 64))
+"""Round trips of `LATENCY_BYTES` that are timed, as far as there is time."""
 STREAM_BYTES = 16 << 20
+"""Bytes of the largest transfer that streams are made of."""
 STREAM_TRANSFER_SECONDS = 0.05
-"""Largest transfer that streams are made of; and the longest, so that they stop soon on a slow disk, too."""
-REPEATS = 5
-"""The same of each of `SIZES_BYTES`."""
+"""Seconds of the longest transfer that streams are made of, so that they stop soon on a slow disk, too."""
 SIZE_SECONDS = 0.3
-"""Time for one size, and the longest that a pair of transfers of the next size may be expected to take."""
+"""Seconds for one size, and the longest that a pair of transfers of the next size may be expected to take."""
 STREAM_SECONDS = 0.35
+"""Seconds for which both directions are kept busy at once."""
 SMALL_BYTES = 64 << 10
-"""Transfers so small that what they cost compute is the same for all of them."""
+"""Bytes of transfers so small that what they cost compute is the same for all of them."""
 FREE_BYTES = 4 * SIZES_BYTES[-1]
-"""Space wanted on the disk: the largest transfer and what two streams have under way, with room to spare."""
+"""Bytes wanted on the disk: the largest transfer and what two streams have under way, with room to spare."""
 
 _log = logging.getLogger(__name__)
 
@@ -119,21 +116,21 @@ def _measure(tier: DiskTier, report: Progress) -> tuple[Link, Link]:
     source = _random_storage(SIZES_BYTES[-1])
     report(0.0, "latency")
     small = _timed(tier, source, LATENCY_BYTES, LATENCY_REPEATS)
-    latency = {way: statistics.median(small[way]) for way in small}
-    medians: dict[int, dict[Direction, float]] = {}
+    large: dict[Direction, dict[int, list[float]]] = {"out": {}, "back": {}}
+    short_bytes = SIZES_BYTES[0]
     expected_seconds = 0.0
     for size_bytes in SIZES_BYTES:
         if expected_seconds > SIZE_SECONDS:
             break
-        report(0.1 + 0.1 * len(medians), f"transfers of {format_bytes(size_bytes)}")
+        report(0.1 + 0.1 * len(large["out"]), f"transfers of {format_bytes(size_bytes)}")
         times = _timed(tier, source, size_bytes, REPEATS)
-        medians[size_bytes] = {way: statistics.median(times[way]) for way in times}
-        expected_seconds = 4 * sum(medians[size_bytes].values())  # each size is four times the one before
-    bandwidth: dict[Direction, float] = {
-        way: slope({size: times[way] for size, times in medians.items()}, latency[way]) for way in latency
-    }
-    short = [size for size, times in medians.items() if max(times.values()) <= STREAM_TRANSFER_SECONDS]
-    streamed = _part(source, min(STREAM_BYTES, max(short, default=SIZES_BYTES[0])))
+        for way in large:
+            large[way][size_bytes] = times[way]
+        medians = [statistics.median(seconds) for seconds in times.values()]
+        expected_seconds = 4 * sum(medians)  # each size is four times the one before
+        if max(medians) <= STREAM_TRANSFER_SECONDS:
+            short_bytes = size_bytes
+    streamed = _part(source, min(STREAM_BYTES, short_bytes))
     report(0.5, "both directions at once")
     duplex = _duplex(tier, streamed)
     report(0.7, "compute beside transfers")
@@ -142,8 +139,9 @@ def _measure(tier: DiskTier, report: Progress) -> tuple[Link, Link]:
     lost_per_transfer = beside.lost_per_transfer(tier, _part(source, SMALL_BYTES))
 
     def link(way: Direction, origin: str, target: str) -> Link:
-        slowdown, both_ways = min(lost_per_byte * bandwidth[way], 1.0), min(duplex[way], bandwidth[way])
-        return Link(origin, target, latency[way], bandwidth[way], both_ways, slowdown, lost_per_transfer)
+        latency, bandwidth = rates(small[way], large[way])
+        slowdown, both_ways = min(lost_per_byte * bandwidth, 1.0), min(duplex[way], bandwidth)
+        return Link(origin, target, latency, bandwidth, both_ways, slowdown, lost_per_transfer)
 
     return link("out", "ram", tier.name), link("back", tier.name, "ram")
 

@@ -16,16 +16,13 @@ import torch
 
 from ebbtide.machine import Link, Machine, Tier
 from ebbtide.observe.clock import Clock
+from ebbtide.run import fits
 from ebbtide.run.backends.base import Backend
 from ebbtide.run.backends.cuda import CudaBackend, CudaClock, CudaMemory
-from ebbtide.run.fits import slope
 from ebbtide.run.tiers import DeviceTiers, SlowTier, StreamTier
 
-SIZES_BYTES = tuple(mib << 20 for mib in (1, 4, 16, 64))
 SHARE = 4
-"""The largest is at most this part of the memory there is on either side: two of them are there at once."""
-LATENCY_BYTES = 4096
-REPEATS = 5
+"""The largest transfer is at most this part of the memory on either side: two of them are there at once."""
 
 
 def machine_on(device: torch.device, tiers: Mapping[str, SlowTier]) -> Machine:
@@ -68,7 +65,7 @@ def measure_links(
     for tier_name, tier in tiers.items():
         capacity_bytes = capacities_bytes.get(tier_name)
         most_bytes = (free_bytes if capacity_bytes is None else min(free_bytes, capacity_bytes)) // SHARE
-        sizes_bytes = [size for size in SIZES_BYTES if size <= most_bytes] or [SIZES_BYTES[0]]
+        sizes_bytes = [size for size in fits.SIZES_BYTES if size <= most_bytes] or [fits.SIZES_BYTES[0]]
         links += _links(watch, fast, tier_name, tier, sizes_bytes)
     slow = [Tier(tier, tiers[tier].kind, capacities_bytes.get(tier)) for tier in tiers]
     return Machine(name, fast, (Tier(fast, "device"), *slow), tuple(links))
@@ -95,13 +92,13 @@ class _Stopwatch:
 def _links(watch: _Stopwatch, fast: str, name: str, tier: SlowTier, sizes_bytes: Sequence[int]) -> tuple[Link, Link]:
     largest = sizes_bytes[-1]
     _trip(watch, tier, largest)  # memory is taken, threads are started
-    small = [_trip(watch, tier, LATENCY_BYTES) for _ in range(4 * REPEATS)]
-    large = {size: [_trip(watch, tier, size) for _ in range(REPEATS)] for size in sizes_bytes}
-    both = statistics.median(_both_ways(watch, tier, largest) for _ in range(REPEATS))
+    small = [_trip(watch, tier, fits.LATENCY_BYTES) for _ in range(4 * fits.REPEATS)]
+    large = {size: [_trip(watch, tier, size) for _ in range(fits.REPEATS)] for size in sizes_bytes}
+    both = statistics.median(_both_ways(watch, tier, largest) for _ in range(fits.REPEATS))
     made = []
     for way, (source, target) in enumerate(((fast, name), (name, fast))):
-        latency = statistics.median(trip[way] for trip in small)
-        rate = slope({size: statistics.median(trip[way] for trip in trips) for size, trips in large.items()}, latency)
+        by_size = {size: [trip[way] for trip in trips] for size, trips in large.items()}
+        latency, rate = fits.rates([trip[way] for trip in small], by_size)
         made.append(Link(source, target, latency, rate, min(rate, largest / both)))
     return made[0], made[1]
 
