@@ -111,7 +111,7 @@ def test_steps_that_are_shorter_than_observed_are_planned_for_anew() -> None:
     assert kind.plan.decisions == again.decisions
 
 
-@pytest.mark.parametrize("worth", [{"WORTH": 1e3}, {"WORTH_SECONDS": 1e3}], ids=["share", "seconds"])
+@pytest.mark.parametrize("worth", [{"WORTH_SHARE": 1e3}, {"WORTH_SECONDS": 1e3}], ids=["share", "seconds"])
 def test_what_gains_too_little_is_not_planned_for_anew(
     worth: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,7 +154,7 @@ def test_the_numbers_stay_when_steps_are_planned_for_anew(tmp_path: Path, monkey
         return made[-1]
 
     monkeypatch.setattr(solving, "solve", solve)
-    monkeypatch.setattr(kinds, "WORTH", -1.0)
+    monkeypatch.setattr(kinds, "WORTH_SHARE", -1.0)
     monkeypatch.setattr(kinds, "WORTH_SECONDS", -1.0)
     plain, program = Chain(), Chain()
     states = []

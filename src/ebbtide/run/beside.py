@@ -34,17 +34,21 @@ from ebbtide.run.tiers.transfers import Slot, Transfer
 
 Direction = Literal["out", "back"]
 
-STREAM_TURNS, STREAM_SECONDS = 8, 1.0
-"""Turns with a stream of transfers, and the seconds after which half of them are enough: on a busy machine each takes
-up to three times as long, and whoever makes a first `Budget` there waits."""
-SMALL_TURNS, SMALL_SECONDS = 12, 0.5
-"""The same of turns with small transfers."""
+STREAM_TURNS = 8
+"""Turns with a stream of transfers."""
+STREAM_SECONDS = 1.0
+"""Seconds after which half of `STREAM_TURNS` are enough: on a busy machine each takes up to three times as long, and
+whoever makes a first `Budget` there waits."""
+SMALL_TURNS = 12
+"""Turns with small transfers."""
+SMALL_SECONDS = 0.5
+"""Seconds after which half of `SMALL_TURNS` are enough."""
 TRIPS = 8
-"""Trips, each there and back, in a turn with small transfers."""
+"""Round trips in a turn with small transfers."""
 STREAM_RATE_SECONDS = 0.03
 """How long the speed of compute is measured at a time where streams run beside it."""
 SMALL_RATE_SECONDS = 0.01
-"""The same where small transfers do."""
+"""How long the speed of compute is measured at a time where small transfers run beside it."""
 
 USUAL_LOST = 2.1e-11
 """Seconds of compute that a byte cost as a rule, on the machines that this was written on."""

@@ -20,9 +20,11 @@ from ebbtide.run.tiers.transfers import SlowTier, Traffic
 
 FIRST_STEPS = 16
 """Steps to look at before the first judgement; after each change twice as many, since planning takes a second."""
-SLOWER, FASTER = 1.25, 0.67
-"""Links that take less than the first and more than the second times as long as known are what they were. One that was
-calibrated well takes 0.76 to 1.01 times: transfers that queue save some of the latency."""
+SLOWER = 1.25
+"""Links have become slower that take more than so many times as long as known."""
+FASTER = 0.67
+"""Links have become faster that take less than so many times as long as known. One that was calibrated well takes 0.76
+to 1.01 times: transfers that queue save some of the latency."""
 SLOWER_STEPS = 1.03
 """Links that are slower matter if steps take at least this many times what was predicted."""
 

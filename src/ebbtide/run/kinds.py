@@ -29,11 +29,15 @@ from ebbtide.run.usage import Usage
 from ebbtide.step import Step
 from ebbtide.structure import structure
 
-WORTH, WORTH_SECONDS = 0.01, 1e-3
-"""Share of a plain step, and seconds, that steps have to gain for a plan to be replaced: to make another one takes
-about a second, and three longer steps."""
-VERIFIES, VERIFIES_OF_PARTS = 4, 16
-"""Steps, and steps that left out some, after which what has not been compared is not waited for."""
+WORTH_SHARE = 0.01
+"""Share of a plain step that steps have to gain for a plan to be replaced: to make another one takes about a second,
+and three longer steps."""
+WORTH_SECONDS = 1e-3
+"""Seconds that steps have to gain at least for a plan to be replaced."""
+VERIFIES = 4
+"""After so many steps that left out nothing, what has not been compared with the truth is not waited for."""
+VERIFIES_OF_PARTS = 16
+"""After so many steps that left out some, what has not been compared with the truth is not waited for."""
 AUDITS_OF_SMALLER = 3
 """Steps to audit where tensors are smaller than planned for, or left out: one with all of them may not come soon."""
 
@@ -139,7 +143,7 @@ class Kind:
         assert self.plan is not None
         seconds = simulate(self.step, machine, self.plan.decisions).seconds
         self.plan = dataclasses.replace(self.plan, seconds=seconds, bound_seconds=None)
-        enough_seconds = seconds - max(WORTH * self.plan.plain_seconds, WORTH_SECONDS)
+        enough_seconds = seconds - max(WORTH_SHARE * self.plan.plain_seconds, WORTH_SECONDS)
         if enough_seconds < self.plan.plain_seconds:
             return
         caution = Caution.of(machine, timed=True)

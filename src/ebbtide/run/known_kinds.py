@@ -13,8 +13,10 @@ from ebbtide.run.script import Script
 
 MOST_KINDS = 256
 """Kinds of steps to know at once: each takes some megabytes. The one that came longest ago is forgotten."""
-GUESSES, SURPRISES = 16, 4
-"""Where so many of so many steps were of other kinds than was likely, kinds come in no order."""
+GUESSES = 16
+"""Of how many of the latest steps it is remembered whether they were of the kind that was likely."""
+SURPRISES = 4
+"""Where so many of the latest `GUESSES` steps were of other kinds than was likely, kinds come in no order."""
 
 
 class KnownKinds(dict[int, Kind]):

@@ -6,15 +6,18 @@ from ebbtide.run.recurrence import Recurrence
 
 _FIRST_LOOKS = 2
 """Steps to observe first: time and workspace of each op are read in the second, with no page faults in them."""
-_LOOKS_AFTER_LEAVING, _MOST_LOOKS = 4, 64
-"""Steps to observe after one that left its plan, until an unknown kind has been seen; each time that none was, twice as
-many: it may come in turns with others."""
+_LOOKS_AFTER_LEAVING = 4
+"""Steps to observe after one that left its plan, until an unknown kind has been seen. Each time that none was, it is
+twice as many: the kind may come in turns with others."""
+_MOST_LOOKS = 64
+"""Steps to observe at most after one that left its plan."""
 _VAIN_LOOKS = 8
-"""Observed steps that may tell nothing new, besides a share of all steps:"""
+"""Observed steps that may tell nothing new, besides a share of all steps."""
 _VAIN_SHARE = 0.2
-"""after a step that saved something else than was expected;"""
+"""Share of all steps that may be observed in vain after steps that saved something else than was expected."""
 _VAIN_SHARE_OPS = 0.05
-"""after one that saved what was expected but ran other ops: as a rule it logged something, and later ones do not."""
+"""Share of all steps that may be observed in vain after steps that saved what was expected but ran other ops: as a rule
+they logged something, and later ones do not."""
 CHANGED_LOOKS = 2
 """How many steps in a row have to run other ops than the planned one for it to be planned for anew."""
 MOST_SKIPPED = 8

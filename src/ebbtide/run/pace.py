@@ -22,9 +22,10 @@ from ebbtide.step import Step
 WARM_UP = 2
 """Planned steps to leave out: pages are still being faulted in."""
 LOOKS = (3, 6, 12)
-"""Numbers of steps watched since, after each of which durations are refined; no more are watched after the last."""
+"""Numbers of steps watched after those of `WARM_UP`: after each of these, durations are refined, and after the last of
+them no more steps are watched."""
 SETTLED = LOOKS[1]
-"""From so many on durations are good enough to plan with."""
+"""Number of steps watched after those of `WARM_UP` from which on durations are good enough to plan with."""
 
 
 class Pace:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _MOST_PASSES = 4
 """Kinds of steps to observe for having passed the limit; where there are more, what they hold is planned for."""
 _MOST_SEEN = 1024
-"""Keys to remember."""
+"""Keys of unknown kinds to remember, each with the number of the latest step that was of it."""
 Remedy = Literal["none", "observe", "plan"]
 
 

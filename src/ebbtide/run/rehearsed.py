@@ -34,8 +34,10 @@ FAILURES = 4
 """Rehearsals of no use, one after the other, before it is given up: each step takes other blocks."""
 STEADY = 8
 """Steps, one after the other, that have to keep to their places for a rehearsal to have been of use."""
-ENOUGH, MOST_RECORDINGS = 4, 16
-"""Where sizes vary: steps that are rehearsed, of the same order of blocks, and how many there are at most of any."""
+ENOUGH = 4
+"""Where sizes vary, so many steps are rehearsed whose blocks come in the same order."""
+MOST_RECORDINGS = 16
+"""Where sizes vary, at most so many steps are rehearsed, whatever the order of their blocks."""
 
 
 class Rehearsed:

@@ -40,9 +40,10 @@ from ebbtide.run.wrapped import Handle, Outer, wrap_like
 LEAST_MOVED_BYTES = 64 * 1024
 """Smaller tensors stay: moving them costs more than they free."""
 ROOM_FOR_GARBAGE = 1 / 16
-"""Share of the limit that is made room for where garbage is collected, which takes as long as some hundred ops;"""
+"""Share of the limit that is made room for where garbage is collected, which takes as long as some hundred ops."""
 MORE_AFTER_VAIN = 1.125
-"""if there was not half as much of it, so many times the bytes have to be alive before it is looked for again."""
+"""Where there was less than half of `ROOM_FOR_GARBAGE` to collect, so many times the bytes have to be alive before
+garbage is looked for again."""
 
 
 class _CachedHolding(Holding):

@@ -24,8 +24,12 @@ NOBODY = -2
 """The number of no saved tensor; those that no script counts have -1."""
 
 
-OBJECTS_SAVED, OBJECTS_HELD, OBJECTS_CAPTURED = 2, 6, 9
-"""Python's objects for each saved tensor, more for each that does not just stay, and for each op that runs again."""
+OBJECTS_SAVED = 2
+"""Python's objects for each saved tensor."""
+OBJECTS_HELD = 6
+"""Python's objects more for each saved tensor that does not just stay."""
+OBJECTS_CAPTURED = 9
+"""Python's objects for each op that runs again."""
 
 
 class Treatment(enum.IntEnum):

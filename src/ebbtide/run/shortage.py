@@ -13,9 +13,9 @@ from ebbtide.run.gauges import DeviceMemory
 from ebbtide.units import format_bytes, parse_bytes
 
 _ASKED = re.compile(r"[Tt]ried to allocate ([0-9.]+) (bytes|[KMG]iB)")
-"""In the messages of PyTorch's allocators, on CUDA as on a CPU."""
+"""The bytes that were asked for, in the messages of PyTorch's allocators, on CUDA as on a CPU."""
 _WHERE = re.compile(r"GPU ([0-9]+)")
-"""In those of CUDA's: the device that is full."""
+"""The device that is full, in the messages of CUDA's allocator."""
 _LIBRARIES = re.compile(r"CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED")
 """CUDA and its libraries take memory beside the allocator (for code, handles), and say so in their own ways."""
 

@@ -24,8 +24,10 @@ from ebbtide.run.tiers.layouts import planned_places
 from ebbtide.step import Step
 from ebbtide.units import format_bytes
 
-REPLAY_HOST_SECONDS, TRANSFER_HOST_SECONDS = 1e-4, 5e-5
-"""What the host does for an op that runs again, and for a transfer."""
+REPLAY_HOST_SECONDS = 1e-4
+"""Seconds of the host for an op that runs again."""
+TRANSFER_HOST_SECONDS = 5e-5
+"""Seconds of the host for a transfer."""
 GARBAGE_SHARE = 0.05
 """Share of the least reachable peak from which on it is worth a word that it is garbage."""
 
