@@ -17,6 +17,7 @@ from ebbtide.run.tiers import DiskTier
 from ebbtide.run.versions import count_together
 from ebbtide.step import Step
 from tests.run.harness import FAST_DISK, SLOW_DISK
+from tests.run.inside import latest_kind
 
 ROWS, WIDTH = 128, 96
 SIZE_BYTES = ROWS * WIDTH * 4
@@ -189,7 +190,7 @@ def test_what_came_back_is_no_other_tensor(tmp_path: Path) -> None:
         disk = memory.tiers["disk"]
         assert isinstance(disk, DiskTier)
         assert disk.written_bytes > 0
-        kind = memory._loop.kinds.current
+        kind = latest_kind(memory)
         assert kind is not None
         assert len(kind.step.absences) == free > 8
 

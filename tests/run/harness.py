@@ -26,6 +26,7 @@ from ebbtide.plan.problem import Facts
 from ebbtide.plan.recipes import deeper_recipes
 from ebbtide.run.meter import PeakMeter
 from ebbtide.step import Step
+from tests.run.inside import kinds_of, latest_kind
 
 Guard = Callable[[], AbstractContextManager[object]]
 Record = dict[str, Tensor]
@@ -264,8 +265,8 @@ def _compare_within(
             states.append(memory.state)
             compare(record, program.run(index, guard), f"step {index} ({states[-1]}), limit {limit}")
         assert memory.limit_bytes is not None
-        kind = memory._loop.kinds.current
-        plans = [each.plan for each in memory._loop.kinds.values() if each.plan is not None]
+        kind = latest_kind(memory)
+        plans = [each.plan for each in kinds_of(memory) if each.plan is not None]
         return Trial(memory.limit_bytes, states, memory.plan, plans, kind.banned if kind is not None else frozenset())
 
 

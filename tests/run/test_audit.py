@@ -24,6 +24,7 @@ from ebbtide.run.native import find_compiler
 from ebbtide.run.scrutiny import CLOSE_LOOKS, Scrutiny
 from ebbtide.run.usage import GIVEN_UP
 from tests.run.harness import FAST_DISK, HELD_MORE, SLOW_DISK
+from tests.run.inside import latest_kind
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
 
@@ -255,7 +256,7 @@ def test_steps_that_hold_more_and_more_are_warned_of_in_the_end(
                     model(data).sum().backward()
                     del kept
                 model.zero_grad()
-                kind = memory._loop.kinds.current
+                kind = latest_kind(memory)
                 held_bytes.add(kind.step.resting_bytes if kind is not None else 0)
 
         with pytest.warns(UserWarning, match=HELD_MORE) as said:
@@ -284,7 +285,7 @@ def test_what_ops_take_inside_themselves_is_not_warned_of(tmp_path: Path) -> Non
         limit_bytes = loop.memory.limit_bytes
         assert limit_bytes is not None
         assert max(loop.peaks) <= limit_bytes
-        kind = loop.memory._loop.kinds.current
+        kind = latest_kind(loop.memory)
         assert kind is not None
         assert kind.scrutiny.recounts._like.due >= 0, "that it may have been more was noticed"
 

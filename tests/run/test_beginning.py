@@ -13,6 +13,7 @@ from ebbtide.run.beginning import kind_to_begin_with
 from ebbtide.run.covering import Room, room_to_begin
 from ebbtide.run.kinds import Kind
 from tests.run.harness import FAST_DISK, SLOW_DISK
+from tests.run.inside import kinds_of
 from tests.run.test_kept_graphs import Sort, run
 from tests.run.test_kinds import EVERY, plain_peak
 
@@ -81,7 +82,7 @@ def test_room_is_what_steps_of_others_leave(
     planned: Literal["part", "one"] = "one" if other == "part" else "part"
     with ebbtide.Budget(int(0.7 * plain_peak(EVERY)), spill=tmp_path, machine=machine, verify=False) as memory:
         run(memory, [*PARTS, *ONES, *[*PARTS[:1], *ONES[:1]] * 4])
-        kinds: list[Kind] = sorted(memory._loop.kinds.values(), key=lambda kind: -len(kind.step.events))
+        kinds: list[Kind] = sorted(kinds_of(memory), key=lambda kind: -len(kind.step.events))
         one, part = (kind.script for kind in kinds)
         assert one is not None
         assert part is not None

@@ -21,6 +21,7 @@ from ebbtide.run.meter import PeakMeter
 from ebbtide.run.script import Script
 from ebbtide.step import Step
 from tests.run.harness import FAST_DISK, SLOW_DISK
+from tests.run.inside import kinds_of
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans", "plans_stay")
 
@@ -73,7 +74,7 @@ def least_limit(script: Script, other: Script) -> int:
 
 def scripts_of(budget: ebbtide.Budget) -> list[Script]:
     """Of the kinds that are planned, largest first."""
-    kinds: list[Kind] = sorted(budget._loop.kinds.values(), key=lambda kind: -len(kind.step.saved))
+    kinds: list[Kind] = sorted(kinds_of(budget), key=lambda kind: -len(kind.step.saved))
     return [kind.script for kind in kinds if kind.script is not None]
 
 

@@ -10,6 +10,7 @@ import ebbtide
 from ebbtide.errors import SpillError
 from tests.run.faults import VERIFIED, Steps, survive
 from tests.run.harness import FAST_DISK, SLOW_DISK
+from tests.run.inside import latest_kind
 from tests.run.test_disk_faults import DISK_FAULTS, patched
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
@@ -30,7 +31,7 @@ def test_in_the_step_that_verifies(fault: str, limit_bytes: int, tmp_path: Path)
     patch, message = DISK_FAULTS[fault]
     with ebbtide.Budget(limit_bytes, spill=tmp_path, machine=SLOW_DISK) as memory:
         survive(memory, Steps(VERIFIED), SpillError, message, lambda: patched(memory, patch))
-        kind = memory._loop.kinds.current
+        kind = latest_kind(memory)
         assert kind is not None
         assert not kind.banned, "what is computed again was taken to differ"
 

@@ -21,6 +21,7 @@ from ebbtide.run.verify import Truth
 from tests.plan.limits import limit_at
 from tests.plan.random_steps import disk_machine, network_step
 from tests.run.harness import SLOW_DISK, Guard
+from tests.run.inside import kinds_of
 from tests.run.test_kinds import BLOCKS, EVERY, Dropped, gradients, plain_peak, run
 from tests.run.test_left import BATCH, WIDTH, Odd
 
@@ -91,7 +92,7 @@ def test_what_a_plan_makes_that_a_step_goes_over_to_is_compared_there(
 
         for odd in (*[4] * 6, 0, 4, 4, 0, 4, 4):
             step(odd)
-        states = {kind.state for kind in memory._loop.kinds.values()}
+        states = {kind.state for kind in kinds_of(memory)}
         assert (memory.state, states) == ("planned", {"planned", "verify"})
         watched.clear()
         step(0)

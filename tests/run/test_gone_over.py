@@ -21,6 +21,7 @@ from ebbtide.run.meter import PeakMeter
 from ebbtide.run.parts import Parts
 from ebbtide.run.usage import Usage
 from tests.run.harness import FAST_DISK, SLOW_DISK, Guard
+from tests.run.inside import expected_kind, kinds_of, latest_kind
 from tests.run.test_kinds import BATCH, BLOCKS, EVERY, WIDTH, Dropped, gradients, plain_peak
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans", "plans_stay")
@@ -156,7 +157,7 @@ def test_the_plan_that_ran_out_of_memory_is_forgotten(tmp_path: Path) -> None:
 
         def kind_of(model: nn.Module) -> Kind:
             rows = data[model].shape
-            return next(kind for kind in memory._loop.kinds.values() if kind.step.saved[0].shape == rows)
+            return next(kind for kind in kinds_of(memory) if kind.step.saved[0].shape == rows)
 
         def step(model: nn.Module, short: bool = False) -> None:
             with memory.step():
@@ -168,7 +169,7 @@ def test_the_plan_that_ran_out_of_memory_is_forgotten(tmp_path: Path) -> None:
 
         for model in [*[one] * 6, *[other] * 6, *[one] * 3, other, *[one] * 4]:
             step(model)
-        assert memory._loop.expected is kind_of(one)
+        assert expected_kind(memory) is kind_of(one)
         assert memory.state != "observe"
         with pytest.raises(OutOfMemoryError):
             step(other, short=True)
@@ -208,7 +209,7 @@ def test_a_step_does_not_audit_the_plan_that_is_made_at_its_end(
             model.zero_grad()
             if found:
                 break
-        kind = max(memory._loop.kinds.values(), key=lambda kind: len(kind.step.saved))
+        kind = max(kinds_of(memory), key=lambda kind: len(kind.step.saved))
     assert found == [(kind.usage.audits, kind.usage.audited_peak_bytes)]
 
 
@@ -224,7 +225,7 @@ def test_steps_that_fail_leave_others_to_be_counted(tmp_path: Path) -> None:
                     raise ZeroDivisionError
                 loss.backward()
             model.zero_grad()
-        kind = memory._loop.kinds.current
+        kind = latest_kind(memory)
         assert kind is not None
         assert kind.state == "idle"
         assert kind.usage.audited_peak_bytes is not None

@@ -18,6 +18,7 @@ from ebbtide.machine import Machine
 from ebbtide.run.meter import PeakMeter
 from ebbtide.run.tiers import DiskTier
 from tests.run.harness import FAST_DISK, SLOW_DISK, Guard
+from tests.run.inside import kinds_of, latest_kind
 from tests.run.test_kinds import BATCH, EVERY, WIDTH, Blocks, Seen, gradients, plain_peak
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
@@ -62,7 +63,7 @@ def run(memory: ebbtide.Budget, steps: Sequence[Sort]) -> list[Seen]:
 
 def states(memory: ebbtide.Budget) -> list[str]:
     """What the next step of each kind is for."""
-    return [kind.state for kind in memory._loop.kinds.values()]
+    return [kind.state for kind in kinds_of(memory)]
 
 
 @pytest.mark.parametrize("stay", [True, False], ids=["plans stay", "plans change"])
@@ -215,7 +216,7 @@ def test_graphs_that_are_kept_within_a_backward_pass_are_none_of_its_own(tmp_pat
                 del h
             for parameter in (*weights, *first.parameters()):
                 parameter.grad = None
-        assert [kind.keeps_graphs for kind in memory._loop.kinds.values()] == [False]
+        assert [kind.keeps_graphs for kind in kinds_of(memory)] == [False]
         assert {(each.state, each.left) for each in memory.measured[-4:]} == {("planned", "")}
         assert {each.kind for each in memory.measured[-4:]} == set(memory._loop.kinds)
         assert memory.report().measured.seconds is not None
@@ -252,7 +253,7 @@ def test_what_a_graph_lets_go_of_is_not_moved_out(tmp_path: Path, monkeypatch: p
     with ebbtide.Budget(int(0.55 * meter.peak_bytes), spill=tmp_path, machine=FAST_DISK) as memory:
         run(memory, ["kept"] * 9)
         assert memory.state == "planned"
-        kind = memory._loop.kinds.current
+        kind = latest_kind(memory)
         assert kind is not None
         assert kind.script is not None
         assert any(actions is not None and actions.spent for actions in kind.script.actions)

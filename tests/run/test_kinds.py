@@ -24,6 +24,7 @@ from ebbtide.run.observing import observe_step
 from ebbtide.run.scrutiny import CLOSE_LOOKS
 from ebbtide.step import Step
 from tests.run.harness import FAST_DISK, SLOW_DISK
+from tests.run.inside import expected_kind, kinds_of
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
 
@@ -103,7 +104,7 @@ def run(
         for (blocks, looks), count in zip(steps, rows or [BATCH] * len(steps), strict=True):
             plain(data[:count], blocks, looks).backward()
             expected, state = gradients(plain), memory.state
-            verified = all(kind.state != "verify" for kind in memory._loop.kinds.values())
+            verified = all(kind.state != "verify" for kind in kinds_of(memory))
             with PeakMeter() as meter, memory.step():
                 model(data[:count], blocks, looks).backward()
             for one, other in zip(expected, gradients(model), strict=True):
@@ -236,7 +237,7 @@ def test_where_kinds_come_in_no_order_the_largest_is_begun_with(
             with memory.step():
                 model(data, blocks, looks).backward()
             model.zero_grad()
-        scripts = [kind.script for kind in sorted(memory._loop.kinds.values(), key=lambda kind: -len(kind.step.saved))]
+        scripts = [kind.script for kind in sorted(kinds_of(memory), key=lambda kind: -len(kind.step.saved))]
         every, some, few = (script for script in scripts if script is not None)
         library = KnownScripts([])
         roomy, tight = (dataclasses.replace(every, limit_bytes=times * every.limit_bytes) for times in (2, 0))
@@ -246,7 +247,7 @@ def test_where_kinds_come_in_no_order_the_largest_is_begun_with(
         monkeypatch.setattr("ebbtide.run.forks.can_run", lambda one, other, _: len(one.saves) > len(other.saves))
         memory._loop.kinds._library = library  # what it has worked out is known no more
         for blocks, looks in [dice.choice(kinds) for _ in range(12)]:
-            assert memory._loop.expected is max(memory._loop.kinds.values(), key=lambda kind: len(kind.step.saved))
+            assert expected_kind(memory) is max(kinds_of(memory), key=lambda kind: len(kind.step.saved))
             with memory.step():
                 model(data, blocks, looks).backward()
             model.zero_grad()
@@ -284,7 +285,7 @@ def test_a_kind_that_begins_otherwise_than_one_in_which_nothing_binds(sort: str,
     order = [0] * 6 + [1] * 6 + [0] * 4 + [1] * 4 + [which for gap in gaps for which in (*[0] * gap, 1)]
     with ebbtide.Budget(limit_bytes, spill=tmp_path, machine=FAST_DISK, tune_allocator=tunes) as memory:
         seen = [counted(memory, step, which, loops[which][0]) for which in order]
-        assert {kind.state for kind in memory._loop.kinds.values()} == {"idle", "planned"}
+        assert {kind.state for kind in kinds_of(memory)} == {"idle", "planned"}
     late = [each for each, which in zip(seen, order, strict=True) if which][-len(gaps) :]
     assert not any(each.left for each in late), late
     assert all(each.peak_bytes <= limit_bytes for each in late), [each.peak_bytes / limit_bytes for each in late]
@@ -348,7 +349,7 @@ def test_a_value_that_is_saved_again_and_another_one_in_its_place(tmp_path: Path
 
     with ebbtide.Budget("70%", spill=tmp_path, machine=SLOW_DISK) as memory:
         seen = [counted(memory, step, number, blocks) for number in range(28)][16:]
-        assert {kind.state for kind in memory._loop.kinds.values()} == {"planned"}
+        assert {kind.state for kind in kinds_of(memory)} == {"planned"}
     assert not any(each.left for each in seen), seen
     assert all(each.peak_bytes <= (memory.limit_bytes or 0) for each in seen if each.state == "planned"), seen
 

@@ -17,6 +17,7 @@ from ebbtide.run.looks import Looks
 from ebbtide.run.meter import PeakMeter
 from ebbtide.run.observing import observe_step
 from tests.run.harness import FAST_DISK
+from tests.run.inside import expected_kind, kinds_of
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
 
@@ -85,10 +86,10 @@ def test_a_step_counts_though_its_kind_is_planned_for_anew_at_its_end(
     data = torch.randn(1024, 64)
     with ebbtide.Budget("60%", spill=tmp_path, machine=FAST_DISK) as memory:
         for number in range(40):
-            expected = memory._loop.expected
+            expected = expected_kind(memory)
             with memory.step():
                 models[number % 2](data).square().mean().backward()
-            latest = {kind.comings.latest for kind in memory._loop.kinds.values()}
+            latest = {kind.comings.latest for kind in kinds_of(memory)}
             assert number in latest
             if number > 20:
                 assert expected is not None

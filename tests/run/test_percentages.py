@@ -15,6 +15,7 @@ from ebbtide.machine import Machine
 from ebbtide.run.looks import MOST_SKIPPED
 from ebbtide.run.meter import PeakMeter
 from tests.run.harness import FAST_DISK, NO_DISK
+from tests.run.inside import kinds_of
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
 
@@ -126,7 +127,7 @@ def test_no_plan_stays_that_is_for_more_than_the_percentage(tmp_path: Path) -> N
             del loss
             loop.net.zero_grad()
         assert loop.memory.limit_bytes is not None
-        plans = [kind.plan for kind in loop.memory._loop.kinds.values()]
+        plans = [kind.plan for kind in kinds_of(loop.memory)]
         assert all(plan is None or plan.limit_bytes <= loop.memory.limit_bytes for plan in plans)
         assert meter.peak_bytes <= loop.memory.limit_bytes
 

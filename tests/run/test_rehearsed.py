@@ -17,6 +17,7 @@ from ebbtide.run.rehearsed import FAILURES, STEADY, STRAYS, Rehearsed
 from ebbtide.run.resident import rss_bytes
 from ebbtide.run.tiers.memory import bytes_of, take_memory
 from tests.run.harness import FAST_DISK, STEPS, compare, run_plain
+from tests.run.inside import latest_kind
 from tests.run.programs import Chain
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="the arena takes a C++ compiler")
@@ -304,7 +305,7 @@ def test_a_planned_step_takes_its_places(tmp_path: Path) -> None:
     with ebbtide.Budget("60%", spill=tmp_path, machine=FAST_DISK) as memory:
         for index, record in enumerate(expected):
             compare(record, program.run(index, memory.step), f"step {index} ({memory.state})")
-        current = memory._loop.kinds.current
+        current = latest_kind(memory)
         assert current is not None
         assert current.rehearsed.serves
 

@@ -16,6 +16,7 @@ from ebbtide.decisions import Recompute
 from ebbtide.run.kinds import Kind
 from ebbtide.run.meter import PeakMeter
 from tests.run.harness import SLOW_DISK, Guard, gradients_beside_a_buffer
+from tests.run.inside import kinds_of
 from tests.run.test_gone_over import same
 from tests.run.test_kinds import gradients
 
@@ -120,7 +121,7 @@ def test_a_plan_for_many_sizes_that_is_made_anew_spares_it_as_well(tmp_path: Pat
                 assert all(map(torch.equal, expected, step(rows, writes, memory.step))), index
             except RuntimeError:
                 failed.append(index)
-                kinds += memory._loop.kinds.values()
+                kinds += kinds_of(memory)
         assert [bool(kind.samples) for kind in kinds] == [True]
-        assert kinds[0] not in memory._loop.kinds.values(), "there is a plan for larger ones, too"
+        assert kinds[0] not in kinds_of(memory), "there is a plan for larger ones, too"
     assert failed == [len(some) * 2]

@@ -26,6 +26,7 @@ from ebbtide.step import Step, check_step
 from ebbtide.structure import structure
 from tests.plan.random_steps import KIB, Tape
 from tests.run.harness import FAST_DISK, HELD_MORE, SLOW_DISK
+from tests.run.inside import expected_kind, kinds_of, latest_kind
 
 ROWS, WIDTH, EXPERTS, LAYERS = 512, 64, 3, 2
 
@@ -76,7 +77,7 @@ def test_experts_that_take_other_rows_in_each_step(machine: Machine, tmp_path: P
     with ebbtide.Budget(limit_bytes, spill=tmp_path, machine=machine) as memory:
         for step in range(48):
             plain(data, step).backward()
-            state, kind = memory.state, memory._loop.expected
+            state, kind = memory.state, expected_kind(memory)
             places.append(kind is not None and kind.rehearsed.serves)
             with PeakMeter() as meter, memory.step():
                 model(data, step).backward()
@@ -117,7 +118,7 @@ def test_where_only_trifles_vary_one_plan_serves_with_places(machine: Machine, t
         for step, count in enumerate(boxes):
             plain(data, step, count).backward()
             planned.append(memory.state == "planned")
-            kind = memory._loop.expected
+            kind = expected_kind(memory)
             places.append(kind is not None and kind.rehearsed.serves)
             with PeakMeter() as meter, memory.step():
                 model(data, step, count).backward()
@@ -189,16 +190,16 @@ def test_what_the_plan_has_room_for_is_not_planned_for_again(tmp_path: Path) -> 
         for number in range(30):
             step(number, 100 + number % 10)
         assert memory.state == "planned"
-        kinds, kind, plan = list(memory._loop.kinds.values()), memory._loop.kinds.current, memory.plan
+        kinds, kind, plan = kinds_of(memory), latest_kind(memory), memory.plan
         memory._loop.looks.left = 1
         step(30, 95)
         assert memory.measured[-1].state == "observe"
-        assert (list(memory._loop.kinds.values()), memory.plan, memory.state) == (kinds, plan, "planned")
+        assert (kinds_of(memory), memory.plan, memory.state) == (kinds, plan, "planned")
         memory._loop.looks.left = 1
         step(31, 140)
         assert memory.measured[-1].state == "observe"
         assert memory.plan is not plan
-        assert kind not in memory._loop.kinds.values()
+        assert kind not in kinds_of(memory)
 
 
 @pytest.mark.usefixtures("nothing_left", "quick_plans", "plans_stay")
@@ -225,15 +226,15 @@ def test_a_plan_that_is_made_anew_ends_no_training(tmp_path: Path) -> None:
 
         for number in range(24):
             step(dice.randrange(100, 140 if number < 20 else 128), 0)
-        former = memory._loop.expected
+        former = expected_kind(memory)
         with pytest.warns(UserWarning, match=HELD_MORE) as said:
             steps(8, 14)
         assert len(said) == 1
         for words in range(166, 186):
-            if memory._loop.expected is not former and memory.state == "audit":
+            if expected_kind(memory) is not former and memory.state == "audit":
                 break
-            step(words if memory._loop.expected is former else 120, 0)
-        assert memory._loop.expected is not former
+            step(words if expected_kind(memory) is former else 120, 0)
+        assert expected_kind(memory) is not former
         steps(4, 14)  # the first of these is counted
         assert memory.state != "audit"
 

@@ -19,6 +19,7 @@ from ebbtide.errors import BudgetError
 from ebbtide.observe import inductor
 from ebbtide.run.observing import observe_step
 from tests.run.harness import FAST_DISK, SLOW_DISK
+from tests.run.inside import kinds_of
 
 STEPS = 6
 
@@ -206,11 +207,11 @@ def test_steps_that_turn_out_to_be_of_another_kind_within_a_compiled_call(smalle
             which = step % 3 if step < 12 else choose.randrange(3)
             assert equal(expected[which], under(budget, net, compiled, batches[which]))
         assert len(budget._loop.kinds) == 3
-        for kind in budget._loop.kinds.values():
+        for kind in kinds_of(budget):
             assert kind.script is not None
             assert kind.script.remakes == (kind.script.saves[0].shape[0] >= 256)
         assert [measured.left for measured in budget.measured[12:]] == [""] * 36
-        states = [kind.state for kind in budget._loop.kinds.values()]
+        states = [kind.state for kind in kinds_of(budget)]
         assert states == ["planned" if smallest == 256 else "idle", "planned", "planned"]
 
 

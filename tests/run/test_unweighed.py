@@ -17,6 +17,7 @@ import ebbtide
 from ebbtide.run.meter import PeakMeter
 from ebbtide.run.native import arena_library
 from tests.run.harness import FAST_DISK, HELD_MORE, Guard
+from tests.run.inside import expected_kind, kinds_of
 from tests.run.test_gone_over import same
 from tests.run.test_kinds import EVERY, WIDTH, Dropped, gradients
 from tests.run.test_noticed import steps_beside
@@ -83,7 +84,7 @@ def assert_soon_within(above: Sequence[bool]) -> None:
 
 def assert_noticed_without_an_audit(loop: Loop) -> None:
     """Nothing was audited that whole steps could be compared with; that they hold more is noticed nevertheless."""
-    kind = loop.memory._loop.expected
+    kind = expected_kind(loop.memory)
     assert kind is not None
     assert (kind.state, kind.usage.audited) == ("rehearse", None)
     loop.take([Step()] * SETTLED)
@@ -187,7 +188,7 @@ def test_steps_of_many_sizes_that_share_a_plan(tmp_path: Path) -> None:
                 model.zero_grad()
 
         take(0, 24, 0)
-        assert [kind.varies for kind in memory._loop.kinds.values()] == [True]
+        assert [kind.varies for kind in kinds_of(memory)] == [True]
         with pytest.warns(UserWarning, match=HELD_MORE) as said:  # there is no room for that
             take(24, 24 + SOON, COPIES)
         assert len(said) == 1

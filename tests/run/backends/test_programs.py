@@ -37,6 +37,7 @@ from tests.run.harness import (
     once,
     run_plain,
 )
+from tests.run.inside import latest_kind
 from tests.run.programs import PROGRAMS, SAID_BY_PYTORCH, Chain, mlp
 from tests.run.test_identical import Forbidden
 from tests.run.tiers.stand_ins import MIB
@@ -140,7 +141,7 @@ def test_the_arena_becomes_as_large_as_the_plan_needs(tmp_path: Path) -> None:
             for index, record in enumerate(plain(Chain)):
                 compare(record, program.run(index, memory.step), f"step {index}")
                 behind.append(disk.written_bytes)
-            kind = memory._loop.kinds.current
+            kind = latest_kind(memory)
             assert kind is not None
             planned = kind.places_in("disk")
             assert planned is not None
@@ -289,7 +290,7 @@ def test_memory_for_true_values_does_not_stay(tmp_path: Path) -> None:
         for index in range(STEPS):
             states.append(memory.state)
             program.run(index, memory.step)
-            kind = memory._loop.kinds.current
+            kind = latest_kind(memory)
             if kind is not None and (planned := kind.places_in("disk")) is not None:
                 most_bytes = max(most_bytes, planned.footprint_bytes)
         assert "verify" in states
