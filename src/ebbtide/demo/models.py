@@ -170,12 +170,12 @@ class GPT(nn.Module):
 
     def __init__(
         self,
-        vocabulary: int = 256,
+        vocabulary: int,
         *,
-        width: int = 384,
-        layers: int = 6,
-        heads: int = 6,
-        context: int = 512,
+        width: int,
+        layers: int,
+        heads: int,
+        context: int,
         dropout: float = 0.1,
     ) -> None:
         super().__init__()
@@ -205,8 +205,8 @@ class ViT(nn.Module):
     Args:
         classes: number of classes.
         image: side of the square images, pixels; a multiple of ``patch``.
-        patch: side of a patch, pixels.
         width, layers, heads: of the transformer.
+        patch: side of a patch, pixels.
         dropout: probability.
     """
 
@@ -214,11 +214,11 @@ class ViT(nn.Module):
         self,
         classes: int = 1000,
         *,
-        image: int = 160,
+        image: int,
+        width: int,
+        layers: int,
+        heads: int,
         patch: int = 16,
-        width: int = 384,
-        layers: int = 8,
-        heads: int = 6,
         dropout: float = 0.1,
     ) -> None:
         super().__init__()
