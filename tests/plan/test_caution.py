@@ -101,7 +101,8 @@ def test_late_copies_make_those_behind_them_late() -> None:
         np.full(count, 399),
         np.full(count, seconds),
         np.zeros(count),
-        np.array([share, extra]),
+        share,
+        extra,
     )
     assert releases is not None
     late_seconds = (1 + share) * seconds * np.arange(1, count + 1) + extra
@@ -111,7 +112,7 @@ def test_late_copies_make_those_behind_them_late() -> None:
 
 def test_plans_for_disks_leave_more_free() -> None:
     disk, host = disk_machine(), load_machine("a100-80gb")
-    assert Caution.of(disk).late[:, 0].tolist() == [DISK_SHARE, DISK_SHARE]
+    assert (Caution.of(disk).out_share, Caution.of(disk).in_share) == (DISK_SHARE, DISK_SHARE)
     assert Caution().out_share < Caution.of(disk, timed=True).out_share < Caution.of(disk).out_share
     assert Caution.of(host) == Caution.of(host, timed=True) == Caution()
     step = network_step(24)

@@ -13,6 +13,7 @@ import pytest
 from ebbtide.decisions import Keep, Offload, Recompute
 from ebbtide.errors import BudgetError, PlanError, PolicyError, RecordError
 from ebbtide.plan import NO_CAUTION, least_peak_bytes, lower_bound, plain_peak_bytes, simulate, solve
+from ebbtide.plan.course import OUT_WAY
 from ebbtide.plan.finals import final_absences, with_finals_kept, without_finals
 from ebbtide.plan.finish import finished
 from ebbtide.plan.follow import Moves
@@ -203,7 +204,8 @@ def test_none_that_dies_within_the_step_is_loaded(
     assert all(isinstance(plan.decisions[number], Offload) for number in final)
     closes = [step.absences[number].closes for number in final]
     assert best.moves.load[final].tolist() == closes
-    assert not best.course.sent.rows[np.isin(best.course.sent.rows[:, 0], final), 1].any()
+    sent = best.course.sent
+    assert (sent.way[np.isin(sent.absence, final)] == OUT_WAY).all()
     assert plan.seconds == pytest.approx(best.course.seconds)
     assert plan.seconds <= seconds
 

@@ -11,6 +11,7 @@ import pytest
 from ebbtide.machine import Link, Machine, Tier
 from ebbtide.plan import NO_CAUTION, simulate, solve
 from ebbtide.plan.caution import EXPECTED, Caution
+from ebbtide.plan.course import BACK_WAY, OUT_WAY
 from ebbtide.plan.finish import finished
 from ebbtide.plan.follow import Course, Follower, Moves, Trip
 from ebbtide.plan.problem import Problem, Replay
@@ -83,8 +84,8 @@ def test_fits_and_is_never_slower(seed: int, machine: Machine) -> None:
         assert (plan.after.load <= plan.before.load).all()
         for name in ("tier", "replay", "out"):
             assert (getattr(plan.after, name) == getattr(plan.before, name)).all()
-        for way in (0, 1):
-            queues = [course.sent.rows[course.sent.rows[:, 1] == way, 0].tolist() for course in plan.courses]
+        for way in (OUT_WAY, BACK_WAY):
+            queues = [course.sent.absence[course.sent.way == way].tolist() for course in plan.courses]
             assert queues[0] == queues[1]
         for times in (1.0, 1.5, 4.0):
             before, after = plan.on(slower(machine, times))

@@ -7,7 +7,6 @@ import math
 
 import numpy as np
 
-from ebbtide.arrays import Floats
 from ebbtide.machine import Machine
 
 
@@ -71,9 +70,9 @@ class Caution:
         )
 
     @property
-    def late(self) -> Floats:
-        """Share and seconds for copies out, then for copies back."""
-        return np.array([[self.out_share, self.out_seconds], [self.in_share, self.in_seconds]])
+    def allows_for_lateness(self) -> bool:
+        """Whether a transfer may take longer than predicted."""
+        return any((self.out_share, self.out_seconds, self.in_share, self.in_seconds))
 
     def ceiling_bytes(self, limit_bytes: int, resting_bytes: int) -> int:
         """Most bytes that the system may see within the budget ``limit_bytes``, those at rest included."""

@@ -15,8 +15,14 @@ DONE, STALE, NESTED, EXCESS = range(4)
 """How a course ends: well, at a recipe that reads what is gone, at recipes that wait for each other too deeply, or
 where it takes more memory or time than it may."""
 
+OUT_WAY, BACK_WAY = range(2)
+"""The two ways of a transfer: to a slow tier, and back from it."""
+RELEASE_WAIT, LOAD_WAIT = range(2)
+"""The two reasons for which compute waits: a release whose copy is not done, and a load."""
+LATENCY, BANDWIDTH, SLOWDOWN, COMPUTE = range(4)
+"""Columns of `Scene.links` for the link out."""
 RATES = 4
-"""Numbers that `Scene.links` has of each link."""
+"""How many columns of `Scene.links` one link has: that many further to the right is the same of the link back."""
 DEEPEST_NESTING = 100
 """Recipes that wait for each other at most, each for a value that the next one makes."""
 
@@ -30,10 +36,12 @@ class Scene(NamedTuple):
         storages: how many there are.
         final: per absence, whether its value dies as it closes: see `ebbtide.plan.finals`.
         links: per tier latency, bandwidth, slowdown and seconds of compute of the link out, then of the link in.
-        late: how much longer transfers take, as a share and in seconds: a row for those out, one for those back.
+        late_share, late_seconds: per way (`OUT_WAY`, `BACK_WAY`) how much longer transfers take than their links say,
+            as a share and in seconds.
         first_leaf, leaves: per recipe where its leaves begin, with one entry more than recipes; leaves as storages.
         replay_seconds: per recipe.
-        replay_bytes: per recipe the most bytes, the same with workspaces, and the moment until which it is valid.
+        replay_peak_bytes, replay_physical_peak_bytes: per recipe the most bytes it holds, without and with workspaces.
+        valid_until: per recipe the first moment at which what it reads is gone or written.
     """
 
     clock: Floats
@@ -46,34 +54,45 @@ class Scene(NamedTuple):
     storages: int
     final: Mask
     links: Floats
-    late: Floats
+    late_share: Floats
+    late_seconds: Floats
     first_leaf: Ints
     leaves: Ints
     replay_seconds: Floats
-    replay_bytes: Ints
+    replay_peak_bytes: Ints
+    replay_physical_peak_bytes: Ints
+    valid_until: Ints
 
 
 class TransferRows(NamedTuple):
     """Transfers, in the order in which they were queued.
 
     Attributes:
-        rows: per transfer its absence, and 0 for a copy out or 1 for one back.
-        times: per transfer when it was queued, when it started and when it ended, in seconds.
+        absence: whose value it carried.
+        way: `OUT_WAY` or `BACK_WAY`.
+        queued, started, ended: when, in seconds from the beginning of the step.
     """
 
-    rows: Ints
-    times: Floats
+    absence: Ints
+    way: Ints
+    queued: Floats
+    started: Floats
+    ended: Floats
 
 
 class StallRows(NamedTuple):
     """Waits of compute, in order.
 
     Attributes:
-        rows: per wait its moment, 0 for a release or 1 for a load, and the absence.
-        seconds: how long each took.
+        moment: when it was.
+        reason: `RELEASE_WAIT` or `LOAD_WAIT`.
+        absence: whose value it waited for.
+        seconds: how long it took.
     """
 
-    rows: Ints
+    moment: Ints
+    reason: Ints
+    absence: Ints
     seconds: Floats
 
 
@@ -81,12 +100,14 @@ class RecomputationRows(NamedTuple):
     """Recomputations, in the order in which they ran.
 
     Attributes:
-        rows: per recomputation its absence and its moment.
-        starts: when each started, in seconds.
+        absence: whose value it made.
+        moment: in which it ran.
+        started: when, in seconds from the beginning of the step.
     """
 
-    rows: Ints
-    starts: Floats
+    absence: Ints
+    moment: Ints
+    started: Floats
 
 
 class RawCourse(NamedTuple):
@@ -174,10 +195,12 @@ def run_course(
     Returns:
         What happened. A course that takes more than it may ends in the first moment in which that is seen.
     """
-    clock, plain, workspace, links, late = scene.clock, scene.plain, scene.workspace, scene.links, scene.late
+    clock, plain, workspace, links = scene.clock, scene.plain, scene.workspace, scene.links
     size_bytes, storage, first_leaf, leaves = scene.size_bytes, scene.storage, scene.first_leaf, scene.leaves
     final = scene.final
-    replay_seconds, replay_bytes, storages = scene.replay_seconds, scene.replay_bytes, scene.storages
+    late_share, late_seconds = scene.late_share, scene.late_seconds
+    replay_seconds, valid_until, storages = scene.replay_seconds, scene.valid_until, scene.storages
+    replay_peak, replay_physical_peak = scene.replay_peak_bytes, scene.replay_physical_peak_bytes
     moments, absences = len(plain), len(size_bytes)
     memory, physical = np.empty(moments, np.int64), np.empty(moments, np.int64)
     starts = np.empty(moments + 1, np.float64)
@@ -211,7 +234,7 @@ def run_course(
                     seconds = written[number] - (clock[moment] + delay)
                     if seconds > 0:
                         delay += seconds
-                        stalls[stalled, 0], stalls[stalled, 1], stalls[stalled, 2] = moment, 0, number
+                        stalls[stalled, 0], stalls[stalled, 1], stalls[stalled, 2] = moment, RELEASE_WAIT, number
                         stall_seconds[stalled] = seconds
                         stalled += 1
                 state[number] = AWAY
@@ -230,22 +253,23 @@ def run_course(
                 here, recipe = tier[number], replay[number]
                 if recipe < 0:
                     if phase == OUT or state[number] == AWAY:
-                        way = 0 if phase == OUT else 1
-                        if way == 1:
+                        way = OUT_WAY if phase == OUT else BACK_WAY
+                        if way == BACK_WAY:
                             offset += size_bytes[number]
                             high = max(high, offset)
                         now = clock[moment] + delay
-                        seconds = links[here, RATES * way] + size_bytes[number] / links[here, RATES * way + 1]
+                        own = RATES * way  # where the columns of its link begin
+                        seconds = links[here, own + LATENCY] + size_bytes[number] / links[here, own + BANDWIDTH]
                         start = max(now, free[here, way])
-                        if way == 1:
+                        if way == BACK_WAY:
                             start = max(start, written[number])
-                        end = start + (1.0 + late[way, 0]) * seconds + late[way, 1]
+                        end = start + (1.0 + late_share[way]) * seconds + late_seconds[way]
                         free[here, way] = end
-                        delay += links[here, RATES * way + 2] * seconds + links[here, RATES * way + 3]
+                        delay += links[here, own + SLOWDOWN] * seconds + links[here, own + COMPUTE]
                         transfers[sent, 0], transfers[sent, 1] = number, way
                         transfer_times[sent, 0], transfer_times[sent, 1], transfer_times[sent, 2] = now, start, end
                         sent += 1
-                        if way == 0:
+                        if way == OUT_WAY:
                             written[number] = end
                         else:
                             loaded[number], state[number] = end, COMING
@@ -253,7 +277,7 @@ def run_course(
                         seconds = loaded[number] - (clock[moment] + delay)
                         if seconds > 0:
                             delay += seconds
-                            stalls[stalled, 0], stalls[stalled, 1], stalls[stalled, 2] = moment, 1, number
+                            stalls[stalled, 0], stalls[stalled, 1], stalls[stalled, 2] = moment, LOAD_WAIT, number
                             stall_seconds[stalled] = seconds
                             stalled += 1
                         state[number] = PRESENT
@@ -261,7 +285,7 @@ def run_course(
                     depth -= 1
                     continue
                 if position[depth] < 0:
-                    if moment >= replay_bytes[recipe, 2]:
+                    if moment >= valid_until[recipe]:
                         ending = STALE
                     elif depth >= DEEPEST_NESTING:
                         ending = NESTED
@@ -276,8 +300,8 @@ def run_course(
                         depth += 1
                         waiting[depth], position[depth] = leaf, -1
                     continue
-                high = max(high, offset + replay_bytes[recipe, 0])
-                physical_high = max(physical_high, offset + replay_bytes[recipe, 1])
+                high = max(high, offset + replay_peak[recipe])
+                physical_high = max(physical_high, offset + replay_physical_peak[recipe])
                 offset += size_bytes[number]
                 high = max(high, offset)
                 replays[replayed, 0], replays[replayed, 1] = number, moment
@@ -299,9 +323,15 @@ def run_course(
         memory,
         physical,
         starts,
-        TransferRows(transfers[:sent], transfer_times[:sent]),
-        StallRows(stalls[:stalled], stall_seconds[:stalled]),
-        RecomputationRows(replays[:replayed], replay_starts[:replayed]),
+        TransferRows(
+            transfers[:sent, 0],
+            transfers[:sent, 1],
+            transfer_times[:sent, 0],
+            transfer_times[:sent, 1],
+            transfer_times[:sent, 2],
+        ),
+        StallRows(stalls[:stalled, 0], stalls[:stalled, 1], stalls[:stalled, 2], stall_seconds[:stalled]),
+        RecomputationRows(replays[:replayed, 0], replays[:replayed, 1], replay_starts[:replayed]),
         ending,
         fault[0],
         fault[1],

@@ -52,7 +52,7 @@ class _Finished:
 def finished(search: Search) -> Moves:
     """The best moves of ``search``, with the memory spent that they leave unused; as they are, on paper."""
     assert search.best is not None
-    if not search.caution.late.any():
+    if not search.caution.allows_for_lateness:
         return search.best.moves
     finishes = []
     for found in _scheduled(search, search.best):

@@ -20,7 +20,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -31,8 +31,10 @@ from ebbtide.errors import PlanError
 from ebbtide.machine import Link
 from ebbtide.plan.caution import EXPECTED, NO_CAUTION, NO_CEILING, Caution
 from ebbtide.plan.course import (
+    BACK_WAY,
     DEEPEST_NESTING,
     DONE,
+    LOAD_WAIT,
     RATES,
     STALE,
     RawCourse,
@@ -94,7 +96,7 @@ Move = Trip | Replay | None
 
 @dataclasses.dataclass(frozen=True)
 class Course:
-    """How a step went under a plan; how a chain will be run is an `ebbtide.sequence.planning.Course`.
+    """How a step went under a plan.
 
     Attributes:
         memory, physical: per moment the most bytes held, without and with workspaces.
@@ -118,28 +120,25 @@ class Course:
     @functools.cached_property
     def transfers(self) -> list[Transfer]:
         """Copies, in the order in which they were queued."""
-        rows, times = self.sent
         return [
-            Transfer(number, "in" if way else "out", issued, start, end, int(self.size_bytes[number]))
-            for (number, way), (issued, start, end) in zip(rows.tolist(), times.tolist(), strict=True)
+            Transfer(number, "in" if way == BACK_WAY else "out", issued, start, end, int(self.size_bytes[number]))
+            for number, way, issued, start, end in _rows(self.sent)
         ]
 
     @functools.cached_property
     def stalls(self) -> list[Stall]:
         """What compute waited for, in order."""
-        rows, seconds = self.waited
         return [
-            Stall(moment, waited, "load" if reason else "release", number)
-            for (moment, reason, number), waited in zip(rows.tolist(), seconds.tolist(), strict=True)
+            Stall(moment, waited, "load" if reason == LOAD_WAIT else "release", number)
+            for moment, reason, number, waited in _rows(self.waited)
         ]
 
     @functools.cached_property
     def recomputations(self) -> list[Recomputation]:
         """Recipes, in the order in which they ran."""
-        rows, starts = self.replayed
         return [
             Recomputation(number, moment, start, float(self.replay_seconds[number]))
-            for (number, moment), start in zip(rows.tolist(), starts.tolist(), strict=True)
+            for number, moment, start in _rows(self.replayed)
         ]
 
 
@@ -187,7 +186,6 @@ class Follower:
         self.tiers = {tier: place for place, tier in enumerate(problem.routes)}
         self.unlimited = np.full(problem.step.moments, NO_CEILING, dtype=np.int64)
         links = [[part for link in route for part in _rates(link)] for route in problem.routes.values()]
-        replay_bytes = [_column(named, name) for name in ("peak_bytes", "physical_peak_bytes", "valid_until")]
         self.scene = Scene(
             clock=problem.clock,
             plain=problem.plain,
@@ -199,11 +197,14 @@ class Follower:
             storages=len(spans.storages),
             final=spans.final,
             links=np.array(links, dtype=np.float64).reshape(-1, 2 * RATES),
-            late=caution.late * EXPECTED,
+            late_share=EXPECTED * np.array([caution.out_share, caution.in_share]),
+            late_seconds=EXPECTED * np.array([caution.out_seconds, caution.in_seconds]),
             first_leaf=first_leaf,
             leaves=leaves,
             replay_seconds=np.array([replay.seconds for replay in named], dtype=np.float64),
-            replay_bytes=np.stack(replay_bytes, axis=1),
+            replay_peak_bytes=_column(named, "peak_bytes"),
+            replay_physical_peak_bytes=_column(named, "physical_peak_bytes"),
+            valid_until=_column(named, "valid_until"),
         )
 
     def follow(self, moves: Moves) -> Course:
@@ -214,7 +215,7 @@ class Follower:
             scene, script, moves.tier, moves.replay, NO_CEILING, self.unlimited, math.inf
         )
         if ran.ending == STALE:
-            until = scene.replay_bytes[moves.replay[ran.absence], 2]
+            until = scene.valid_until[moves.replay[ran.absence]]
             raise PlanError(
                 f"absence {ran.absence}: at moment {ran.moment} its recipe reads what was freed or written at moment"
                 f" {until}"
@@ -277,6 +278,11 @@ def _leaves(replays: Sequence[Replay], storages: Mapping[int, int]) -> tuple[Int
     found = np.fromiter(map(storages.get, every, itertools.repeat(-1)), np.int64, int(ends[-1]))
     known = found >= 0
     return np.concatenate(([0], np.cumsum(known)))[ends], found[known]
+
+
+def _rows(columns: tuple[Ints | Floats, ...]) -> Iterator[tuple[Any, ...]]:
+    """What ``columns`` of one length have in each row, as Python's numbers."""
+    return zip(*(column.tolist() for column in columns), strict=True)
 
 
 def _column(records: Sequence[Any], name: str) -> Ints:

@@ -32,7 +32,7 @@ def packed_bytes(problem: Problem, scene: Scene, moves: Moves, course: Course) -
 def _blocks(problem: Problem, scene: Scene, moves: Moves, course: Course) -> list[Block]:
     """What is taken over the moments of a step: values, in pieces where they are absent, and workspaces."""
     step, facts = problem.step, problem.facts
-    remade = dict(course.replayed.rows.tolist())
+    remade = dict(zip(course.replayed.absence.tolist(), course.replayed.moment.tolist(), strict=True))
     wanted = wanted_moments(scene, moves, course).tolist()
     gaps: dict[int, list[tuple[int, int]]] = {}
     for number, absence in enumerate(step.absences):

@@ -7,11 +7,7 @@ import dataclasses
 import numpy as np
 
 from ebbtide.arrays import Floats, Ints, Mask
-
-
-def ways(chosen: Mask, way: Ints) -> tuple[Mask, Mask]:
-    """Which of the ``chosen`` go out, and which come back, by ``way`` as in `TransferRows`."""
-    return chosen & (way == 0), chosen & (way == 1)
+from ebbtide.plan.course import TransferRows
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,11 +28,12 @@ class Queue:
     place: Ints
 
     @classmethod
-    def of(cls, absence: Ints, times: Floats, absences: int) -> Queue:
-        """The queue of transfers with ``times`` as in `Course.sent`."""
-        issued, start, end = times.T
+    def of(cls, sent: TransferRows, chosen: Mask, absences: int) -> Queue:
+        """The queue of the ``chosen`` of the transfers, in a step with so many ``absences``."""
+        absence, queued = sent.absence[chosen], sent.queued[chosen]
+        start, end = sent.started[chosen], sent.ended[chosen]
         goes_on = np.zeros(len(absence), dtype=np.bool_)
-        goes_on[1:] = (end[:-1] >= start[1:]) & (start[1:] > issued[1:])
+        goes_on[1:] = (end[:-1] >= start[1:]) & (start[1:] > queued[1:])
         places = np.arange(len(absence))
         place = np.zeros(absences, dtype=np.int64)
         place[absence] = places

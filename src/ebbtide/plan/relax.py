@@ -16,7 +16,7 @@ import numpy as np
 
 from ebbtide.arrays import Floats, Ints
 from ebbtide.compiled import compiled
-from ebbtide.plan.course import RATES, Scene
+from ebbtide.plan.course import BANDWIDTH, LATENCY, RATES, Scene
 from ebbtide.plan.follow import Course, Moves
 from ebbtide.plan.spans import add_between
 
@@ -60,7 +60,8 @@ def relaxed(scene: Scene, slots: Ints, moves: Moves, course: Course, room: Ints,
     if not len(numbers):
         return moves
     tier, size_bytes = moves.tier[numbers], scene.size_bytes[numbers]
-    latency, bandwidth = scene.links[tier][:, [0, RATES]].T, scene.links[tier][:, [1, RATES + 1]].T
+    links = scene.links[tier].T
+    latency, bandwidth = links[[LATENCY, RATES + LATENCY]], links[[BANDWIDTH, RATES + BANDWIDTH]]
     wanted = wanted_moments(scene, moves, course)[numbers]
     out, load = moves.out[numbers], np.minimum(moves.load[numbers], wanted)
     outs, backs = np.argsort(out, kind="stable"), np.lexsort((wanted, load))
@@ -80,7 +81,7 @@ def wanted_moments(scene: Scene, moves: Moves, course: Course) -> Ints:
     sent: dict[int, list[int]] = {}
     for number in np.flatnonzero(moves.tier >= 0).tolist():
         sent.setdefault(int(scene.storage[number]), []).append(number)
-    for remade, moment in course.replayed.rows.tolist():
+    for remade, moment in zip(course.replayed.absence.tolist(), course.replayed.moment.tolist(), strict=True):
         first, last = scene.first_leaf[moves.replay[remade] : moves.replay[remade] + 2].tolist()
         for storage in scene.leaves[first:last].tolist():
             for number in sent.get(storage, ()):

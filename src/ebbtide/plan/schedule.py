@@ -32,7 +32,7 @@ class Scheduler:
     """
 
     def __init__(self, problem: Problem, candidates: Candidates, trips: Trips, cap: Ints, caution: Caution) -> None:
-        self.candidates, self.trips, self.cap, self.late = candidates, trips, cap, caution.late
+        self.candidates, self.trips, self.cap, self.caution = candidates, trips, cap, caution
         self.absences = len(problem.step.absences)
         self.final = problem.spans.final[candidates.absence]
         self.slots = slots = np.array(problem.facts.slots, dtype=np.int64)
@@ -61,7 +61,8 @@ class Scheduler:
         level, links = profile.level.copy(), rows[queue]
         release = compiled(place_releases)(
             self.slots, starts[self.slots], profile.busy, level, self.cap, queue, links, candidates.size_bytes,
-            profile.begin, profile.end, trips.out_seconds[links, queue], starts[out[queue]], self.late[0],
+            profile.begin, profile.end, trips.out_seconds[links, queue], starts[out[queue]],
+            self.caution.out_share, self.caution.out_seconds,
         )  # fmt: skip
         if release is None:
             return None
@@ -69,7 +70,7 @@ class Scheduler:
         load = compiled(place_loads)(
             self.slots, starts[self.slots], level, self.cap, queue, order, links, release, candidates.size_bytes,
             profile.end, candidates.closes, self.final, trips.in_seconds[links, queue], starts[profile.end[queue]],
-            self.late[1],
+            self.caution.in_share, self.caution.in_seconds,
         )  # fmt: skip
         moves = Moves.none(self.absences)
         recomputed, numbers = np.flatnonzero(modes >= RECOMPUTE), candidates.absence[queue]
@@ -81,13 +82,13 @@ class Scheduler:
 
 def place_releases(
     slots: Ints, slot_seconds: Floats, busy: Mask, level: Ints, cap: Ints, queue: Ints, links: Ints, size_bytes: Ints,
-    begin: Ints, end: Ints, out_seconds: Floats, queued_seconds: Floats, late: Floats,
+    begin: Ints, end: Ints, out_seconds: Floats, queued_seconds: Floats, late_share: float, late_seconds: float,
 ) -> Ints | None:  # fmt: skip
     """Slot of each release in ``queue``, when copied or as early as memory needs; None if memory needs more.
 
-    ``links``, ``out_seconds`` and ``queued_seconds`` are per place in the queue; ``late`` is a row of `Caution.late`.
-    ``level`` is changed to the bytes held then. A release relieves its own moment, unless something is brought back in
-    it (``busy``).
+    ``links``, ``out_seconds`` and ``queued_seconds`` are per place in the queue; ``late_share`` and ``late_seconds``
+    are `Caution.out_share` and `Caution.out_seconds`. ``level`` is changed to the bytes held then. A release relieves
+    its own moment, unless something is brought back in it (``busy``).
     """
     count = len(queue)
     release = np.empty(count, np.int64)
@@ -95,8 +96,8 @@ def place_releases(
     free_seconds = np.zeros(links.max() + 1 if count else 0)
     for rank in range(count):
         place, link = queue[rank], links[rank]
-        free_seconds[link] = max(free_seconds[link], queued_seconds[rank]) + (1 + late[0]) * out_seconds[rank]
-        copied = free_seconds[link] + late[1]
+        free_seconds[link] = max(free_seconds[link], queued_seconds[rank]) + (1 + late_share) * out_seconds[rank]
+        copied = free_seconds[link] + late_seconds
         first = begin[place]
         last = slots[count_below(slots, end[place]) - 1]
         position = min(count_below(slot_seconds, copied), len(slots) - 1)
@@ -136,7 +137,8 @@ def place_releases(
 
 def place_loads(
     slots: Ints, slot_seconds: Floats, level: Ints, cap: Ints, queue: Ints, order: Ints, links: Ints, release: Ints,
-    size_bytes: Ints, end: Ints, closes: Ints, final: Mask, in_seconds: Floats, due_seconds: Floats, late: Floats,
+    size_bytes: Ints, end: Ints, closes: Ints, final: Mask, in_seconds: Floats, due_seconds: Floats,
+    late_share: float, late_seconds: float,
 ) -> Ints:  # fmt: skip
     """Slot of each load in ``queue``: in time if there is room, else the first with room, else on demand.
 
@@ -152,7 +154,7 @@ def place_loads(
         if final[queue[rank]]:
             continue
         link = links[rank]
-        taken = (1 + late[0]) * in_seconds[rank] + late[1]
+        taken = (1 + late_share) * in_seconds[rank] + late_seconds
         free_until[link] = min(free_until[link], due_seconds[rank]) - taken
         wanted[rank] = free_until[link]
     for rank in order:

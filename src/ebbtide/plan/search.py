@@ -16,11 +16,12 @@ import numpy as np
 from ebbtide.arrays import Floats, Ints, Mask
 from ebbtide.compiled import compiled
 from ebbtide.plan.caution import NO_CAUTION, Caution
+from ebbtide.plan.course import BACK_WAY, LOAD_WAIT, OUT_WAY, RELEASE_WAIT
 from ebbtide.plan.follow import Course, Follower, Move, Moves
 from ebbtide.plan.needs import KEEP, OFFLOAD, RECOMPUTE, Modes, Profile
 from ebbtide.plan.problem import Problem, Replay
 from ebbtide.plan.profile import Candidates, Trips
-from ebbtide.plan.queues import Queue, ways
+from ebbtide.plan.queues import Queue
 from ebbtide.plan.schedule import Scheduler
 from ebbtide.plan.select import Prices, Room, Selector
 from ebbtide.plan.walk import Choices, walk
@@ -134,7 +135,7 @@ class Search:
         found = self._schedule(modes, rows, profile, starts)
         if found is not None and (self.best is None or found.course.seconds < NEAR_BEST * self.best.course.seconds):
             # Scheduled again with what waiting and slowed compute really did to the clock.
-            waits = bool((found.course.waited.rows[:, 1] == 0).any())
+            waits = bool((found.course.waited.reason == RELEASE_WAIT).any())
             for put_off in (False, True) if waits else (False,):
                 again = self._schedule(modes, rows, profile, found.course.starts, put_off)
                 if again is not None and again.course.seconds < found.course.seconds:
@@ -226,13 +227,15 @@ class Search:
     def _learn(self, found: Found) -> None:
         """Raise the price of transfers that compute waited for, and of those right before them on the same link."""
         number, absences = self.candidates.absence, len(self.problem.step.absences)
-        (sent, times), (stalls, _) = found.course.sent, found.course.waited
+        sent, waited = found.course.sent, found.course.waited
         row_of = np.zeros(absences, dtype=np.int64)
         row_of[number] = found.rows
         for row in range(len(self.trips.tiers)):
-            own = row_of[sent[:, 0]] == row
-            outs, loads = (Queue.of(sent[here, 0], times[here], absences) for here in ways(own, sent[:, 1]))
-            released, awaited = (stalls[here, 2] for here in ways(row_of[stalls[:, 2]] == row, stalls[:, 1]))
+            carried, stalled = row_of[sent.absence] == row, row_of[waited.absence] == row
+            outs = Queue.of(sent, carried & (sent.way == OUT_WAY), absences)
+            loads = Queue.of(sent, carried & (sent.way == BACK_WAY), absences)
+            released = waited.absence[stalled & (waited.reason == RELEASE_WAIT)]
+            awaited = waited.absence[stalled & (waited.reason == LOAD_WAIT)]
             in_waited, first = loads.blame(awaited)
             copies = outs.place[loads.absence[first]]
             late = outs.end[copies] >= loads.start[first]

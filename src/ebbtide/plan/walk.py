@@ -126,7 +126,7 @@ def _judged(scene: Scene, plan: Ints, limit_bytes: int, ceiling: Ints, longest: 
     ran = run_course(scene, script, plan[TIER], plan[REPLAY], limit_bytes, ceiling, longest)
     fits = ran.ending == DONE
     reached = len(ran.memory) if fits else ran.moment
-    return ran.starts[-1], np.concatenate((ran.waited.rows[:, 0], ran.replayed.rows[:, 1])), reached, fits
+    return ran.starts[-1], np.concatenate((ran.waited.moment, ran.replayed.moment)), reached, fits
 
 
 def _change_some(choices: Choices, plan: Ints, lost_at: Ints, clock: Floats, dice: Ints) -> None:
