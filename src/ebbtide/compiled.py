@@ -12,19 +12,27 @@ import threading
 import types
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 NOTICE = "ebbtide compiles its planner, once for this installation: some 20 seconds"
 _log = logging.getLogger(__name__)
 
 
-@functools.cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Callable[P, R]) -> Callable[P, R]:
     """``function``, on numbers and arrays alone, as machine code, whose signals are raised as what they are.
 
     What a signal's handler raises while such code runs, `KeyboardInterrupt` as a rule, comes up as it returns: Python
     makes a `SystemError` of a result and an exception at once.
     """
+    call: Callable[P, R] = _compiled(function)  # what is cached has lost its types
+    return call
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     dispatcher: Callable[..., Any] = dispatcher_of(function)
 
     @functools.wraps(function)

@@ -58,10 +58,9 @@ def _admitted(problem: Problem, capacity_bytes: int | None, stays: Stays, elsewh
     saved_seconds = np.zeros(len(off_peak)) if stays.largest_first else stays.replay_seconds / stays.size_bytes
     order = np.lexsort((-stays.size_bytes, -saved_seconds, off_peak, elsewhere))
     order = order[stays.in_time[order]]
-    found: Mask = compiled(take_where_room)(
+    return compiled(take_where_room)(
         order, stays.first, stays.last, stays.size_bytes, capacity_bytes, problem.step.moments + 1
     )
-    return found
 
 
 def _most_bytes(problem: Problem, stays: Stays) -> int:

@@ -51,8 +51,7 @@ def _lowered(searcher: Search, start: Modes) -> Modes:
     selector = searcher.selector
     deepest = np.where(selector.can_recompute, selector.deepest, 0)
     can_offload = searcher.candidates.can_offload
-    lowered: Modes = compiled(lower)(selector.needs, can_offload, deepest, start, LOWERING_SECONDS * 1e6, 0)
-    return lowered
+    return compiled(lower)(selector.needs, can_offload, deepest, start, LOWERING_SECONDS * 1e6, 0)
 
 
 def _peak(found: Found) -> int:

@@ -37,7 +37,6 @@ from ebbtide.plan.course import (
     LOAD_WAIT,
     RATES,
     STALE,
-    RawCourse,
     RecomputationRows,
     Scene,
     StallRows,
@@ -211,9 +210,7 @@ class Follower:
         """Carry out ``moves``. Raises `PlanError` as `follow` does."""
         scene = self.scene
         script = compiled(write_script)(scene, moves.tier, moves.replay, moves.out, moves.release, moves.load)
-        ran: RawCourse = compiled(run_course)(
-            scene, script, moves.tier, moves.replay, NO_CEILING, self.unlimited, math.inf
-        )
+        ran = compiled(run_course)(scene, script, moves.tier, moves.replay, NO_CEILING, self.unlimited, math.inf)
         if ran.ending == STALE:
             until = scene.valid_until[moves.replay[ran.absence]]
             raise PlanError(

@@ -270,5 +270,4 @@ def needs_of(problem: Problem, candidates: Candidates, headroom: Ints | None = N
 
 def profile(needs: Needs, modes: Modes) -> Profile:
     """Memory under ``modes``, one for each candidate."""
-    found: Profile = compiled(bring_back)(needs, modes)
-    return found
+    return compiled(bring_back)(needs, modes)

@@ -77,7 +77,6 @@ class Selector:
         wishes = Wishes(
             prices.offload, prices.recompute, self.candidates.can_offload, self.deepest, stay, peak_only, pivot, deepen
         )
-        found: Profile
         found, fits, profiles, cuts = compiled(fill_modes)(
             self.needs, wishes, self.room.cap, ~self.can_recompute, modes
         )

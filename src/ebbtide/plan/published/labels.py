@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -88,7 +87,7 @@ class Labels:
         return Labels(*(getattr(self, field.name)[rows] for field in dataclasses.fields(self)))
 
 
-def cheapest_rows(cell: Any, seconds: Any) -> Any:
+def cheapest_rows(cell: Ints, seconds: Floats) -> Ints:
     """Of each cell the row of least ``seconds``, the first of equal ones. A hash table with linear probing."""
     size = 16
     while size < 2 * len(cell):
