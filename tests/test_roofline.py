@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ebbtide.errors import RecordError
 from ebbtide.machine import Compute
 from ebbtide.observe.work import kind_of, work_of
-from ebbtide.roofline import Kind, Work, fit_efficiencies, ideal_seconds, op_seconds, with_durations
+from ebbtide.roofline import OpClass, Work, fit_efficiencies, ideal_seconds, op_seconds, with_durations
 from ebbtide.step import Op, Step
 
 aten = torch.ops.aten
@@ -49,7 +49,7 @@ def test_ops_without_work_take_no_time() -> None:
     st.dictionaries(st.sampled_from(["matmul", "copy", "index"]), st.floats(0.05, 2.0), min_size=1),
     st.lists(st.integers(10**7, 10**10), min_size=1, max_size=8),
 )
-def test_the_fit_finds_the_shares_that_made_the_times(shares: dict[Kind, float], sizes: list[int]) -> None:
+def test_the_fit_finds_the_shares_that_made_the_times(shares: dict[OpClass, float], sizes: list[int]) -> None:
     works = [Work(kind, size, size // 3, "float32") for kind in shares for size in sizes]
     true = dataclasses.replace(PLAIN, efficiencies=tuple(shares.items()))
     timed = with_durations(step_of(*[0.0] * len(works)), works, true)
@@ -100,7 +100,7 @@ def test_works_of_another_step_are_refused() -> None:
         (aten.empty.memory_format, "none"),
     ],
 )
-def test_class_of_an_op(func: object, expected: Kind) -> None:
+def test_class_of_an_op(func: object, expected: OpClass) -> None:
     assert kind_of(func) == expected
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ebbtide.machine import Compute
-from ebbtide.roofline import Kind, Work, op_seconds
+from ebbtide.roofline import OpClass, Work, op_seconds
 from ebbtide.step import EXTERNAL, Absence, Event, Op, Phase, Replay, Saved, Step, Value
 
 BATCH = 200
@@ -171,7 +171,7 @@ class _Writer:
 
     def _seconds(self, layer: Layer, backward: bool, sizes: list[int]) -> float:
         products = 2 * BATCH * layer.elements * layer.fan_in * (2 if backward else 1)
-        kind: Kind = "elementwise" if not layer.fan_in else "matmul" if layer.op == "addmm" else "convolution"
+        kind: OpClass = "elementwise" if not layer.fan_in else "matmul" if layer.op == "addmm" else "convolution"
         return op_seconds(Work(kind, products, sum(sizes), "float32"), self.compute)
 
 

@@ -17,7 +17,7 @@ from ebbtide.errors import RecordError
 from ebbtide.machine import Compute
 from ebbtide.step import MOST_SECONDS, Step
 
-Kind = Literal[
+OpClass = Literal[
     "none",
     "matmul",
     "convolution",
@@ -47,7 +47,7 @@ class Work:
         dtype: type in which it multiplies, a key of `Compute.peak_flops_per_second`.
     """
 
-    kind: Kind
+    kind: OpClass
     flops: int
     moved_bytes: int
     dtype: str

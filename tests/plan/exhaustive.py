@@ -11,9 +11,9 @@ import numpy as np
 from ebbtide.compiled import compiled
 from ebbtide.decisions import Decision, Keep
 from ebbtide.machine import Machine
-from ebbtide.plan.course import DONE, run_course, write_script
+from ebbtide.plan.course import DONE, order_actions, run_course
 from ebbtide.plan.follow import Follower, Trip
-from ebbtide.plan.problem import Problem, Replay
+from ebbtide.plan.problem import CheckedRecipe, Problem
 from ebbtide.plan.simulate import moves_of
 from ebbtide.step import Step
 from tests.plan.random_steps import KIB, Tape, disk_machine, lone_machine
@@ -67,14 +67,14 @@ def best_plans(step: Step, machine: Machine) -> list[tuple[int, float]]:
     """
     problem, count = Problem.of(step, machine), len(step.absences)
     kept: list[Decision] = [Keep()] * count
-    replays: list[Replay] = []
+    replays: list[CheckedRecipe] = []
     rows, first = [], [0]
     for number in range(count):
         for decision in every_decision(step, number, deeper=False):
             if hasattr(decision, "tier") and not problem.routes:
                 continue
             move = moves_of(problem, [*kept[:number], decision, *kept[number + 1 :]])[number]
-            if isinstance(move, Replay):
+            if isinstance(move, CheckedRecipe):
                 rows.append((-1, len(replays), -1, -1, -1))
                 replays.append(move)
             else:
@@ -102,8 +102,8 @@ def try_all(scene: Any, choices: Any, first: Any, unlimited: Any) -> Any:
     for trial in range(total):
         for number in range(count):
             plan[:, number] = choices[turn[number]]
-        script = write_script(scene, plan[0], plan[1], plan[2], plan[3], plan[4])
-        ran = run_course(scene, script, plan[0], plan[1], 1 << 60, unlimited, np.inf)
+        actions = order_actions(scene, plan[0], plan[1], plan[2], plan[3], plan[4])
+        ran = run_course(scene, actions, plan[0], plan[1], 1 << 60, unlimited, np.inf)
         if ran.ending == DONE:
             peaks[trial], seconds[trial] = ran.memory.max(), ran.starts[-1]
         for number in range(count):

@@ -20,7 +20,7 @@ from ebbtide.compiled import NOTICE, _interrupts_held, compiled, dispatcher_of
 from ebbtide.plan import find_recipes, solve
 from ebbtide.plan.course import run_course
 from ebbtide.plan.follow import Follower, Moves, Trip, follow
-from ebbtide.plan.problem import Problem, Replay
+from ebbtide.plan.problem import CheckedRecipe, Problem
 from ebbtide.plan.replay import check_recipe
 from ebbtide.plan.simulate import moves_of
 from ebbtide.plan.walk import walk
@@ -56,7 +56,7 @@ def test_columns_and_lists_say_the_same() -> None:
         moves = moves_of(problem, random_decisions(step, seed))
         columns = Moves.none(len(moves))
         for number, move in enumerate(moves):
-            if isinstance(move, Replay):
+            if isinstance(move, CheckedRecipe):
                 columns.replay[number] = number
             elif isinstance(move, Trip):
                 columns.send(number, 0, move)

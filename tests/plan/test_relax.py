@@ -14,7 +14,7 @@ from ebbtide.plan.caution import EXPECTED, Caution
 from ebbtide.plan.course import BACK_WAY, OUT_WAY
 from ebbtide.plan.finish import finished
 from ebbtide.plan.follow import Course, Follower, Moves, Trip
-from ebbtide.plan.problem import Problem, Replay
+from ebbtide.plan.problem import CheckedRecipe, Problem
 from ebbtide.plan.profile import Candidates
 from ebbtide.plan.relax import relaxed
 from ebbtide.plan.search import Search
@@ -53,7 +53,7 @@ class Relaxed:
         self.step, self.limit_bytes = step, plan.limit_bytes
         problem = Problem.of(step, machine)
         listed = moves_of(problem, plan.decisions)
-        self.replays = [move for move in listed if isinstance(move, Replay)]
+        self.replays = [move for move in listed if isinstance(move, CheckedRecipe)]
         follower = Follower(problem, self.replays)
         self.before, recipes = Moves.none(len(listed)), iter(range(len(self.replays)))
         for number, move in enumerate(listed):

@@ -11,9 +11,9 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from ebbtide.observe.ledger import has_storage, tensors_in
 from ebbtide.observe.schema import operator_info
-from ebbtide.roofline import Kind, Work
+from ebbtide.roofline import OpClass, Work
 
-_CLASSES: tuple[tuple[Kind, tuple[str, ...]], ...] = (
+_CLASSES: tuple[tuple[OpClass, tuple[str, ...]], ...] = (
     ("convolution_backward", ("convolution_backward",)),
     ("convolution", ("convolution", "conv_")),
     ("attention", ("attention",)),
@@ -45,7 +45,7 @@ _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 @cache
-def kind_of(func: Any) -> Kind:
+def kind_of(func: Any) -> OpClass:
     """Class of an op by its name; what fits nowhere works element by element."""
     schema = getattr(func, "_schema", None)
     if schema is None:
@@ -112,7 +112,7 @@ def _tensor_bytes(tensor: torch.Tensor) -> int:
     return min(size, tensor.untyped_storage().nbytes()) if has_storage(tensor) else size
 
 
-def _dtype(kind: Kind, flops: int, inputs: list[torch.Tensor]) -> str:
+def _dtype(kind: OpClass, flops: int, inputs: list[torch.Tensor]) -> str:
     """The type in which an op multiplies: that of its inputs, or TensorFloat-32 where PyTorch allows it on CUDA."""
     found = next((tensor.dtype for tensor in inputs if tensor.dtype.is_floating_point), torch.float32)
     if found is not torch.float32 or not flops:

@@ -132,7 +132,7 @@ class RawCourse(NamedTuple):
     moment: int
 
 
-def write_script(scene: Scene, tier: Ints, replay: Ints, out: Ints, release: Ints, load: Ints) -> Ints:
+def order_actions(scene: Scene, tier: Ints, replay: Ints, out: Ints, release: Ints, load: Ints) -> Ints:
     """What is to be done, in order, as rows of moment, phase, absence; columns are as in `Moves`.
 
     The value of a final absence goes as that closes, and is not loaded before. Within a phase of a moment, loads are
@@ -162,32 +162,32 @@ def write_script(scene: Scene, tier: Ints, replay: Ints, out: Ints, release: Int
     for moment in range(moments):
         ends[moment + 1] += ends[moment]
     # Rows were written by ascending absence. Each is put behind those rows of its moment that do not come after it.
-    script, first = np.empty((size, 3), np.int64), ends.copy()
+    actions, first = np.empty((size, 3), np.int64), ends.copy()
     for row in range(size):
         moment, phase, number = rows[row, 0], rows[row, 1], rows[row, 2]
         place = ends[moment]
         ends[moment] += 1
         while place > first[moment]:
-            before, other = script[place - 1, 1], script[place - 1, 2]
+            before, other = actions[place - 1, 1], actions[place - 1, 2]
             later = before > phase or (before == phase == LOAD and closes[other] > closes[number])
             if not later:
                 break
-            script[place, 0], script[place, 1], script[place, 2] = moment, before, other
+            actions[place, 0], actions[place, 1], actions[place, 2] = moment, before, other
             place -= 1
-        script[place, 0], script[place, 1], script[place, 2] = moment, phase, number
-    return script
+        actions[place, 0], actions[place, 1], actions[place, 2] = moment, phase, number
+    return actions
 
 
 def run_course(
-    scene: Scene, script: Ints, tier: Ints, replay: Ints, limit_bytes: int, ceiling: Ints, longest: float
+    scene: Scene, actions: Ints, tier: Ints, replay: Ints, limit_bytes: int, ceiling: Ints, longest: float
 ) -> RawCourse:
-    """Carry out ``script`` by NOTE [What happens in a moment] in `follow`.
+    """Carry out ``actions`` by NOTE [What happens in a moment] in `follow`.
 
     It is one long function because a recipe and what it waits for share all of the state; recursion is a stack in it.
 
     Args:
         scene: what does not depend on the plan.
-        script: from `write_script`.
+        actions: from `order_actions`.
         tier, replay: per absence the tier or recipe it goes by, or -1.
         limit_bytes, ceiling: most bytes in all moments; most with workspaces in each.
         longest: most seconds.
@@ -218,8 +218,8 @@ def run_course(
     for moment in range(moments):
         starts[moment] = clock[moment] + delay
         high = physical_high = offset
-        while row < len(script) and script[row, 0] == moment and ending == DONE:
-            phase, number = script[row, 1], script[row, 2]
+        while row < len(actions) and actions[row, 0] == moment and ending == DONE:
+            phase, number = actions[row, 1], actions[row, 2]
             row += 1
             if phase == GONE and final[number]:
                 # The value dies here and does not come back: from now on `plain` does not count it.

@@ -41,10 +41,10 @@ from ebbtide.plan.course import (
     Scene,
     StallRows,
     TransferRows,
+    order_actions,
     run_course,
-    write_script,
 )
-from ebbtide.plan.problem import Problem, Replay
+from ebbtide.plan.problem import CheckedRecipe, Problem
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Trip:
     load: int
 
 
-Move = Trip | Replay | None
+Move = Trip | CheckedRecipe | None
 """What happens to an absence; None keeps its value."""
 
 
@@ -176,9 +176,11 @@ class Follower:
         caution: what transfers are taken to be longer for, by the share `EXPECTED` of it.
     """
 
-    def __init__(self, problem: Problem, replays: Sequence[Replay | None], caution: Caution = NO_CAUTION) -> None:
+    def __init__(
+        self, problem: Problem, replays: Sequence[CheckedRecipe | None], caution: Caution = NO_CAUTION
+    ) -> None:
         spans = problem.spans
-        nothing = Replay((), 0.0, 0, 0, 0)
+        nothing = CheckedRecipe((), 0.0, 0, 0, 0)
         named = [nothing if replay is None else replay for replay in replays]
         first_leaf, leaves = _leaves(named, spans.storages)
         self.replays = replays
@@ -209,8 +211,8 @@ class Follower:
     def follow(self, moves: Moves) -> Course:
         """Carry out ``moves``. Raises `PlanError` as `follow` does."""
         scene = self.scene
-        script = compiled(write_script)(scene, moves.tier, moves.replay, moves.out, moves.release, moves.load)
-        ran = compiled(run_course)(scene, script, moves.tier, moves.replay, NO_CEILING, self.unlimited, math.inf)
+        actions = compiled(order_actions)(scene, moves.tier, moves.replay, moves.out, moves.release, moves.load)
+        ran = compiled(run_course)(scene, actions, moves.tier, moves.replay, NO_CEILING, self.unlimited, math.inf)
         if ran.ending == STALE:
             until = scene.valid_until[moves.replay[ran.absence]]
             raise PlanError(
@@ -256,7 +258,7 @@ def follow(problem: Problem, moves: Sequence[Move]) -> Course:
 def prepared(problem: Problem, moves: Sequence[Move]) -> tuple[Follower, Moves]:
     """What carries out ``moves``, as often as it is asked to, and these as columns."""
     # Long steps have tens of thousands of moves: each column is made at once.
-    recomputed = {number: move for number, move in enumerate(moves) if isinstance(move, Replay)}
+    recomputed = {number: move for number, move in enumerate(moves) if isinstance(move, CheckedRecipe)}
     sent = {number: move for number, move in enumerate(moves) if isinstance(move, Trip)}
     columns, numbers, trips = Moves.none(len(moves)), list(sent), list(sent.values())
     follower = Follower(problem, list(recomputed.values()))
@@ -267,7 +269,7 @@ def prepared(problem: Problem, moves: Sequence[Move]) -> tuple[Follower, Moves]:
     return follower, columns
 
 
-def _leaves(replays: Sequence[Replay], storages: Mapping[int, int]) -> tuple[Ints, Ints]:
+def _leaves(replays: Sequence[CheckedRecipe], storages: Mapping[int, int]) -> tuple[Ints, Ints]:
     """Where the leaves of each recipe begin, with one entry more; the leaves, as ``storages``."""
     read = [replay.leaves for replay in replays]
     ends = np.cumsum([0, *map(len, read)], dtype=np.int64)

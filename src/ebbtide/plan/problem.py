@@ -17,7 +17,7 @@ from ebbtide.step import EXTERNAL, Step, check_step
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Replay:
+class CheckedRecipe:
     """A checked recipe.
 
     Attributes:
@@ -69,7 +69,9 @@ class Facts:
     packed: dict[int, int]
     held: dict[int, list[tuple[int, int]]]
     replayable_from: list[int]
-    checked: dict[tuple[int, tuple[int, ...], float], Replay] = dataclasses.field(default_factory=dict, compare=False)
+    checked: dict[tuple[int, tuple[int, ...], float], CheckedRecipe] = dataclasses.field(
+        default_factory=dict, compare=False
+    )
 
     @classmethod
     def of(cls, step: Step) -> Facts:

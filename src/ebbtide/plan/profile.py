@@ -20,7 +20,7 @@ from ebbtide.machine import Link
 from ebbtide.plan.capacity import Stays, admitted
 from ebbtide.plan.caution import NO_CEILING
 from ebbtide.plan.needs import RECOMPUTE, Modes, Needs, Profile, bring_back
-from ebbtide.plan.problem import Facts, Problem, Replay
+from ebbtide.plan.problem import CheckedRecipe, Facts, Problem
 from ebbtide.plan.replay import check_recipe
 
 SMALLEST_BYTES = 32 * 1024
@@ -58,7 +58,7 @@ class Candidates:
     out_seconds: Floats
     in_seconds: Floats
     can_offload: Mask
-    replays: list[Replay | None]
+    replays: list[CheckedRecipe | None]
     ops: list[tuple[int, ...] | None]
     first_deeper: Ints
     first_leaf: Ints
@@ -211,7 +211,7 @@ def _transfer_seconds(link: Link | None, sizes: Ints) -> Floats:
     return np.array([link.seconds(size) for size in sizes.tolist()], dtype=np.float64)
 
 
-def _instead(replays: Sequence[Replay | None]) -> Floats:
+def _instead(replays: Sequence[CheckedRecipe | None]) -> Floats:
     """What it takes to compute values again instead of moving them."""
     return np.array([math.inf if replay is None else replay.seconds for replay in replays], dtype=np.float64)
 
@@ -224,7 +224,7 @@ def movable(facts: Facts, number: int) -> bool:
 
 def _replays(
     problem: Problem, numbers: Sequence[int], recipes: Sequence[tuple[int, ...] | None]
-) -> list[Replay | None]:
+) -> list[CheckedRecipe | None]:
     """The recipes of absences, checked."""
     values = [problem.step.absences[number].value for number in numbers]
     return [
@@ -233,7 +233,7 @@ def _replays(
     ]
 
 
-def _recipe_columns(problem: Problem, numbers: Sequence[int], replays: list[Replay | None]) -> dict[str, Any]:
+def _recipe_columns(problem: Problem, numbers: Sequence[int], replays: list[CheckedRecipe | None]) -> dict[str, Any]:
     """Columns of `Candidates` that follow from its recipes."""
     step = problem.step
     by_storage: dict[int, list[int]] = {}

@@ -16,7 +16,7 @@ NOTE [Replay]
 from __future__ import annotations
 
 from ebbtide.errors import PlanError
-from ebbtide.plan.problem import Facts, Replay
+from ebbtide.plan.problem import CheckedRecipe, Facts
 from ebbtide.step import Op
 
 
@@ -41,7 +41,7 @@ def operands(op: Op) -> list[int]:
     return list(dict.fromkeys((*op.inputs, *mutated)))
 
 
-def check_recipe(facts: Facts, target: int, ops: tuple[int, ...], more_seconds: float = 0.0) -> Replay:
+def check_recipe(facts: Facts, target: int, ops: tuple[int, ...], more_seconds: float = 0.0) -> CheckedRecipe:
     """Check the recipe ``ops`` for value ``target`` and add up what it takes, with ``more_seconds`` for each op.
 
     Searches come back to the same recipes: what was found once is kept.
@@ -56,7 +56,7 @@ def check_recipe(facts: Facts, target: int, ops: tuple[int, ...], more_seconds: 
     return found
 
 
-def _checked(facts: Facts, target: int, ops: tuple[int, ...], more_seconds: float) -> Replay:
+def _checked(facts: Facts, target: int, ops: tuple[int, ...], more_seconds: float) -> CheckedRecipe:
     """`check_recipe`, anew."""
     # Ending with the value's maker, a recipe reads only values older than its own: no two recipes wait for each other.
     if not ops or list(ops) != sorted(set(ops)) or ops[0] < 0 or ops[-1] != facts.step.values[target].maker:
@@ -86,7 +86,7 @@ def _checked(facts: Facts, target: int, ops: tuple[int, ...], more_seconds: floa
         raise PlanError(f"the recipe {ops} does not make value {target}")
     storages = dict.fromkeys(facts.step.values[leaf].storage for leaf in leaves)
     own = tuple(storage for storage in storages if storage not in facts.external)
-    return Replay(own, seconds, peak_bytes, physical_bytes, valid_until)
+    return CheckedRecipe(own, seconds, peak_bytes, physical_bytes, valid_until)
 
 
 def _make(facts: Facts, op: Op, made: dict[int, int]) -> None:

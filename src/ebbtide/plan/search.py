@@ -19,7 +19,7 @@ from ebbtide.plan.caution import NO_CAUTION, Caution
 from ebbtide.plan.course import BACK_WAY, LOAD_WAIT, OUT_WAY, RELEASE_WAIT
 from ebbtide.plan.follow import Course, Follower, Move, Moves
 from ebbtide.plan.needs import KEEP, OFFLOAD, RECOMPUTE, Modes, Profile
-from ebbtide.plan.problem import Problem, Replay
+from ebbtide.plan.problem import CheckedRecipe, Problem
 from ebbtide.plan.profile import Candidates, Trips
 from ebbtide.plan.queues import Queue
 from ebbtide.plan.schedule import Scheduler
@@ -296,7 +296,7 @@ class Search:
         columns = Moves.none(len(moves))
         places = {number: place for place, number in enumerate(self.candidates.absence.tolist())}
         for number, move in enumerate(moves):
-            if isinstance(move, Replay):
+            if isinstance(move, CheckedRecipe):
                 recipe = self._recipe(places.get(number), move)
                 if recipe is None:
                     return
@@ -305,7 +305,7 @@ class Search:
                 columns.send(number, self.follower.tiers[move.tier], move)
         self.adopt(columns)
 
-    def _recipe(self, place: int | None, replay: Replay) -> int | None:
+    def _recipe(self, place: int | None, replay: CheckedRecipe) -> int | None:
         """The number of the candidate's recipe that is the same as ``replay``, or None."""
         if place is None:
             return None

@@ -35,7 +35,7 @@ MOST_DEEPENED = 50
 """For how many of the largest values they are looked for, whatever their share, where no plan was found without. In
 chains of 120 and 220 equal values twice as many took 1.3 to 1.9 times as long, and found higher peaks."""
 
-SECONDS, SECONDS_PER_OP, MOST_SECONDS = 0.5, 3e-4, 5.0
+SECONDS, SECONDS_PER_OP, MOST_SEARCH_SECONDS = 0.5, 3e-4, 5.0
 """How long to search unless told otherwise: half a second, for steps of more than 1,700 ops in proportion, at most five
 seconds: of longer ones the bound takes most of the time anyway."""
 
@@ -79,7 +79,7 @@ def solve(
     check_instance("step", step, Step)
     limit_bytes, seed = as_whole("limit_bytes", limit_bytes), as_whole("seed", seed, 0)
     if seconds is None:
-        seconds = min(max(SECONDS, SECONDS_PER_OP * len(step.ops)), MOST_SECONDS)
+        seconds = min(max(SECONDS, SECONDS_PER_OP * len(step.ops)), MOST_SEARCH_SECONDS)
     search_seconds = as_seconds(seconds)
     if search_seconds is None:
         raise PlanError(f"a search takes some number of seconds, 0 or more, not {seconds!r}")

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ebbtide.arrays import Floats, Ints, Mask
-from ebbtide.plan.course import DONE, Scene, run_course, write_script
+from ebbtide.plan.course import DONE, Scene, order_actions, run_course
 from ebbtide.plan.dice import draw, draw_below, new_dice
 from ebbtide.plan.spans import copy_rows, count_below, count_to
 
@@ -122,8 +122,8 @@ def walk(
 
 def _judged(scene: Scene, plan: Ints, limit_bytes: int, ceiling: Ints, longest: float) -> tuple[float, Ints, int, bool]:
     """Seconds of a plan, moments where it loses time, moments simulated, and whether it is allowed."""
-    script = write_script(scene, plan[TIER], plan[REPLAY], plan[OUT], plan[RELEASE], plan[LOAD])
-    ran = run_course(scene, script, plan[TIER], plan[REPLAY], limit_bytes, ceiling, longest)
+    actions = order_actions(scene, plan[TIER], plan[REPLAY], plan[OUT], plan[RELEASE], plan[LOAD])
+    ran = run_course(scene, actions, plan[TIER], plan[REPLAY], limit_bytes, ceiling, longest)
     fits = ran.ending == DONE
     reached = len(ran.memory) if fits else ran.moment
     return ran.starts[-1], np.concatenate((ran.waited.moment, ran.replayed.moment)), reached, fits

@@ -77,7 +77,7 @@ class Chain:
         return most
 
 
-Kind = Literal["forward_all", "forward_keep", "forward_drop", "backward"]
+ActionKind = Literal["forward_all", "forward_keep", "forward_drop", "backward"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Action:
     (``F_empty``); ``backward``: run its backward op, after which its input and what it saved are gone.
     """
 
-    kind: Kind
+    kind: ActionKind
     stage: int
 
 
