@@ -17,7 +17,7 @@ VERSION = 1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Keep:
-    """The value stays. This is what happens without a plan."""
+    """The value stays in memory through its absence."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ def _made_again(kind: type[EbbtideError], args: tuple[Any, ...]) -> EbbtideError
 
 
 class ArgumentError(EbbtideError, ValueError):
-    """An argument cannot be what was given for it: a size that is none, something else than a path."""
+    """An argument has the wrong type or an impossible value, such as a size that cannot be parsed."""
 
 
 class RecordError(EbbtideError):
@@ -70,8 +70,7 @@ class OutOfMemoryError(EbbtideError, RuntimeError, MemoryError):
 
 
 class PlanError(EbbtideError):
-    """A plan does not fit the step or the machine it is used with, or breaks a rule; or one was asked for with seconds
-    that cannot be."""
+    """A plan does not fit the step or the machine it is used with, or breaks a rule."""
 
 
 class PolicyError(EbbtideError):

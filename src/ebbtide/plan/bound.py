@@ -14,7 +14,7 @@ import numpy as np
 
 from ebbtide.arguments import as_seconds, as_whole
 from ebbtide.arrays import Floats, Ints
-from ebbtide.errors import PlanError
+from ebbtide.errors import ArgumentError
 from ebbtide.machine import Machine
 from ebbtide.plan.bound_program import Formulation, formulate
 from ebbtide.plan.linear import solve_program, solve_whole
@@ -137,13 +137,13 @@ def whole_bound(
         The bound, in seconds; infinite if there is no plan.
 
     Raises:
-        PlanError: if ``seconds`` is no such number.
-        ArgumentError: if ``limit_bytes`` is no whole number; it is a `ValueError`.
+        ArgumentError: if ``seconds`` is negative or not finite, or ``limit_bytes`` is not a whole number; it is a
+            `ValueError`.
         RecordError: if the step or the machine cannot be.
     """
     limit_bytes, most_seconds = as_whole("limit_bytes", limit_bytes), as_seconds(seconds)
     if most_seconds is None:
-        raise PlanError(f"branch and bound takes some number of seconds, 0 or more, not {seconds!r}")
+        raise ArgumentError(f"seconds={seconds!r}: branch and bound takes some number of seconds, 0 or more")
     problem = Problem.of(step, machine)
     linear, formulation = _proved(problem, limit_bytes, banned, MOST_GROUPS)
     if formulation is None or linear.seconds == math.inf or not len(formulation.replays):

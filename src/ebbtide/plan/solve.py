@@ -10,7 +10,7 @@ import numpy as np
 from ebbtide.arguments import as_seconds, as_whole, check_instance
 from ebbtide.arrays import Ints
 from ebbtide.decisions import Keep, Plan
-from ebbtide.errors import BudgetError, PlanError
+from ebbtide.errors import ArgumentError, BudgetError
 from ebbtide.machine import Machine
 from ebbtide.plan.bound import Bound, bound_of
 from ebbtide.plan.caution import Caution
@@ -71,10 +71,9 @@ def solve(
 
     Raises:
         BudgetError: if no plan was found that stays within the budget.
-        PlanError: if ``seconds`` is no such number.
-        ArgumentError: if ``limit_bytes`` or ``seed`` is no whole number, or ``step`` or ``machine`` of another type; it
-            is a `ValueError`.
-        RecordError: if the step or the machine cannot be.
+        ArgumentError: if ``seconds`` is negative or not finite, ``limit_bytes`` or ``seed`` is not a whole number, or
+            ``step`` or ``machine`` is of another type; it is a `ValueError`.
+        RecordError: if the step or the machine describes something impossible.
     """
     check_instance("step", step, Step)
     limit_bytes, seed = as_whole("limit_bytes", limit_bytes), as_whole("seed", seed, 0)
@@ -82,7 +81,7 @@ def solve(
         seconds = min(max(SECONDS, SECONDS_PER_OP * len(step.ops)), MOST_SEARCH_SECONDS)
     search_seconds = as_seconds(seconds)
     if search_seconds is None:
-        raise PlanError(f"a search takes some number of seconds, 0 or more, not {seconds!r}")
+        raise ArgumentError(f"seconds={seconds!r}: a search takes some number of seconds, 0 or more")
     whole = Problem.of(step, machine)  # checks both, before anything is looked up in them
     asked = [number for number, absence in enumerate(step.absences) if not step.is_final(absence)]
     refused: BudgetError | None = None
