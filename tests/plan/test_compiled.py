@@ -153,7 +153,7 @@ def test_functions_that_are_called_are_compiled_too_and_named_after() -> None:
     walked, ran = dispatcher_of(walk).py_func, dispatcher_of(run_course).py_func
     assert walked.__qualname__.startswith("walk_")
     assert ran.__qualname__ == "run_course"
-    assert walked.__globals__["_judged"].py_func.__globals__["run_course"] is dispatcher_of(run_course)
+    assert walked.__globals__["_judge"].py_func.__globals__["run_course"] is dispatcher_of(run_course)
 
 
 COMPILES = """

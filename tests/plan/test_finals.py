@@ -15,7 +15,7 @@ from ebbtide.errors import BudgetError, PlanError, PolicyError, RecordError
 from ebbtide.plan import NO_CAUTION, least_peak_bytes, lower_bound, plain_peak_bytes, simulate, solve
 from ebbtide.plan.course import OUT_WAY
 from ebbtide.plan.finals import final_absences, with_finals_kept, without_finals
-from ebbtide.plan.finish import finished
+from ebbtide.plan.finish import spend_unused_memory
 from ebbtide.plan.follow import Moves
 from ebbtide.plan.frontier import frontier
 from ebbtide.plan.published.registry import POLICIES
@@ -195,9 +195,9 @@ def test_none_that_dies_within_the_step_is_loaded(
 
     def looked_at(search: Search) -> Moves:
         searches.append(search)
-        return finished(search)
+        return spend_unused_memory(search)
 
-    monkeypatch.setattr(sys.modules["ebbtide.plan.solve"], "finished", looked_at)
+    monkeypatch.setattr(sys.modules["ebbtide.plan.solve"], "spend_unused_memory", looked_at)
     plan = solve(step, machine, int(share * plain_peak_bytes(step)), caution=NO_CAUTION)
     best, final = searches[-1].best, final_absences(step)
     assert best is not None

@@ -24,13 +24,13 @@ class Watched:
     """Plans, and keeps the moves of the search, those that come out, and what both take packed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._finished = solving.finished
-        monkeypatch.setattr(solving, "finished", self._watch)
+        self._spend = solving.spend_unused_memory
+        monkeypatch.setattr(solving, "spend_unused_memory", self._watch)
 
     def _watch(self, search: Search) -> Moves:
         assert search.best is not None
         self.resting_bytes = search.problem.resting_bytes
-        self.before, self.after = search.best.moves, self._finished(search)
+        self.before, self.after = search.best.moves, self._spend(search)
         self.courses = search.best.course, search.follower.follow(self.after)
         moves = self.before, self.after
         self.packed = [self._packed(search, *pair) for pair in zip(moves, self.courses, strict=True)]

@@ -12,7 +12,7 @@ from ebbtide.machine import Link, Machine, Tier
 from ebbtide.plan import NO_CAUTION, simulate, solve
 from ebbtide.plan.caution import EXPECTED, Caution
 from ebbtide.plan.course import BACK_WAY, OUT_WAY
-from ebbtide.plan.finish import finished
+from ebbtide.plan.finish import spend_unused_memory
 from ebbtide.plan.follow import Course, Follower, Moves, Trip
 from ebbtide.plan.problem import CheckedRecipe, Problem
 from ebbtide.plan.profile import Candidates
@@ -193,4 +193,4 @@ def test_a_load_that_would_put_off_a_copy_stays() -> None:
     assert earlier.release.tolist() == moves.release.tolist()
     assert late.follow(earlier).seconds == pytest.approx(course.seconds)
     assert on_time.follow(earlier).seconds == pytest.approx(on_time.follow(moves).seconds + COST_SECONDS)
-    assert finished(search).load.tolist() == [9, 17, 15]
+    assert spend_unused_memory(search).load.tolist() == [9, 17, 15]

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import ebbtide
 from ebbtide.decisions import Decision, Keep, Offload, Plan, Recompute
 from ebbtide.machine import Machine
-from ebbtide.plan.judged import judged
+from ebbtide.plan.judged import to_plan
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.profile import first_slots
 from ebbtide.run import solving
@@ -206,7 +206,7 @@ def test_what_its_op_may_fill_yet_goes_when_that_is_over(tmp_path: Path, monkeyp
         load = max(slot for slot in problem.facts.slots if slot < step.absences[batch].closes)
         tick = {slot: tick for tick, slot in problem.facts.slot_of_tick.items()}
         decisions[batch] = Offload("disk", tick[outs[batch]], tick[releases[batch]], tick[load])
-        return judged(problem, limit_bytes, decisions, "at once")
+        return to_plan(problem, limit_bytes, decisions, "at once")
 
     monkeypatch.setattr(solving, "solve", at_once)
     torch.manual_seed(0)

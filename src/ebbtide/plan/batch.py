@@ -85,7 +85,7 @@ def largest_batch(
         ArgumentError: if ``between`` are not two positive sizes, ``overhead`` is no share, ``limit_bytes`` no whole
             number, or nothing has so much memory; it is a `ValueError`.
     """
-    limit_bytes, between, overhead = _checked(limit_bytes, between, overhead)
+    limit_bytes, between, overhead = _as_numbers(limit_bytes, between, overhead)
     say = progress or (lambda _what: None)
     steps: dict[int, Step] = {}
 
@@ -98,7 +98,7 @@ def largest_batch(
 
     def planned(batch: int) -> Plan | None:
         say(f"planning for a batch of {batch}")
-        return _planned(step_at(steps, batch), machine, limit_bytes, overhead, seconds)
+        return _plan_within(step_at(steps, batch), machine, limit_bytes, overhead, seconds)
 
     for batch in between:
         look_at(batch)
@@ -122,7 +122,7 @@ def largest_batch(
             good, best = batch, plan
 
 
-def _checked(limit_bytes: int, between: tuple[int, int], overhead: float) -> tuple[int, tuple[int, int], float]:
+def _as_numbers(limit_bytes: int, between: tuple[int, int], overhead: float) -> tuple[int, tuple[int, int], float]:
     """What `largest_batch` is given, as numbers of Python's. Raises `ArgumentError` as that does."""
     limit_bytes = as_whole("limit_bytes", limit_bytes)
     if not isinstance(between, Sequence) or isinstance(between, str) or len(between) != 2:
@@ -214,8 +214,8 @@ def _check_same_kind(small: Step, large: Step, low: int, high: int) -> None:
             raise RecordError(f"a batch of {low} has {counts[0]} {field}, one of {high} has {counts[1]}, {advice}")
 
 
-def _planned(step: Step, machine: Machine, limit_bytes: int, overhead: float, seconds: float) -> Plan | None:
-    """The plan within the budget, or None if there is none that takes no more than ``overhead`` more time."""
+def _plan_within(step: Step, machine: Machine, limit_bytes: int, overhead: float, seconds: float) -> Plan | None:
+    """Plan within the budget; None if no plan takes at most ``overhead`` more time."""
     try:
         plan = solve(step, machine, limit_bytes, seconds=seconds)
     except BudgetError:

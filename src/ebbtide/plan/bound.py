@@ -89,10 +89,10 @@ def bound_of(
     problem: Problem, limit_bytes: int | Ints, *, banned: Set[int] = frozenset(), most_groups: int = MOST_GROUPS
 ) -> Bound:
     """`lower_bound` of a step and a machine that are indexed already; the limit may differ from moment to moment."""
-    return _proved(problem, limit_bytes, banned, most_groups)[0]
+    return _prove(problem, limit_bytes, banned, most_groups)[0]
 
 
-def _proved(
+def _prove(
     problem: Problem, limit_bytes: int | Ints, banned: Set[int], most_groups: int
 ) -> tuple[Bound, Formulation | None]:
     """The bound, and the program that proves it, if it took one."""
@@ -145,7 +145,7 @@ def whole_bound(
     if most_seconds is None:
         raise ArgumentError(f"seconds={seconds!r}: branch and bound takes some number of seconds, 0 or more")
     problem = Problem.of(step, machine)
-    linear, formulation = _proved(problem, limit_bytes, banned, MOST_GROUPS)
+    linear, formulation = _prove(problem, limit_bytes, banned, MOST_GROUPS)
     if formulation is None or linear.seconds == math.inf or not len(formulation.replays):
         return linear.seconds
     value = solve_whole(formulation.program, formulation.replays[:, 1], most_seconds)

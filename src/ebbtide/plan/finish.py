@@ -49,21 +49,24 @@ class _Finished:
         return 1.0 if self.packed_bytes is None else self.packed_bytes / max(1, self.live_bytes)
 
 
-def finished(search: Search) -> Moves:
-    """The best moves of ``search``, with the memory spent that they leave unused; as they are, on paper."""
+def spend_unused_memory(search: Search) -> Moves:
+    """Let the best moves of ``search`` use the memory that they leave unused, and return them.
+
+    Where the search has no caution, as for plans on paper, they are returned as they are.
+    """
     assert search.best is not None
     if not search.caution.allows_for_lateness:
         return search.best.moves
     finishes = []
-    for found in _scheduled(search, search.best):
-        finishes.append(_spent(search, found))
+    for found in _schedule_looser(search, search.best):
+        finishes.append(_spend_on(search, found))
         if finishes[-1].looseness <= 1 + LOOSE:
             break
     return min(finishes, key=lambda finish: finish.looseness).moves
 
 
-def _scheduled(search: Search, best: Found) -> Iterator[Found]:
-    """``best``, then plans with less and less time left free around its transfers that are no slower."""
+def _schedule_looser(search: Search, best: Found) -> Iterator[Found]:
+    """Yield ``best``, then schedule it with less and less time left free around its transfers: what is no slower."""
     yield best
     for share in EASED:
         found = search.eased(best, share)
@@ -71,12 +74,12 @@ def _scheduled(search: Search, best: Found) -> Iterator[Found]:
             yield found
 
 
-def _spent(search: Search, found: Found) -> _Finished:
-    """``found`` with its releases later and its loads earlier, where that costs nothing and blocks still pack."""
+def _spend_on(search: Search, found: Found) -> _Finished:
+    """Move releases of ``found`` later and its loads earlier, where that costs nothing and blocks still pack."""
     room, problem, scene = search.room, search.problem, search.follower.scene
     slots = np.array(problem.facts.slots, dtype=np.int64)
     unused = np.minimum(room.limit_bytes - found.course.memory, room.ceiling - found.course.physical)
-    before = _finished(search, found.moves, found.course)
+    before = _measure(search, found.moves, found.course)
     on_time = Follower(problem, search.candidates.replays)
     longest = found.course.seconds + SAME_SECONDS, on_time.follow(found.moves).seconds + SAME_SECONDS
     for rounds in (SURE_ROUNDS,) if before.packed_bytes is None else (len(ROUNDS), SURE_ROUNDS):
@@ -86,7 +89,7 @@ def _spent(search: Search, found: Found) -> _Finished:
         # transfers are as late as caution allows or on time.
         if course is None or course.seconds > longest[0] or on_time.follow(moves).seconds > longest[1]:
             continue
-        after = _finished(search, moves, course)
+        after = _measure(search, moves, course)
         if before.packed_bytes is None or after.packed_bytes is None:
             return after
         if after.packed_bytes <= (1 + MORE_PACKED) * before.packed_bytes:
@@ -94,7 +97,7 @@ def _spent(search: Search, found: Found) -> _Finished:
     return before
 
 
-def _finished(search: Search, moves: Moves, course: Course) -> _Finished:
+def _measure(search: Search, moves: Moves, course: Course) -> _Finished:
     problem = search.problem
     live_bytes = int(course.physical.max(initial=problem.resting_bytes)) - problem.resting_bytes
     return _Finished(moves, packed_bytes(problem, search.follower.scene, moves, course), live_bytes)

@@ -28,7 +28,7 @@ def least_peak(problem: Problem, candidates: Candidates, tiers: Sequence[str]) -
     searcher = _searcher(problem, candidates, tiers, 0)
     best: Found | None = None
     for modes in _everything(searcher.candidates):
-        found = reached(problem, candidates, tiers, modes)
+        found = schedule_within_least_peak(problem, candidates, tiers, modes)
         if found is not None and (best is None or _peak(found) < _peak(best)):
             best = found
     assert best is not None, "a step that keeps everything stays within its own peak"
@@ -41,13 +41,15 @@ def least_peak(problem: Problem, candidates: Candidates, tiers: Sequence[str]) -
             low = aim
         else:
             best = found
-    found = reached(problem, candidates, tiers, _lowered(searcher, best.modes))
+    found = schedule_within_least_peak(problem, candidates, tiers, _lower(searcher, best.modes))
     return best if found is None or _peak(best) <= _peak(found) else found
 
 
-def _lowered(searcher: Search, start: Modes) -> Modes:
-    """Modes of a lower peak than those of ``start``, if small changes find some: what the halving missed, as it takes
-    greedy choices alone."""
+def _lower(searcher: Search, start: Modes) -> Modes:
+    """Try small changes to ``start`` and return the modes of least peak that they find.
+
+    They find what the halving misses, as it takes greedy choices alone.
+    """
     selector = searcher.selector
     deepest = np.where(selector.can_recompute, selector.deepest, 0)
     can_offload = searcher.candidates.can_offload
@@ -83,8 +85,10 @@ def _searcher(problem: Problem, candidates: Candidates, tiers: Sequence[str], pe
     return Search(problem, candidates, tiers, Room.of(problem, peak_bytes))
 
 
-def reached(problem: Problem, candidates: Candidates, tiers: Sequence[str], modes: Modes) -> Found | None:
-    """``modes`` scheduled within the least peak that they can have; None if transfers do not fit into it."""
+def schedule_within_least_peak(
+    problem: Problem, candidates: Candidates, tiers: Sequence[str], modes: Modes
+) -> Found | None:
+    """Schedule ``modes`` within the least peak that they can have; None if transfers do not fit into it."""
     searcher = _searcher(problem, candidates, tiers, 0)
     lowest = int(searcher.selector.profile(modes).level.max())
     search = _searcher(problem, candidates, tiers, lowest)

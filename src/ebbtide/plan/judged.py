@@ -24,7 +24,7 @@ WORTH_SHARE = 0.05
 """Share of what a step holds above rest from which on it is worth a word that nothing asks for it."""
 
 
-def judged(
+def to_plan(
     problem: Problem,
     limit_bytes: int,
     decisions: Sequence[Decision],

@@ -52,11 +52,11 @@ def check_recipe(facts: Facts, target: int, ops: tuple[int, ...], more_seconds: 
     key = target, ops, more_seconds
     found = facts.checked.get(key)
     if found is None:
-        found = facts.checked[key] = _checked(facts, target, ops, more_seconds)
+        found = facts.checked[key] = _check_recipe(facts, target, ops, more_seconds)
     return found
 
 
-def _checked(facts: Facts, target: int, ops: tuple[int, ...], more_seconds: float) -> CheckedRecipe:
+def _check_recipe(facts: Facts, target: int, ops: tuple[int, ...], more_seconds: float) -> CheckedRecipe:
     """`check_recipe`, anew."""
     # Ending with the value's maker, a recipe reads only values older than its own: no two recipes wait for each other.
     if not ops or list(ops) != sorted(set(ops)) or ops[0] < 0 or ops[-1] != facts.step.values[target].maker:

@@ -15,17 +15,17 @@ from ebbtide.machine import Machine
 from ebbtide.plan.bound import Bound, bound_of
 from ebbtide.plan.caution import Caution
 from ebbtide.plan.finals import with_finals_kept, without_finals
-from ebbtide.plan.finish import finished
-from ebbtide.plan.floor import least_peak, lowest_peak, reached
+from ebbtide.plan.finish import spend_unused_memory
+from ebbtide.plan.floor import least_peak, lowest_peak, schedule_within_least_peak
 from ebbtide.plan.follow import follow
-from ebbtide.plan.judged import budget_error, judged
+from ebbtide.plan.judged import budget_error, to_plan
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.profile import Candidates
 from ebbtide.plan.recipes import deeper_recipes, find_recipes
 from ebbtide.plan.search import Found, Search
 from ebbtide.plan.select import Room
 from ebbtide.plan.simulate import decisions_of
-from ebbtide.plan.starts import as_chain, started
+from ebbtide.plan.starts import as_chain, seed_with_policies
 from ebbtide.step import Step
 
 DEEPEN_FAR, DEEPENED = 1.02, 0.01
@@ -90,7 +90,7 @@ def solve(
         without = {place for place, number in enumerate(asked) if number in banned}
         problem = Problem.of(without_finals(step), machine)
         try:
-            plan = _solved(problem, limit_bytes, search_seconds, seed, without, caution)
+            plan = _solve(problem, limit_bytes, search_seconds, seed, without, caution)
         except BudgetError as error:
             refused = error
         else:
@@ -98,7 +98,7 @@ def solve(
             decisions = with_finals_kept(step, plan.decisions)
             return dataclasses.replace(plan, decisions=decisions, bound_seconds=min(plan.seconds, bound_seconds))
     try:
-        return _solved(whole, limit_bytes, search_seconds, seed, banned, caution)
+        return _solve(whole, limit_bytes, search_seconds, seed, banned, caution)
     except BudgetError as error:
         # What a small tier is given to final values it has not for others.
         if refused is None or error.reachable_bytes <= refused.reachable_bytes:
@@ -106,7 +106,7 @@ def solve(
         raise refused from None
 
 
-def _solved(
+def _solve(
     problem: Problem, limit_bytes: int, search_seconds: float, seed: int, banned: Set[int], caution: Caution | None
 ) -> Plan:
     """`solve` for a step and a machine that are indexed."""
@@ -114,7 +114,7 @@ def _solved(
     plain_peak = int(problem.plain.max(initial=problem.resting_bytes))
     if plain_peak <= limit_bytes:
         bound_seconds = bound_of(problem, limit_bytes).seconds
-        return judged(problem, limit_bytes, [Keep()] * len(step.absences), METHOD, bound_seconds=bound_seconds)
+        return to_plan(problem, limit_bytes, [Keep()] * len(step.absences), METHOD, bound_seconds=bound_seconds)
     if not step.ops:
         raise budget_error(problem, follow(problem, [None] * len(step.absences)), limit_bytes)
     caution = Caution.of(machine) if caution is None else caution
@@ -138,14 +138,14 @@ def _solved(
     enough_seconds = enough * bound.seconds
     if search.best.course.seconds > enough_seconds:
         if search.selector.cuts and search.best.course.seconds > DEEPEN_FAR * bound.seconds:
-            search = _deepened(search, bound, limit_bytes, seed, banned)
-        search = started(search, machine, bound.seconds, search_seconds * 1e6, banned)
+            search = _search_deeper(search, bound, limit_bytes, seed, banned)
+        search = seed_with_policies(search, machine, bound.seconds, search_seconds * 1e6, banned)
         search.improve(search_seconds * 1e6, enough_seconds)
     assert search.best is not None
-    moves = finished(search)
+    moves = spend_unused_memory(search)
     chosen = [search.candidates.ops[recipe] if recipe >= 0 else None for recipe in moves.replay.tolist()]
     decisions = decisions_of(problem, search.follower.listed(moves), chosen)
-    return judged(problem, limit_bytes, decisions, METHOD, is_policy=False, bound_seconds=bound.seconds)
+    return to_plan(problem, limit_bytes, decisions, METHOD, is_policy=False, bound_seconds=bound.seconds)
 
 
 def _first_search(
@@ -183,7 +183,7 @@ def _least(
                 candidates, least = others, found
     if limit_bytes < _peak(least) > lowest:
         chain = as_chain(problem, candidates, limit_bytes, banned)
-        scheduled = None if chain is None else reached(problem, chain.candidates, tiers, chain.modes)
+        scheduled = None if chain is None else schedule_within_least_peak(problem, chain.candidates, tiers, chain.modes)
         if chain is not None and scheduled is not None and _peak(scheduled) < _peak(least):
             candidates, least = chain.candidates, scheduled
     if limit_bytes < _peak(least) > lowest and _is_limited(problem, tiers):
@@ -203,8 +203,8 @@ def _peak(found: Found) -> int:
     return int(found.course.memory.max())
 
 
-def _deepened(search: Search, bound: Bound, limit_bytes: int, seed: int, banned: Set[int]) -> Search:
-    """The search with deeper recipes, started with these and with what is moved in the bound's program."""
+def _search_deeper(search: Search, bound: Bound, limit_bytes: int, seed: int, banned: Set[int]) -> Search:
+    """Start a search with deeper recipes, with these and with what is moved in the bound's program; return it."""
     deepened = search
     if not search.has_deeper:
         deepened = search.deepened(_deeper(search.problem, search.candidates, limit_bytes, banned), seed)

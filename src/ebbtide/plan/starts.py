@@ -53,12 +53,12 @@ class Scheduled:
     modes: Modes
 
 
-def started(search: Search, machine: Machine, bound_seconds: float, work: float, banned: Set[int]) -> Search:
-    """``search`` after it has been offered plans made elsewhere, as many as take a part of ``work`` microseconds.
+def seed_with_policies(search: Search, machine: Machine, bound_seconds: float, work: float, banned: Set[int]) -> Search:
+    """Offer ``search`` plans of published policies, as many as take a part of ``work`` microseconds.
 
-    Where the machine has no slow tier, it is another one with more recipes if Rotor's schedule is faster than all of
-    these. The search itself rarely gets there: recipes of that schedule read what others of it make, so that one alone
-    gains nothing.
+    Returns ``search``; or, where the machine has no slow tier and Rotor's schedule is faster than all of these, another
+    one that has the recipes of that schedule besides. The search itself rarely gets there: recipes of that schedule
+    read what others of it make, so that one alone gains nothing.
     """
     assert search.best is not None
     problem = search.problem

@@ -101,14 +101,14 @@ def walk(
     moments, absences = len(scene.plain), start.shape[1]
     plain_seconds = scene.clock[moments]
     now, best, trial = start.copy(), start.copy(), start.copy()
-    seconds, lost_at, _, _ = _judged(scene, start, limit_bytes, ceiling, np.inf)
+    seconds, lost_at, _, _ = _judge(scene, start, limit_bytes, ceiling, np.inf)
     best_seconds, spent = seconds, 0.0
     while spent < work and best_seconds > enough_seconds:
         copy_rows(now, trial)
         _change_some(choices, trial, lost_at, scene.clock, dice)
         heat = HEAT * (1.0 - spent / work) * (best_seconds - plain_seconds)
         longest = seconds - heat * np.log(1.0 - draw(dice))
-        taken, losses, reached, fits = _judged(scene, trial, limit_bytes, ceiling, longest)
+        taken, losses, reached, fits = _judge(scene, trial, limit_bytes, ceiling, longest)
         spent += PLAN_COST + ABSENCE_COST * absences + MOMENT_COST * reached
         if not fits:
             continue
@@ -120,7 +120,7 @@ def walk(
     return best, best_seconds, spent
 
 
-def _judged(scene: Scene, plan: Ints, limit_bytes: int, ceiling: Ints, longest: float) -> tuple[float, Ints, int, bool]:
+def _judge(scene: Scene, plan: Ints, limit_bytes: int, ceiling: Ints, longest: float) -> tuple[float, Ints, int, bool]:
     """Seconds of a plan, moments where it loses time, moments simulated, and whether it is allowed."""
     actions = order_actions(scene, plan[TIER], plan[REPLAY], plan[OUT], plan[RELEASE], plan[LOAD])
     ran = run_course(scene, actions, plan[TIER], plan[REPLAY], limit_bytes, ceiling, longest)

@@ -70,7 +70,7 @@ def autoswap(
     def plan(order: _Order) -> Plan:
         if mode == "zero overhead":
             return _without_overhead(swap, limit_bytes, order, method)
-        return swap.ground.judged(limit_bytes, swap.stuck_to(limit_bytes, order), method)
+        return swap.ground.to_plan(limit_bytes, swap.stuck_to(limit_bytes, order), method)
 
     if score != "weighted":
         return plan(_order_of(score))
@@ -106,7 +106,7 @@ def least_zero_overhead_limit(
     least = int(swap.ground.problem.plain.max(initial=0))
     for aim in swap.aims():
         try:
-            swap.ground.judged(0, swap.free_of_stalls(aim, order), "autoswap")
+            swap.ground.to_plan(0, swap.free_of_stalls(aim, order), "autoswap")
         except BudgetError as error:
             least = min(least, error.reachable_bytes)
     return least
@@ -215,7 +215,7 @@ def _without_overhead(swap: _Swap, limit_bytes: int, order: _Order, method: str)
     failed: list[BudgetError] = []
     for aim in swap.aims():
         try:
-            return swap.ground.judged(limit_bytes, swap.free_of_stalls(aim, order), f"{method}, zero overhead")
+            return swap.ground.to_plan(limit_bytes, swap.free_of_stalls(aim, order), f"{method}, zero overhead")
         except BudgetError as error:
             failed.append(error)
     raise min(failed, key=lambda error: error.reachable_bytes)

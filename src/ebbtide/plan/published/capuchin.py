@@ -56,7 +56,7 @@ def capuchin(step: Step, machine: Machine, limit_bytes: int, *, recompute: bool 
     for _ in range(feedback):
         if not _loads_earlier(ground, limit_bytes, moves):
             break
-    return ground.judged(limit_bytes, moves, METHOD)
+    return ground.to_plan(limit_bytes, moves, METHOD)
 
 
 class _Choice:

@@ -58,7 +58,7 @@ def hascoet(
         closes = int(ground.candidates.closes[place])
         load = loads.get(place, closes)
         moves[place] = ground.trip(out, release, load if load > release else closes)
-    return ground.judged(limit_bytes, moves, method)
+    return ground.to_plan(limit_bytes, moves, method)
 
 
 def _one_layer_ahead(ground: Ground, chosen: list[int]) -> dict[int, int]:

@@ -27,7 +27,7 @@ import numpy as np
 from ebbtide.decisions import Decision, Plan
 from ebbtide.machine import Link, Machine
 from ebbtide.plan.course import DEEPEST_NESTING
-from ebbtide.plan.judged import judged
+from ebbtide.plan.judged import to_plan
 from ebbtide.plan.needs import KEEP, OFFLOAD, RECOMPUTE, Modes
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.profile import Candidates, needs_of, profile
@@ -70,7 +70,7 @@ class Mapped:
         found = search.offer(self.modes, search.selector.profile(self.modes))
         assert found is not None, "modes can be scheduled within their own least peak"
         decisions: list[Decision] = decisions_of(self.problem, search.follower.listed(found.moves), self.recipes)
-        return judged(self.problem, limit_bytes, decisions, method)
+        return to_plan(self.problem, limit_bytes, decisions, method)
 
 
 def slow_links(machine: Machine) -> tuple[Link, Link] | None:

@@ -27,4 +27,6 @@ def offload_all(step: Step, machine: Machine, limit_bytes: int) -> Plan:
     ground = Ground.of(step, machine, METHOD)
     candidates, problem = ground.candidates, ground.problem
     queues = Queues(ground, problem.plain, candidates.closes, problem.clock, limit_bytes)
-    return ground.judged(limit_bytes, queues.moves(np.flatnonzero(candidates.can_offload).tolist(), early=True), METHOD)
+    return ground.to_plan(
+        limit_bytes, queues.moves(np.flatnonzero(candidates.can_offload).tolist(), early=True), METHOD
+    )

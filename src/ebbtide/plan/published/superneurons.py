@@ -85,7 +85,7 @@ def superneurons(
     elif offload == "cache":
         moves = _evicted(ground, found, pool, limit_bytes)
     moves.update({place: candidates.replays[place] for place in dropped})
-    return ground.judged(limit_bytes, moves, method)
+    return ground.to_plan(limit_bytes, moves, method)
 
 
 def _parted(ground: Ground) -> tuple[set[int], set[int]]:

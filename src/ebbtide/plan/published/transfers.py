@@ -19,7 +19,7 @@ from ebbtide.decisions import Plan
 from ebbtide.errors import PolicyError
 from ebbtide.machine import Machine
 from ebbtide.plan.follow import Move, Trip
-from ebbtide.plan.judged import judged
+from ebbtide.plan.judged import to_plan
 from ebbtide.plan.needs import Profile
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.profile import Candidates
@@ -80,10 +80,10 @@ class Ground:
             every[int(self.candidates.absence[place])] = move
         return every
 
-    def judged(self, limit_bytes: int, moves: Mapping[int, Move], method: str) -> Plan:
-        """The plan that does ``moves``, by candidate, and keeps the rest. Raises as `judged`."""
+    def to_plan(self, limit_bytes: int, moves: Mapping[int, Move], method: str) -> Plan:
+        """The plan that does ``moves``, by candidate, and keeps the rest. Raises as `to_plan`."""
         decisions = decisions_of(self.problem, self.complete(moves), self.recipes)
-        return judged(self.problem, limit_bytes, decisions, method)
+        return to_plan(self.problem, limit_bytes, decisions, method)
 
 
 @remembered

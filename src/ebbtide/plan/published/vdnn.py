@@ -107,4 +107,4 @@ def _plan(ground: Ground, limit_bytes: int, chosen: Sequence[int], method: str) 
         place: ground.trip(out, release, loads.get(place, int(closes[place])))
         for place, (out, release) in trips.items()
     }
-    return ground.judged(limit_bytes, moves, method)
+    return ground.to_plan(limit_bytes, moves, method)
