@@ -14,6 +14,15 @@ MIDDLE = 0.2
 """How far from the pivot a place to cut may be, as a share of all the bytes that are brought back too early."""
 
 
+class Manner(NamedTuple):
+    """How modes are completed, besides by price: the last attributes of `Wishes`, which says what they mean."""
+
+    stay: Mask
+    peak_only: bool
+    pivot: float
+    deepen: bool
+
+
 class Wishes(NamedTuple):
     """How to choose what moves, as arrays per candidate and numbers.
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ebbtide.compiled import compiled
+from ebbtide.plan.fill import Manner
 from ebbtide.plan.lower_peak import lower
 from ebbtide.plan.needs import KEEP, OFFLOAD, RECOMPUTE, Modes
 from ebbtide.plan.problem import Problem, bytes_within
@@ -15,11 +16,11 @@ from ebbtide.plan.search import Found, Search
 from ebbtide.plan.select import Room
 
 ATTEMPTS = ((True, 0.5), (False, 0.5), (True, 0.25), (False, 0.75))
-"""Ways to choose that are tried for each peak: by worst moment or wherever memory is short; where to cut chains."""
+"""Pairs of `Wishes.peak_only` and `Wishes.pivot` that are tried for each peak, one after the other."""
 PRECISION = 1e-3
 """Share of the moved bytes within which the least peak is looked for."""
 LOWERING_SECONDS = 0.02
-"""About how long small changes are tried in the end."""
+"""About how long small changes to the plan of least peak are tried, on a common machine."""
 
 
 def least_peak(problem: Problem, candidates: Candidates, tiers: Sequence[str]) -> Found:
@@ -100,7 +101,7 @@ def _aim(problem: Problem, candidates: Candidates, tiers: Sequence[str], peak_by
     for peak_only, pivot in ATTEMPTS:
         search = _searcher(problem, candidates, tiers, peak_bytes)
         modes = np.zeros(len(candidates.absence), dtype=np.int8)
-        found = search.choose(modes, search.prices(), nothing, peak_only, pivot, deepen=search.has_deeper)
+        found = search.choose(modes, search.prices(), Manner(nothing, peak_only, pivot, search.has_deeper))
         if found is not None:
             return found
     return None

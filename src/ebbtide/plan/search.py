@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from ebbtide.arrays import Floats, Ints, Mask
 from ebbtide.compiled import compiled
 from ebbtide.plan.caution import NO_CAUTION, Caution
 from ebbtide.plan.course import BACK_WAY, LOAD_WAIT, OUT_WAY, RELEASE_WAIT
+from ebbtide.plan.fill import Manner
 from ebbtide.plan.follow import Course, Follower, Move, Moves
 from ebbtide.plan.needs import KEEP, OFFLOAD, RECOMPUTE, Modes, Profile
 from ebbtide.plan.problem import CheckedRecipe, Problem
@@ -29,36 +31,66 @@ from ebbtide.plan.walk import Choices, walk
 PRICE_ROUNDS = 12
 """Greedy choices from nothing, each with the prices that the one before has taught."""
 PEAK_ONLY_EVERY = 3
-"""Every so many of these choices values what is freed at the worst moment only: see `Wishes.peak_only`."""
+"""Every so many greedy choices one values what is freed at the worst moment only: see `Wishes.peak_only`."""
 PRICE_MEMORY = 0.6
 """Share of the former price that remains when new stalls are seen; prices of links swing without it."""
 TIE_SECONDS = 1e-6
-"""Added to every price, so that among what costs nothing the largest values are taken first."""
-PIVOT, PIVOTS = 0.5, (0.2, 0.8)
-"""Where a chain of recipes is cut, as `Wishes.pivot`: in the middle, or at random between these."""
-RESTART_NOISE, NOISES = 0.3, (0.1, 0.3, 0.8)
-"""Random factors on prices, as in `Search.prices`: where a greedy choice did not fit; one of these where plans are
-ruined and recreated."""
+"""Seconds that are added to every price, so that among what costs nothing the largest values are taken first."""
+PIVOT = 0.5
+"""Where a chain of recipes is cut as a rule, as `Wishes.pivot`: in the middle."""
+PIVOTS = (0.2, 0.8)
+"""Least and greatest `Wishes.pivot` where it is drawn at random."""
+RESTART_NOISE = 0.3
+"""Size of the random factors on prices, as in `Search.prices`, after a greedy choice that did not fit."""
+NOISES = (0.1, 0.3, 0.8)
+"""Sizes of the random factors on prices, one of which is drawn each time that a plan is ruined and recreated."""
 NEAR_BEST = 1.03
 """A plan that takes up to so many times the best one's time is scheduled again, as that may make it the best."""
 SAME_TIMES = 1.0005
 """Ruin and recreate goes on from a plan that takes up to so many times the time of the one before."""
 RETURN = 0.02
-"""How often it goes back to the best plan when a change made its plan worse."""
+"""How often ruin and recreate goes back to the best plan when a change made its plan worse."""
 MOST_RUINED = 12
-"""Candidates that are changed at once, at most."""
+"""Candidates that one ruin changes at most."""
 RUN_TOGETHER = 0.5
-"""How often these are neighbours by moment of need, else any."""
-OTHER_WAY, MAY_NOT_MOVE = 0.35, 0.7
-"""Share of ruins that move candidates in another way, where there is one; and share of those that keep the others for
-all of the turn: after the rest they may be moved again."""
+"""How often the candidates of a ruin are neighbours by moment of need; else they are any."""
+OTHER_WAY = 0.35
+"""A ruin draws a number from 0 to 1: below this it moves its candidates in another way, where there is one. It keeps
+all others."""
+MAY_NOT_MOVE = 0.7
+"""A ruin draws a number from 0 to 1: below this what it keeps must not be moved again in the same turn."""
 OTHER_RECIPE = 0.5
-"""How often another way is another recipe, for a candidate that is recomputed and has several."""
-FOLLOW_COST, PROFILE_COST = (60.0, 0.01, 3e-5), (38.0, 0.005, 2e-6)
-"""Microseconds of a judgement, and of a profile: once, for each moment, for each candidate in each moment."""
-TURNS, EXPLORING = 10, 0.7
-"""How often ruin and recreate and small changes take turns; share of the work that goes into the former. With two turns
-plans of six hard cases and three seeds were 8.6 % above the bound in the mean instead of 7.7 %."""
+"""How often a candidate that is recomputed and has several recipes gets another recipe where a ruin moves it in another
+way."""
+TURNS = 10
+"""How often ruin and recreate and small changes take turns. With two turns plans of six hard cases and three seeds were
+8.6 % above the bound in the mean instead of 7.7 %."""
+EXPLORING = 0.7
+"""Share of the work that goes into ruin and recreate; small changes have the rest."""
+
+
+class Cost(NamedTuple):
+    """Microseconds of something on a common machine.
+
+    Attributes:
+        once: whatever the problem.
+        per_moment: for each moment of the step.
+        per_pair: for each pair of a moment and a candidate.
+    """
+
+    once: float
+    per_moment: float
+    per_pair: float
+
+    def of(self, moments: int, candidates: int) -> float:
+        """The cost for a step of so many ``moments`` with so many ``candidates``."""
+        return self.once + self.per_moment * moments + self.per_pair * (moments * candidates)
+
+
+FOLLOW_COST = Cost(60.0, 0.01, 3e-5)
+"""What it costs to judge a plan by the simulator."""
+PROFILE_COST = Cost(38.0, 0.005, 2e-6)
+"""What it costs to find the memory under some modes, as `Selector.profile` does."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -182,19 +214,10 @@ class Search:
         rows = np.argmin(offload, axis=0)
         return Prices(offload[rows, np.arange(self.count)], recompute, rows)
 
-    def choose(
-        self,
-        modes: Modes,
-        prices: Prices,
-        stay: Mask,
-        peak_only: bool,
-        pivot: float,
-        rows: Ints | None = None,
-        deepen: bool = False,
-    ) -> Found | None:
+    def choose(self, modes: Modes, prices: Prices, manner: Manner, rows: Ints | None = None) -> Found | None:
         """Complete ``modes`` and judge them; ``rows`` are the tiers of what they offload."""
         rows = prices.rows if rows is None else np.where(modes == OFFLOAD, rows, prices.rows)
-        profile = self.selector.fill(modes, prices, stay, peak_only, pivot, deepen)
+        profile = self.selector.fill(modes, prices, manner)
         if profile is None:
             return None
         self.selector.prune(modes, profile, prices)
@@ -205,12 +228,13 @@ class Search:
         nothing = np.zeros(self.count, dtype=np.bool_)
         for turn in range(PRICE_ROUNDS):
             modes = np.zeros(self.count, dtype=np.int8)
-            peak_only = (turn + 1) % PEAK_ONLY_EVERY == 0
-            found = self.choose(modes, self.prices(), nothing, peak_only, PIVOT, deepen=deepen)
+            manner = Manner(nothing, peak_only=(turn + 1) % PEAK_ONLY_EVERY == 0, pivot=PIVOT, deepen=deepen)
+            found = self.choose(modes, self.prices(), manner)
             if found is None:
                 pivot = float(self.random.uniform(*PIVOTS))
                 modes = np.zeros(self.count, dtype=np.int8)
-                self.choose(modes, self.prices(RESTART_NOISE), nothing, turn % 2 == 0, pivot, deepen=deepen)
+                manner = Manner(nothing, peak_only=turn % 2 == 0, pivot=pivot, deepen=deepen)
+                self.choose(modes, self.prices(RESTART_NOISE), manner)
             else:
                 self._learn(found)
 
@@ -222,7 +246,7 @@ class Search:
         moved = np.where(offload > recompute, OFFLOAD, RECOMPUTE)
         for peak_only in (False, True):
             modes = np.where(offload + recompute > 0.5, moved, KEEP).astype(np.int8)
-            self.choose(modes, self.prices(), nothing, peak_only, PIVOT, deepen=True)
+            self.choose(modes, self.prices(), Manner(nothing, peak_only, PIVOT, deepen=True))
 
     def _learn(self, found: Found) -> None:
         """Raise the price of transfers that compute waited for, and of those right before them on the same link."""
@@ -257,9 +281,9 @@ class Search:
         return self.best is not None and self.best.course.seconds > enough_seconds and self.spent() < work
 
     def spent(self) -> float:
-        """Microseconds spent so far on a common machine."""
-        per_follow, per_profile = self.costs()
-        return self.walked + self.follows * per_follow + self.selector.profiles * per_profile
+        """Microseconds spent so far on a common machine: they decide how much is tried."""
+        size = self.problem.step.moments, self.count
+        return self.walked + self.follows * FOLLOW_COST.of(*size) + self.selector.profiles * PROFILE_COST.of(*size)
 
     def _explore(self, work: float, enough_seconds: float) -> None:
         current = self.best
@@ -272,7 +296,7 @@ class Search:
             prices = self.prices(noise)
             peak_only = bool(self.random.integers(2))
             deepen = self.has_deeper and bool(self.random.integers(2))
-            found = self.choose(modes, prices, stay, peak_only, pivot, current.rows, deepen)
+            found = self.choose(modes, prices, Manner(stay, peak_only, pivot, deepen), current.rows)
             if found is not None and found.course.seconds <= current.course.seconds * SAME_TIMES:
                 current = found
             elif self.random.random() < RETURN:
@@ -327,12 +351,6 @@ class Search:
         if len(self.trips.tiers):
             rows = np.where(modes == OFFLOAD, np.searchsorted(self.trips.tiers, tier), rows)
         self.best = Found(modes, rows, moves, course)
-
-    def costs(self) -> tuple[float, float]:
-        """Microseconds of a judgement and of a profile on a common machine: they decide how much is tried."""
-        moments, both = self.problem.step.moments, self.problem.step.moments * self.count
-        follow, profile = (once + each * moments + pair * both for once, each, pair in (FOLLOW_COST, PROFILE_COST))
-        return follow, profile
 
     def _ruin(self, modes: Modes, stay: Mask) -> None:
         """Keep some moved candidates, or change how they are moved; some may not be moved again in this turn."""

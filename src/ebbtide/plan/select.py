@@ -6,10 +6,10 @@ import dataclasses
 
 import numpy as np
 
-from ebbtide.arrays import Floats, Ints, Mask
+from ebbtide.arrays import Floats, Ints
 from ebbtide.compiled import compiled
 from ebbtide.plan.caution import NO_CEILING
-from ebbtide.plan.fill import Wishes, fill_modes
+from ebbtide.plan.fill import Manner, Wishes, fill_modes
 from ebbtide.plan.needs import KEEP, OFFLOAD, Modes, Profile
 from ebbtide.plan.problem import Problem
 from ebbtide.plan.profile import Candidates, needs_of, profile
@@ -64,19 +64,15 @@ class Selector:
         self.profiles += 1
         return profile(self.needs, modes)
 
-    def fill(
-        self, modes: Modes, prices: Prices, stay: Mask, peak_only: bool, pivot: float, deepen: bool = False
-    ) -> Profile | None:
+    def fill(self, modes: Modes, prices: Prices, manner: Manner) -> Profile | None:
         """Move candidates, in place, until memory fits; returns the profile, or None if that was not reached.
 
         Args:
             modes: modes to start from.
             prices: what moving costs.
-            stay, peak_only, pivot, deepen: see `Wishes`.
+            manner: how to choose besides.
         """
-        wishes = Wishes(
-            prices.offload, prices.recompute, self.candidates.can_offload, self.deepest, stay, peak_only, pivot, deepen
-        )
+        wishes = Wishes(prices.offload, prices.recompute, self.candidates.can_offload, self.deepest, *manner)
         found, fits, profiles, cuts = compiled(fill_modes)(
             self.needs, wishes, self.room.cap, ~self.can_recompute, modes
         )

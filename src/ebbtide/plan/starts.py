@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Set
+from collections.abc import Mapping, Set
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,34 +16,49 @@ from ebbtide.plan.profile import Candidates
 from ebbtide.plan.search import Search
 from ebbtide.plan.simulate import moves_of
 
-Starts = dict[str, tuple[float, float, float]]
-"""Policies by name, with what they cost."""
 
-STARTS: Starts = {
-    "autoswap-aoa": (1.2, 0.012, 0.0),
-    "autoswap-wdoa": (1.2, 0.012, 0.0),
-    "autoswap-doa": (1.2, 0.012, 0.0),
-    "autoswap-swdoa": (1.2, 0.012, 0.0),
-    "autoswap-voting": (1.2, 0.012, 0.0),
-    "capuchin": (2.5, 0.012, 0.0),
-    "beaumont-greedy": (2.0, 0.0, 0.01),
+class StartCost(NamedTuple):
+    """What it costs to plan by a published policy: microseconds on a common machine for each moment of the step.
+
+    Attributes:
+        always: whatever has to leave.
+        per_leaving: for each value that has to leave.
+        per_absence: for each absence of the step.
+    """
+
+    always: float
+    per_leaving: float = 0.0
+    per_absence: float = 0.0
+
+    def of(self, moments: int, leaving: int, absences: int) -> float:
+        """The cost for a step of so many ``moments`` and ``absences`` from which so many values have to leave."""
+        return moments * (self.always + self.per_leaving * leaving + self.per_absence * absences)
+
+
+STARTS = {
+    "autoswap-aoa": StartCost(1.2, per_leaving=0.012),
+    "autoswap-wdoa": StartCost(1.2, per_leaving=0.012),
+    "autoswap-doa": StartCost(1.2, per_leaving=0.012),
+    "autoswap-swdoa": StartCost(1.2, per_leaving=0.012),
+    "autoswap-voting": StartCost(1.2, per_leaving=0.012),
+    "capuchin": StartCost(2.5, per_leaving=0.012),
+    "beaumont-greedy": StartCost(2.0, per_absence=0.01),
 }
 """Policies whose plans are places to start from, the cheap ones first: some were ahead of all that the search found on
-its own, by much where little memory is left, by the last digits where there is more. For each moment of a step they
-take these microseconds on a common machine: always, for each value that has to leave, for each absence."""
-FINE_STARTS: Starts = {"autoswap-weighted": (12.0, 0.28, 0.0), "beaumont-dp": (15.0, 0.0, 0.0)}
-"""More of them, dear ones that were ahead by the last digits alone: for searches that are near the bound already."""
+its own, by much where little memory is left, by the last digits where there is more."""
+FINE_STARTS = {"autoswap-weighted": StartCost(12.0, per_leaving=0.28), "beaumont-dp": StartCost(15.0)}
+"""Dear policies whose plans were ahead by the last digits alone: for searches that are near the bound already."""
 STARTS_SHARE = 0.5
-"""Share of the work that may go into them."""
-FAR_SHARE = 0.2
-"""The same where the search is far from the bound, of the work that is left then."""
-
+"""Share of the work that may go into plans of policies where the search is near the bound."""
 FAR = 1.05
-"""How many times the bound a plan takes to be far from it."""
+"""How many times the bound the best plan takes where the search counts as far from it."""
+FAR_SHARE = 0.2
+"""Share of the work left that may go into plans of policies where the search is far from the bound."""
 CHAIN_STAGES = 100
 """Into how many stages a step is cut at most to start from Rotor's schedule: of more, neighbours are joined."""
 CHAIN_MOMENTS = 10_000
-"""Of longer steps it is not tried: its time grows with the square of the stages' lengths. 4,000 moments take 3 s."""
+"""Longest step that is started from Rotor's schedule: its time grows with the square of the stages' lengths. 4,000
+moments take 3 s."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,18 +94,17 @@ def seed_with_policies(search: Search, machine: Machine, bound_seconds: float, w
     return search if found is None or found is not wider.best else wider
 
 
-def _try_published(
-    search: Search, machine: Machine, starts: dict[str, tuple[float, float, float]], left: float
-) -> None:
+def _try_published(search: Search, machine: Machine, starts: Mapping[str, StartCost], left: float) -> None:
     """Offer ``search`` plans of the policies named in ``starts`` as long as ``left`` microseconds last."""
     # They are made of parts of this package: imported here, they find them complete, and only those who search pay.
     from ebbtide.plan.published.registry import POLICIES
 
     problem, limit_bytes = search.problem, search.room.limit_bytes
-    leave, absences = _fewest_to_leave(problem, limit_bytes), len(problem.step.absences)
+    moments, absences = problem.step.moments, len(problem.step.absences)
+    leaving = _fewest_to_leave(problem, limit_bytes)
     refused = set[str]()
-    for name, (always, each, absence) in starts.items():
-        cost = problem.step.moments * (always + each * leave + absence * absences)
+    for name, start_cost in starts.items():
+        cost = start_cost.of(moments, leaving, absences)
         # What one variant of a policy cannot do, the others cannot either.
         family = name.partition("-")[0]
         if cost > left or family in refused:
