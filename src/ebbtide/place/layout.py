@@ -30,8 +30,10 @@ FOREVER = np.iinfo(np.int64).max
 """When a block dies that outlives the trace."""
 ALIGNMENT_BYTES = 512
 """Offsets are multiples of this: what direct I/O wants of memory on most disks."""
-MOST_TRIES, WORK = 400, 200_000_000
-"""Orders to try at most, and pairs of blocks to look at in all of them."""
+MOST_TRIES = 400
+"""Random orders to try at most."""
+WORK = 200_000_000
+"""Pairs of blocks to look at, at most, in all random orders together."""
 NOISE = (0.0, 0.05, 0.2, 0.5)
 """How far a block may be moved in an order at random, as shares of the number of blocks."""
 

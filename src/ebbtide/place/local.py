@@ -26,8 +26,10 @@ from ebbtide.place.layout import ALIGNMENT_BYTES, WORK, Block, Layout, columns
 CACHE_BYTES = 32 << 20
 """What was in use lately: the last so many bytes that blocks were born with. A cache that several cores share holds
 about as much."""
-COLD, FAR = 0.6, 1.0
-"""What it costs to write a byte over one that is in no cache, and over one that is in another core's."""
+COLD_WRITE_COST = 0.6
+"""What it costs to write a byte over one that is in no cache, as a multiple of `FAR_WRITE_COST`."""
+FAR_WRITE_COST = 1.0
+"""What it costs to write a byte over one that is in another core's cache: the unit of all costs here."""
 SAMPLES = 8
 """Points of a block at which it is looked what lay there."""
 LATELY = 24
@@ -104,7 +106,7 @@ def _cost(
     for sample in range(SAMPLES):
         part = (sample + 0.5) / SAMPLES
         point = place + part * sizes[block]
-        here = COLD
+        here = COLD_WRITE_COST
         for i in range(dead_before[block] - 1, -1, -1):
             former = by_death[i]
             age = bytes_at_birth[block] - bytes_at_death[former]
@@ -112,7 +114,7 @@ def _cost(
                 break
             if offsets[former] <= point < offsets[former] + sizes[former]:
                 other_part = (point - offsets[former]) / sizes[former]
-                here = max(min(FAR, threads * abs(part - other_part)), COLD * age / CACHE_BYTES)
+                here = max(min(FAR_WRITE_COST, threads * abs(part - other_part)), COLD_WRITE_COST * age / CACHE_BYTES)
                 break
         cost += here
     return float(cost / SAMPLES * sizes[block])

@@ -25,7 +25,7 @@ MOST_GROUPS = 500
 """Groups of blocks at most; see NOTE [Groups of blocks] in `bound_program`. Twice as many took three times as long for
 1,500 ops and changed the bound by less than 1e-6 on networks, and on ResNet-50 (480 blocks) none are merged."""
 MOST_PROGRAM_SECONDS = 60.0
-"""Time for the solver; the bound is weaker, but a bound, if it is not enough."""
+"""Seconds that solving the linear program may take; if they are not enough, the bound is weaker, but still a bound."""
 ROUNDING = 1e-9
 """Share taken off for rounding in sums of floating-point numbers, here and in the simulator."""
 TOLERANCE = 1e-5

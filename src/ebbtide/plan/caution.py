@@ -81,14 +81,17 @@ class Caution:
         return resting_bytes + int(self.physical_share * max(0, limit_bytes - resting_bytes))
 
 
-DISK_OUT_SECONDS, DISK_IN_SECONDS = 1e-3, 2e-3
-"""`Caution.out_seconds` and `Caution.in_seconds` where everything that moves goes to disks."""
+DISK_OUT_SECONDS = 1e-3
+"""`Caution.out_seconds` where everything that moves goes to disks."""
+DISK_IN_SECONDS = 2e-3
+"""`Caution.in_seconds` where everything that moves goes to disks."""
 DISK_SHARE = 1.5
 """`Caution.out_share` and `Caution.in_share` where everything that moves goes to disks."""
 TIMED_DISK_SHARE = 0.75
-"""The same for steps whose durations are those of planned ones."""
+"""`Caution.out_share` and `Caution.in_share` where everything that moves goes to disks, and the step's durations are
+those of planned steps."""
 EXPECTED = 0.5
-"""Share of what caution allows for by which transfers are taken to be longer where plans are compared. On recorded
+"""Where plans are compared, transfers are taken to be longer by this share of what caution allows for. On recorded
 steps with a disk, plans chosen with a half took as long as those chosen with nothing if all went as predicted, and on
 the average 5-13 % less time beyond plain where transfers took 10-40 % longer."""
 NO_CEILING = int(np.iinfo(np.int64).max // 4)

@@ -23,9 +23,11 @@ from ebbtide.plan.search import Found, Search
 
 SAME_SECONDS = 1e-9
 """Times that differ by less are the same."""
-SURE_ROUNDS, MORE_PACKED = 4, 0.02
-"""Rounds of `relaxed` that hardly ever make blocks pack worse; and how much worse they may pack after any: after all
-rounds ResNet-50 at a quarter took 1.13 times its live bytes, not 1.01."""
+SURE_ROUNDS = 4
+"""Rounds of `relaxed` that hardly ever make blocks pack worse."""
+MORE_PACKED = 0.02
+"""Share by which a plan's blocks may take more bytes after `relaxed` than before: after all rounds ResNet-50 at a
+quarter took 1.13 times its live bytes, not 1.01."""
 EASED = (0.8, 0.65, EXPECTED)
 """Shares of the time that is left free around transfers to try one after the other where blocks do not pack."""
 LOOSE = 0.03

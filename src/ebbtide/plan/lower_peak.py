@@ -8,13 +8,17 @@ from ebbtide.arrays import Ints, Mask
 from ebbtide.plan.dice import draw, draw_below, new_dice
 from ebbtide.plan.needs import KEEP, OFFLOAD, RECOMPUTE, Modes, Needs, bring_back
 
-TRY_COST, CANDIDATE_COST, MOMENT_COST = 1.5, 0.02, 0.008
-"""Microseconds that trying a change takes on a common machine: once, for each candidate, for each moment."""
-ONE = 0.5
-"""How often one candidate is changed, else two."""
-NEAR = 0.8
-"""How often one is changed that could be absent at the worst moment, else any: with those alone, one in six small cases
-ended above the least peak."""
+TRY_COST = 1.5
+"""Microseconds on a common machine that trying a change takes at least."""
+CANDIDATE_COST = 0.02
+"""Microseconds on a common machine that trying a change takes for each candidate."""
+MOMENT_COST = 0.008
+"""Microseconds on a common machine that trying a change takes for each moment of the step."""
+ONE_SHARE = 0.5
+"""Share of changes that change one candidate; the others change two."""
+NEAR_SHARE = 0.8
+"""How often the candidate that is changed is one that could be absent at the worst moment; else it is any. With those
+alone, one in six small cases ended above the least peak."""
 
 
 def lower(needs: Needs, can_offload: Mask, deepest: Modes, start: Modes, work: float, seed: int) -> Modes:
@@ -46,8 +50,8 @@ def lower(needs: Needs, can_offload: Mask, deepest: Modes, start: Modes, work: f
                 count += 1
         if not count:
             break
-        for _ in range(1 if draw(dice) < ONE else 2):
-            place = near[draw_below(dice, count)] if draw(dice) < NEAR else draw_below(dice, len(modes))
+        for _ in range(1 if draw(dice) < ONE_SHARE else 2):
+            place = near[draw_below(dice, count)] if draw(dice) < NEAR_SHARE else draw_below(dice, len(modes))
             trial[place] = _any_mode(can_offload[place], deepest[place], dice)
         tried = bring_back(needs, trial)
         if not tried.nested and tried.level.max() <= high:

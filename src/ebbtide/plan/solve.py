@@ -28,16 +28,20 @@ from ebbtide.plan.simulate import decisions_of
 from ebbtide.plan.starts import as_chain, seed_with_policies
 from ebbtide.step import Step
 
-DEEPEN_FAR, DEEPENED = 1.02, 0.01
-"""How many times the bound first plans take where deeper recipes are worth the search that they make slower; and which
-share of the bytes that have to be absent a value has for which they are looked for."""
+DEEPEN_FAR = 1.02
+"""How many times the bound the first plans take at least where deeper recipes are worth the search that they slow."""
+DEEPENED_SHARE = 0.01
+"""Deeper recipes are looked for of values that have at least this share of the bytes that have to be absent."""
 MOST_DEEPENED = 50
-"""For how many of the largest values they are looked for, whatever their share, where no plan was found without. In
-chains of 120 and 220 equal values twice as many took 1.3 to 1.9 times as long, and found higher peaks."""
+"""Of how many of the largest values deeper recipes are looked for, whatever their share, where no plan was found
+without. In chains of 120 and 220 equal values twice as many took 1.3 to 1.9 times as long, and found higher peaks."""
 
-SECONDS, SECONDS_PER_OP, MOST_SEARCH_SECONDS = 0.5, 3e-4, 5.0
-"""How long to search unless told otherwise: half a second, for steps of more than 1,700 ops in proportion, at most five
-seconds: of longer ones the bound takes most of the time anyway."""
+LEAST_SEARCH_SECONDS = 0.5
+"""How long to search a short step, unless told otherwise."""
+SEARCH_SECONDS_PER_OP = 3e-4
+"""How long to search a step of more than 1,700 ops for each of them, unless told otherwise."""
+MOST_SEARCH_SECONDS = 5.0
+"""How long to search at most, unless told otherwise: of longer steps the bound takes most of the time anyway."""
 
 METHOD = "learnt prices, ruin and recreate"
 
@@ -78,7 +82,7 @@ def solve(
     check_instance("step", step, Step)
     limit_bytes, seed = as_whole("limit_bytes", limit_bytes), as_whole("seed", seed, 0)
     if seconds is None:
-        seconds = min(max(SECONDS, SECONDS_PER_OP * len(step.ops)), MOST_SEARCH_SECONDS)
+        seconds = min(max(LEAST_SEARCH_SECONDS, SEARCH_SECONDS_PER_OP * len(step.ops)), MOST_SEARCH_SECONDS)
     search_seconds = as_seconds(seconds)
     if search_seconds is None:
         raise ArgumentError(f"seconds={seconds!r}: a search takes some number of seconds, 0 or more")
@@ -219,7 +223,7 @@ def _deeper(
     """The deeper recipes of large candidates, and of ``at_least`` so many."""
     step = problem.step
     never = step.values_of(banned)
-    least_bytes = DEEPENED * (int(problem.plain.max()) - limit_bytes)
+    least_bytes = DEEPENED_SHARE * (int(problem.plain.max()) - limit_bytes)
     deeper: list[list[tuple[int, ...]]] = [[] for _ in candidates.absence]
     large = candidates.size_bytes >= least_bytes
     large[_largest(candidates.size_bytes, at_least)] = True

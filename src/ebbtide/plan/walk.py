@@ -25,9 +25,11 @@ TIER, REPLAY, OUT, RELEASE, LOAD = range(5)
 NEAREST = 8
 """Candidates near a moment where time is lost among which one is chosen."""
 LOCAL = 0.75
-"""Share of changes that are made near such a moment; the others are made anywhere."""
-ONE, TWO = 0.5, 0.85
-"""How often one candidate, and how often at most two, are changed together; else three."""
+"""Share of changes that are made near a moment where time is lost; the others are made anywhere."""
+ONE_SHARE = 0.5
+"""Share of changes that change one candidate."""
+ONE_OR_TWO_SHARE = 0.85
+"""Share of changes that change one candidate or two together; the others change three."""
 DEEPER = 0.3
 """How often another recipe is tried, where there are several."""
 SHIFTED = 0.7
@@ -38,12 +40,18 @@ RECOMPUTED = 0.5
 """How often what can be both recomputed and offloaded is recomputed."""
 ANYWHERE = 0.3
 """How often a trip gets any slot that it may have; else one near its slot."""
-FARTHER, LATER = 0.5, 0.5
-"""How often a near slot is yet one slot farther away; how often it is a later slot, not an earlier one."""
+FARTHER = 0.5
+"""How often a near slot is yet one slot farther away."""
+LATER = 0.5
+"""How often a near slot is a later one, not an earlier one."""
 HEAT = 0.006
 """How much worse than the plan before a plan may be at first, as a mean share of the time lost."""
-PLAN_COST, ABSENCE_COST, MOMENT_COST = 2.5, 0.012, 0.005
-"""Microseconds that trying a change takes on a common machine: once, for each absence, for each moment simulated."""
+PLAN_COST = 2.5
+"""Microseconds on a common machine that trying a change takes at least."""
+ABSENCE_COST = 0.012
+"""Microseconds on a common machine that trying a change takes for each absence of the step."""
+MOMENT_COST = 0.005
+"""Microseconds on a common machine that trying a change takes for each moment that is simulated."""
 
 
 class Choices(NamedTuple):
@@ -136,7 +144,7 @@ def _change_some(choices: Choices, plan: Ints, lost_at: Ints, clock: Floats, dic
     if len(lost_at) and draw(dice) < LOCAL:
         near = _nearest(choices, plan, lost_at[draw_below(dice, len(lost_at))])
     drawn = draw(dice)
-    for _ in range(1 if drawn < ONE else 2 if drawn < TWO else 3):
+    for _ in range(1 if drawn < ONE_SHARE else 2 if drawn < ONE_OR_TWO_SHARE else 3):
         place = near[draw_below(dice, len(near))] if len(near) else draw_below(dice, count)
         number, deeper = choices.absence[place], choices.first_deeper[place + 1] - choices.first_deeper[place]
         if plan[TIER, number] >= 0 and draw(dice) < SHIFTED:
