@@ -21,7 +21,7 @@ FLOORS = (
 """From below; what is in none of them is what all need: records, and the modules beside them."""
 FOR_CONVENIENCE = {("run/budget.py", "ebbtide.report.summary")}
 """`Budget.report()`."""
-WITHOUT_TORCH = ("step.py", "machine.py", "decisions.py", "measured.py", "bundle.py", "plan", "place")
+WITHOUT_TORCH = ("step.py", "step_checks.py", "machine.py", "decisions.py", "measured.py", "bundle.py", "plan", "place")
 WITHIN = ("run.native", "run.backends", "run.tiers", "sequence.schedules")
 """Packages that are a floor below the modules beside them. (`plan/published/` is one above: policies use the planner.)
 """

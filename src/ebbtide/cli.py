@@ -194,9 +194,9 @@ def plan(
     machine, plain or planned, and how fast it would be.
     """
     from ebbtide.plan import solve
-    from ebbtide.plan.frontier import check_trains
     from ebbtide.report.sentences import foreign_times, verdict
     from ebbtide.report.summary import summarise
+    from ebbtide.step_checks import check_trains
 
     check_apart([output], step_path, script_of(model), machine_file_of(machine_name))
     if (step_path is None) == (model is None):

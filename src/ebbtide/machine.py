@@ -215,26 +215,7 @@ def _check_machine(machine: Machine, name: str) -> None:
         if tier.capacity_bytes is not None and not 0 <= tier.capacity_bytes < MOST_BYTES:
             raise RecordError(f"{name}: the tier {tier.name} has a capacity of {tier.capacity_bytes} bytes")
     for link in machine.links:
-        if link.source not in names or link.target not in names:
-            raise RecordError(f"{name}: the link {link.source} -> {link.target} names an unknown tier")
-        if link.source == link.target:
-            raise RecordError(f"{name}: the link {link.source} -> {link.target} leads nowhere: name another tier")
-        for rate in (link.bandwidth_bytes_per_second, link.duplex_bytes_per_second):
-            if not (math.isfinite(rate) and rate > 0):
-                raise RecordError(
-                    f"{name}: the link {link.source} -> {link.target} has bandwidth {rate}; it must be > 0"
-                )
-            if rate < 1:
-                raise RecordError(
-                    f"{name}: the link {link.source} -> {link.target} has bandwidth {rate}; that is less than a byte"
-                    " per second"
-                )
-        costs = (link.latency_seconds, link.compute_slowdown, link.compute_seconds)
-        if not all(0 <= cost < MOST_SECONDS for cost in costs):
-            raise RecordError(
-                f"{name}: the link {link.source} -> {link.target} has latency, slowdown and compute seconds {costs}; "
-                f"they must be >= 0, and < {MOST_SECONDS:.0e}"
-            )
+        _check_link(link, names, f"{name}: the link {link.source} -> {link.target}")
     if len({(link.source, link.target) for link in machine.links}) != len(machine.links):
         raise RecordError(f"{name}: two of its links lead from one tier to the same other one")
     if not 0 <= machine.replay_seconds < MOST_SECONDS:
@@ -243,6 +224,24 @@ def _check_machine(machine: Machine, name: str) -> None:
         )
     if machine.compute is not None:
         _check_compute(machine.compute, name)
+
+
+def _check_link(link: Link, tiers: Collection[str], what: str) -> None:
+    """Raises `RecordError` for a link that cannot be between these ``tiers``; ``what`` is what it calls the link."""
+    if link.source not in tiers or link.target not in tiers:
+        raise RecordError(f"{what} names an unknown tier")
+    if link.source == link.target:
+        raise RecordError(f"{what} leads nowhere: name another tier")
+    for rate in (link.bandwidth_bytes_per_second, link.duplex_bytes_per_second):
+        if not (math.isfinite(rate) and rate > 0):
+            raise RecordError(f"{what} has bandwidth {rate}; it must be > 0")
+        if rate < 1:
+            raise RecordError(f"{what} has bandwidth {rate}; that is less than a byte per second")
+    costs = (link.latency_seconds, link.compute_slowdown, link.compute_seconds)
+    if not all(0 <= cost < MOST_SECONDS for cost in costs):
+        raise RecordError(
+            f"{what} has latency, slowdown and compute seconds {costs}; they must be >= 0, and < {MOST_SECONDS:.0e}"
+        )
 
 
 def _check_compute(compute: Compute, name: str) -> None:

@@ -17,13 +17,13 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 from ebbtide.documents import check_document, read_json, write_json
 from ebbtide.errors import RecordError
-from ebbtide.fields import check_fields, checks_of, wrong_field
+from ebbtide.fields import check_fields, checks_of
 
 FORMAT = "ebbtide-step"
 VERSION = 1
@@ -215,7 +215,7 @@ class Step:
 
     def document(self) -> dict[str, Any]:
         """The step as what its JSON says."""
-        tables = {name: _table(getattr(self, name)) for name in _RECORDS}
+        tables = {name: _table(getattr(self, name)) for name in RECORD_TYPES}
         return {"format": FORMAT, "version": VERSION, "device": self.device, **tables}
 
     @classmethod
@@ -230,9 +230,11 @@ class Step:
     @classmethod
     def from_document(cls, document: dict[str, Any], name: str) -> Step:
         """The step that `document` described; ``name`` is what errors call it. Raises `RecordError` as `load`."""
+        from ebbtide.step_checks import check_agreement, check_step  # made of what is defined here
+
         check_document(document, name, FORMAT, VERSION)
         try:
-            parts = {part: tuple(_records_of(kind, document[part])) for part, kind in _RECORDS.items()}
+            parts = {part: tuple(_records_of(kind, document[part])) for part, kind in RECORD_TYPES.items()}
             step = cls(device=str(document["device"]), **parts)
         except (KeyError, TypeError, ValueError, RecursionError) as fault:
             raise RecordError(f"{name}: not a whole step: {fault!r}; observe the step again") from fault
@@ -241,136 +243,8 @@ class Step:
         return step
 
 
-_RECORDS: dict[str, type] = {"ops": Op, "values": Value, "saved": Saved, "events": Event, "absences": Absence}
-
-
-def check_step(step: Step, name: str = "step") -> None:
-    """Check that a step can have happened.
-
-    Raises:
-        RecordError: naming the first record that cannot be.
-    """
-    try:
-        _check_step(step, name)
-    except (TypeError, AttributeError) as fault:  # made by hand: others have the right types
-        parts = [part for part in (getattr(step, field) for field in _RECORDS) if isinstance(part, Collection)]
-        records = (record for part in parts for record in part if isinstance(record, tuple(_RECORDS.values())))
-        raise RecordError(f"{name}: {wrong_field([*records, step]) or fault}") from fault
-
-
-def check_agreement(step: Step, name: str = "step") -> None:
-    """Check that the records of a step which `check_step` has passed do not contradict each other.
-
-    What was recorded in this process is not looked through for that each time that it is planned for; a file may have
-    been written or altered by others.
-
-    Raises:
-        RecordError: naming the first record that another one contradicts.
-    """
-    op_moments = step.op_moments()
-    _check_ops_and_values(step, name, op_moments)
-    _check_requests(step, name)
-    _check_gaps(step, name, op_moments)
-
-
-def _check_step(step: Step, name: str) -> None:
-    count, moments = len(step.ops), step.moments
-    for tick, op in enumerate(step.ops):
-        if not 0 <= op.duration_seconds < MOST_SECONDS:
-            raise RecordError(
-                f"{name}: op {tick} ({op.name}) has duration {op.duration_seconds}; it must be >= 0, and"
-                f" < {MOST_SECONDS:.0e} seconds"
-            )
-        if not 0 <= op.workspace_bytes < MOST_BYTES:
-            raise RecordError(f"{name}: op {tick} ({op.name}) has a workspace of {op.workspace_bytes} bytes")
-        for named in (*op.inputs, *op.outputs, *(value for pair in op.mutated for value in pair)):
-            if not 0 <= named < len(step.values):
-                raise RecordError(f"{name}: op {tick} ({op.name}) names value {named}, which does not exist")
-    for number, value in enumerate(step.values):
-        if not _can_be(value, count, moments):
-            raise RecordError(f"{name}: value {number} is impossible: {value}")
-    if sum(value.size_bytes for value in step.values) >= MOST_BYTES:
-        raise RecordError(f"{name}: its values take more bytes than there are")
-    for number, saved in enumerate(step.saved):
-        if not 0 <= saved.value < len(step.values):
-            raise RecordError(f"{name}: saved tensor {number} names value {saved.value}, which does not exist")
-    last = 0
-    for number, event in enumerate(step.events):
-        if not last <= event.tick <= count or not 0 <= event.saved < len(step.saved):
-            raise RecordError(f"{name}: event {number} is impossible: {event}")
-        last = event.tick
-    op_moments = step.op_moments()
-    asked = {moment for moment, event in zip(step.event_moments(), step.events, strict=True) if event.kind == "unpack"}
-    saved_values = {saved.value for saved in step.saved}
-    made = [-1 if value.maker == EXTERNAL else op_moments[value.maker] for value in step.values]
-    for number, value in enumerate(step.values):
-        if value.dies <= made[number]:
-            raise RecordError(f"{name}: value {number} is impossible: it dies before it is made: {value}")
-    for number, absence in enumerate(step.absences):
-        exists = absence.value in saved_values and made[absence.value] < absence.opens < absence.closes
-        if not exists or not (absence.closes in asked or absence.closes == step.values[absence.value].dies):
-            raise RecordError(f"{name}: absence {number} is impossible: {absence}")
-
-
-def _check_ops_and_values(step: Step, name: str, op_moments: list[int]) -> None:
-    """Check that ops and values name each other, in an order in which ops can run."""
-    read: list[list[int]] = [[] for _ in step.values]
-    made = 0
-    for tick, op in enumerate(step.ops):
-        for number in op.inputs:
-            read[number].append(tick)
-            if step.values[number].maker >= tick:
-                raise RecordError(f"{name}: op {tick} ({op.name}) reads value {number}, which is made later")
-        for old, new in op.mutated:
-            if step.values[old].storage != step.values[new].storage or step.values[old].maker >= tick:
-                raise RecordError(f"{name}: op {tick} ({op.name}) cannot write value {new} in place of value {old}")
-        for number in {*op.outputs, *(new for _, new in op.mutated)}:
-            if step.values[number].maker != tick:
-                raise RecordError(f"{name}: op {tick} ({op.name}) makes value {number}, which says it does not")
-        made += len(set(op.outputs))
-    if made != sum(value.maker != EXTERNAL for value in step.values):
-        raise RecordError(f"{name}: some values are made by ops that do not say so")
-    for number, value in enumerate(step.values):
-        if value.uses != tuple(read[number]):
-            raise RecordError(f"{name}: value {number} is not read by the ops that it names as its uses: {value}")
-        if value.uses and op_moments[value.uses[-1]] >= value.dies:
-            raise RecordError(f"{name}: value {number} is impossible: it is read after it is gone: {value}")
-
-
-def _check_requests(step: Step, name: str) -> None:
-    """Check that each saved tensor was asked for at events that say so: at all but those of `plan.finals.with_ends`."""
-    asked: list[set[int]] = [set() for _ in step.saved]
-    for moment, event in zip(step.event_moments(), step.events, strict=True):
-        if event.kind == "unpack":
-            asked[event.saved].add(moment)
-    for number, saved in enumerate(step.saved):
-        if not asked[number].issuperset(saved.unpacked):
-            raise RecordError(f"{name}: saved tensor {number} is asked for where no event is: {saved.unpacked}")
-
-
-def _check_gaps(step: Step, name: str, op_moments: list[int]) -> None:
-    """Check that no op reads a value in its absences, and that these do not overlap."""
-    ended: dict[int, int] = {}
-    for number, absence in enumerate(step.absences):
-        uses = step.values[absence.value].uses
-        following = bisect.bisect_left(uses, absence.opens, key=op_moments.__getitem__)
-        if following < len(uses) and op_moments[uses[following]] < absence.closes:
-            raise RecordError(f"{name}: absence {number} is impossible: an op reads its value meanwhile: {absence}")
-        if absence.opens < ended.get(absence.value, 0):
-            raise RecordError(f"{name}: absence {number} is impossible: it overlaps another of its value: {absence}")
-        ended[absence.value] = absence.closes
-
-
-def _can_be(value: Value, ops: int, moments: int) -> bool:
-    ends = (*value.uses[:1], *value.uses[-1:])
-    return (
-        value.size_bytes >= 0
-        and 0 <= value.storage < MOST_BYTES
-        and EXTERNAL <= value.maker < ops
-        and 0 <= value.dies <= moments
-        and all(0 <= tick < ops for tick in ends)
-        and list(value.uses) == sorted(value.uses)
-    )
+RECORD_TYPES: dict[str, type] = {"ops": Op, "values": Value, "saved": Saved, "events": Event, "absences": Absence}
+"""The tables of a step, and what their rows are."""
 
 
 def _table(records: Iterable[Any]) -> dict[str, list[Any]]:

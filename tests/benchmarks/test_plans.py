@@ -31,7 +31,7 @@ from benchmarks.published.record import Row, least_limit, table_of, words_for
 from ebbtide.machines import load_machine
 from ebbtide.plan import least_peak_bytes, plain_peak_bytes, solve
 from ebbtide.plan.published.registry import POLICIES
-from ebbtide.step import check_step
+from ebbtide.step_checks import check_step
 from tests.plan.random_steps import MIB, network_step
 
 

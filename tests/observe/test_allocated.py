@@ -11,7 +11,8 @@ from ebbtide.plan import plain_peak_bytes
 from ebbtide.plan.problem import Facts
 from ebbtide.plan.replay import check_recipe
 from ebbtide.run.backends.cuda import CudaMemory
-from ebbtide.step import EXTERNAL, Event, Op, Saved, Step, Value, check_step
+from ebbtide.step import EXTERNAL, Event, Op, Saved, Step, Value
+from ebbtide.step_checks import check_step
 
 PARAMETERS, FIRST, SECOND = 1000, 300, 200
 """Bytes of what the step touches, and of what its two ops make."""

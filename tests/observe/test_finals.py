@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ebbtide.run.observing import observe_step
-from ebbtide.step import Step, check_step
+from ebbtide.step import Step
+from ebbtide.step_checks import check_step
 
 WIDTH, BATCH, LAYERS = 32, 64, 4
 

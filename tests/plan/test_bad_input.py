@@ -28,7 +28,8 @@ from ebbtide.machines import load_machine
 from ebbtide.plan import least_peak_bytes, lower_bound, plain_peak_bytes, simulate, solve, whole_bound
 from ebbtide.plan.frontier import frontier
 from ebbtide.plan.published.registry import POLICIES
-from ebbtide.step import Step, check_agreement
+from ebbtide.step import Step
+from ebbtide.step_checks import check_agreement
 from tests.plan.random_steps import KIB, Tape, disk_machine, lone_machine, network_step, random_step, tiny_step
 
 MACHINE = disk_machine()

@@ -10,7 +10,8 @@ import pytest
 from ebbtide.errors import BudgetError, RecordError
 from ebbtide.plan import plain_peak_bytes, solve
 from ebbtide.plan.batch import largest_batch, step_at
-from ebbtide.step import Step, check_step
+from ebbtide.step import Step
+from ebbtide.step_checks import check_step
 from tests.plan.random_steps import KIB, Tape, disk_machine, lone_machine
 
 MACHINE = disk_machine(2e8, 1e8)

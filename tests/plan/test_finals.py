@@ -20,7 +20,8 @@ from ebbtide.plan.follow import Moves
 from ebbtide.plan.frontier import frontier
 from ebbtide.plan.published.registry import POLICIES
 from ebbtide.plan.search import Search
-from ebbtide.step import Step, check_step
+from ebbtide.step import Step
+from ebbtide.step_checks import check_step
 from tests.plan.exhaustive import best_plans
 from tests.plan.limits import limit_at
 from tests.plan.random_steps import KIB, MIB, Tape, disk_machine, lone_machine, random_step

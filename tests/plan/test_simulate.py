@@ -11,7 +11,8 @@ from ebbtide.decisions import Decision, Keep, Offload, Recompute
 from ebbtide.errors import PlanError
 from ebbtide.machine import Machine
 from ebbtide.plan import Outcome, find_recipes, simulate
-from ebbtide.step import Absence, Step, check_step
+from ebbtide.step import Absence, Step
+from ebbtide.step_checks import check_step
 from tests.plan.random_steps import KIB, Tape, disk_machine, lone_machine, random_step
 from tests.plan.reference import Walk
 

@@ -22,7 +22,8 @@ from ebbtide.run.kinds import Kind
 from ebbtide.run.meter import PeakMeter
 from ebbtide.run.native import arena_library
 from ebbtide.run.roomy import largest_of, roomy
-from ebbtide.step import Step, check_step
+from ebbtide.step import Step
+from ebbtide.step_checks import check_step
 from ebbtide.structure import structure
 from tests.plan.random_steps import KIB, Tape
 from tests.run.harness import FAST_DISK, HELD_MORE, SLOW_DISK

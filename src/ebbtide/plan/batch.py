@@ -18,10 +18,10 @@ from ebbtide.arguments import as_seconds, as_whole
 from ebbtide.decisions import Plan
 from ebbtide.errors import ArgumentError, BudgetError, RecordError
 from ebbtide.machine import Machine
-from ebbtide.plan.frontier import check_trains
 from ebbtide.plan.problem import plain_peak_bytes
 from ebbtide.plan.solve import solve
 from ebbtide.step import MOST_BYTES, Op, Saved, Step, Value
+from ebbtide.step_checks import check_trains
 from ebbtide.structure import FIXED
 from ebbtide.units import format_bytes
 

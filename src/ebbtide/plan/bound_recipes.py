@@ -36,7 +36,7 @@ class Again:
 
 
 def computed_again(
-    facts: Facts, banned: Set[int], gone: Gone = MappingProxyType({}), *, more_seconds: float = 0.0
+    facts: Facts, banned: Set[int], gone: Gone = MappingProxyType({}), *, more_seconds: float
 ) -> list[Again]:
     """For each absence what it takes at least to compute its value again.
 
@@ -67,7 +67,7 @@ def computed_again(
     return found
 
 
-def recompute_moments(facts: Facts, gone: Gone = MappingProxyType({})) -> list[int]:
+def recompute_moments(facts: Facts, gone: Gone) -> list[int]:
     """For each absence the first event at which its value can be computed again.
 
     That is where its absence closes, or before, where another one does whose recipe may read it: see `_sources`.

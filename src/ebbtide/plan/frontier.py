@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 
 from ebbtide.arguments import as_whole, check_instance
 from ebbtide.decisions import Plan
-from ebbtide.errors import ArgumentError, BudgetError, PolicyError, RecordError
+from ebbtide.errors import ArgumentError, BudgetError, PolicyError
 from ebbtide.machine import Machine
 from ebbtide.plan.caution import NO_CAUTION
 from ebbtide.plan.judged import Planner
 from ebbtide.plan.problem import plain_peak_bytes
 from ebbtide.plan.solve import solve
 from ebbtide.step import Step
+from ebbtide.step_checks import check_trains
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,22 +142,6 @@ def frontier(
         bound=Curve("bound", tuple(_bounds(plans))),
         policies=tuple(curves),
     )
-
-
-def check_trains(step: Step, name: str = "the step") -> None:
-    """Check that what is observed is a training step that takes time, so that there is something to plan and compare.
-
-    Raises:
-        RecordError: if it has no ops, no backward pass, or takes no time.
-    """
-    if not step.ops:
-        raise RecordError(f"{name} has no ops: observe one that runs a forward and a backward pass")
-    if all(op.phase == "forward" for op in step.ops):
-        raise RecordError(
-            f"{name} has no backward pass, so that nothing waits in memory for one: observe one that calls backward()"
-        )
-    if not step.plain_seconds > 0:
-        raise RecordError(f"{name} takes no time, so nothing can be said of overheads: observe one that computes")
 
 
 def least_peak_bytes(step: Step, machine: Machine) -> int:

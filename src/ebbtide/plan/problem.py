@@ -13,7 +13,8 @@ from ebbtide.arguments import check_instance
 from ebbtide.arrays import Floats, Ints, Mask
 from ebbtide.machine import Link, Machine, check_machine
 from ebbtide.plan.finals import final_absences, with_ends
-from ebbtide.step import EXTERNAL, Step, check_step
+from ebbtide.step import EXTERNAL, Step
+from ebbtide.step_checks import check_step
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

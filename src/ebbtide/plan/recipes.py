@@ -73,7 +73,7 @@ def deeper_recipes(
 def recipe_of(
     facts: Facts,
     absence: Absence,
-    banned: Set[int] = frozenset(),
+    banned: Set[int],
     *,
     leaves: Callable[[int], bool] | None = None,
     first_tick: int = 0,

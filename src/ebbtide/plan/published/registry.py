@@ -26,7 +26,8 @@ from ebbtide.plan.published.remembered import remembered
 from ebbtide.plan.published.rotor import rotor
 from ebbtide.plan.published.superneurons import superneurons
 from ebbtide.plan.published.vdnn import vdnn
-from ebbtide.step import Step, check_step
+from ebbtide.step import Step
+from ebbtide.step_checks import check_step
 
 _check_step = remembered(check_step)
 
