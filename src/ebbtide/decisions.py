@@ -83,7 +83,11 @@ class Plan:
         return any(not isinstance(decision, Keep) for decision in self.decisions)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
+        """Write the plan as JSON; gzip-compressed if the name ends in ``.gz``.
+
+        Raises:
+            OSError: if the file cannot be written.
+        """
         write_json(path, self.document())
 
     def document(self) -> dict[str, Any]:

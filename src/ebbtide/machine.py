@@ -58,11 +58,11 @@ class Link:
     compute_seconds: float = 0.0
 
     def seconds(self, size_bytes: int) -> float:
-        """Time of one transfer of ``size_bytes``, with the opposite direction idle."""
+        """How long one transfer of ``size_bytes`` takes, in seconds, with the opposite direction idle."""
         return self.latency_seconds + size_bytes / self.bandwidth_bytes_per_second
 
     def lost_seconds(self, size_bytes: int) -> float:
-        """Compute time that one transfer of ``size_bytes`` costs."""
+        """Seconds of compute that one transfer of ``size_bytes`` costs."""
         return self.compute_seconds + self.compute_slowdown * self.seconds(size_bytes)
 
 
@@ -147,7 +147,11 @@ class Machine:
         return tuple(sorted(tiers, key=lambda tier: -returning[tier.name].bandwidth_bytes_per_second))
 
     def save(self, path: str | Path) -> None:
-        """Write the machine as JSON."""
+        """Write the machine as JSON; gzip-compressed if the name ends in ``.gz``.
+
+        Raises:
+            OSError: if the file cannot be written.
+        """
         write_json(path, self.document())
 
     def document(self) -> dict[str, Any]:

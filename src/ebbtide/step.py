@@ -210,7 +210,11 @@ class Step:
         return [index + event.tick for index, event in enumerate(self.events)]
 
     def save(self, path: str | Path) -> None:
-        """Write the step as JSON; gzip-compressed if the name ends in ``.gz``."""
+        """Write the step as JSON; gzip-compressed if the name ends in ``.gz``.
+
+        Raises:
+            OSError: if the file cannot be written.
+        """
         write_json(path, self.document())
 
     def document(self) -> dict[str, Any]:

@@ -38,8 +38,9 @@ class Bound:
 
     Attributes:
         seconds: no plan within the limit takes less; infinite if there is no such plan.
-        prices: per moment, seconds by which the bound would fall for each byte that the limit rose then.
-        offloaded, recomputed: per absence, the share of it that is in the program's best solution.
+        prices: array ``(moments,)``, seconds per byte: by how much the bound would fall if the limit rose in a moment.
+        offloaded, recomputed: arrays ``(absences,)``, from 0 to 1: the share of each that the program's best solution
+            offloads and computes again.
         rows, columns: size of the linear program, 0 if none was needed.
         merged: whether moments were merged to keep it small.
     """
@@ -74,12 +75,16 @@ def lower_bound(
         step: the observed step.
         machine: all its slow tiers may be used, whatever their capacity.
         limit_bytes: the budget: most bytes held at once, resting bytes included.
-        banned: absences whose values no recipe may make.
-        most_groups: groups of moments to tell apart at most; fewer are quicker and give a weaker bound.
+        banned: numbers of absences whose values no recipe may make.
+        most_groups: groups of moments to tell apart at most, 1 or more; fewer are quicker and give a weaker bound.
+
+    Returns:
+        The bound in seconds, infinite if no plan stays within the limit, and what the linear program says besides.
 
     Raises:
-        ArgumentError: if ``limit_bytes`` is no whole number; it is a `ValueError`.
-        RecordError: if the step or the machine cannot be.
+        ArgumentError: if ``limit_bytes`` is not a whole number, or ``step`` or ``machine`` is of another type; it is a
+            `ValueError`.
+        RecordError: if the step or the machine describes something impossible.
     """
     limit_bytes = as_whole("limit_bytes", limit_bytes)
     return bound_of(Problem.of(step, machine), limit_bytes, banned=banned, most_groups=most_groups)
@@ -137,9 +142,9 @@ def whole_bound(
         The bound, in seconds; infinite if there is no plan.
 
     Raises:
-        ArgumentError: if ``seconds`` is negative or not finite, or ``limit_bytes`` is not a whole number; it is a
-            `ValueError`.
-        RecordError: if the step or the machine cannot be.
+        ArgumentError: if ``seconds`` is negative or not finite, ``limit_bytes`` is not a whole number, or ``step`` or
+            ``machine`` is of another type; it is a `ValueError`.
+        RecordError: if the step or the machine describes something impossible.
     """
     limit_bytes, most_seconds = as_whole("limit_bytes", limit_bytes), as_seconds(seconds)
     if most_seconds is None:

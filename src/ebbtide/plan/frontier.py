@@ -104,8 +104,9 @@ def frontier(
         progress: told the share that is done, 0 to 1, and what is being planned.
 
     Raises:
-        RecordError: as `check_trains`, or if the step or the machine cannot be.
-        ArgumentError: if ``points`` is no whole number of at least two, or ``policies`` no mapping: a `ValueError`.
+        RecordError: as `check_trains`, or if the step or the machine describes something impossible.
+        ArgumentError: if ``points`` is not a whole number of at least two, ``policies`` is not a mapping, or
+            ``seconds`` is negative or not finite; it is a `ValueError`.
     """
     points = as_whole("points", points)
     if points < 2:
@@ -147,8 +148,13 @@ def frontier(
 def least_peak_bytes(step: Step, machine: Machine) -> int:
     """The least peak, in bytes, that a plan found for ``step`` on ``machine`` has; `solve` can plan for it.
 
+    Args:
+        step: the observed step.
+        machine: all its slow tiers are used, if it has any.
+
     Raises:
-        RecordError: if the step or the machine cannot be.
+        ArgumentError: if ``step`` or ``machine`` is of another type; it is a `ValueError`.
+        RecordError: if the step or the machine describes something impossible.
     """
     try:
         solve(step, machine, -1, seconds=0.0)

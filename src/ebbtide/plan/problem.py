@@ -236,7 +236,14 @@ class Problem:
 
 
 def plain_peak_bytes(step: Step) -> int:
-    """Most bytes held at once without a plan."""
+    """Most bytes held at once without a plan.
+
+    Args:
+        step: the observed step. It is not checked: one made by hand should have passed `check_step`.
+
+    Returns:
+        Bytes, resting ones included and workspaces not.
+    """
     return int(_plain_memory(Facts.of(step)).max(initial=step.resting_bytes))
 
 

@@ -26,8 +26,11 @@ def find_recipes(step: Step, banned: Set[int] = frozenset()) -> list[tuple[int, 
     saved earlier, neither written since. It is the cheapest one there is: reading such a value costs no op.
 
     Args:
-        step: the observed step.
-        banned: absences whose values no recipe may make, neither as its result nor on the way.
+        step: the observed step. It is not checked: one made by hand should have passed `check_step`.
+        banned: numbers of absences whose values no recipe may make, neither as its result nor on the way.
+
+    Returns:
+        One entry for each of `Step.absences`, in their order; a recipe is what `Recompute.ops` may be.
     """
     facts = Facts.of(step)
     never = step.values_of(banned)

@@ -25,7 +25,7 @@ class Outcome:
         peak_bytes, peak_moment: the most bytes held at once, and the first moment at which they are.
         physical_peak_bytes: the same with the workspaces of ops.
         seconds: the end of compute.
-        memory: most bytes held in each moment, without workspaces.
+        memory: most bytes held in each moment of the step, without workspaces.
         start_seconds: when each moment starts, in seconds.
         transfers, stalls, recomputations: in the order in which they happen.
     """
@@ -44,9 +44,19 @@ class Outcome:
 def simulate(step: Step, machine: Machine, decisions: Sequence[Decision]) -> Outcome:
     """Run ``step`` under ``decisions`` on paper. Time O(moments + absences x log absences).
 
+    Args:
+        step: the observed step.
+        machine: where it runs: its links say how long transfers take.
+        decisions: one for each of `Step.absences`, in their order, as in `Plan.decisions`.
+
+    Returns:
+        Memory in bytes and time in seconds, over the step and in each of its moments, and what was moved or computed
+        again when.
+
     Raises:
         PlanError: if the decisions do not fit the step or the machine, naming the first absence that does not.
-        RecordError: if the step or the machine cannot be.
+        ArgumentError: if ``step`` or ``machine`` is of another type; it is a `ValueError`.
+        RecordError: if the step or the machine describes something impossible.
     """
     problem = Problem.of(step, machine)
     course = follow(problem, moves_of(problem, decisions))

@@ -69,9 +69,13 @@ def solve(
         seconds: about how long to search at most, on a common machine; None for half a second, and up to five where a
             step has more than 1,700 ops.
         seed: seed of the search's random choices.
-        banned: absences whose values must not be computed again.
+        banned: numbers of absences, in `Step.absences`, whose values must not be computed again.
         caution: what the plan leaves free for what nobody can predict; None for what suits the machine, `NO_CAUTION`
             where plans are compared on paper with the bound and with published policies.
+
+    Returns:
+        The plan: a decision for each of `Step.absences`, the peak and the time that are predicted, and the bound. It
+        keeps every value where the step needs no plan.
 
     Raises:
         BudgetError: if no plan was found that stays within the budget.
