@@ -81,10 +81,10 @@ from ebbtide.plan.linear import Assembled
 from ebbtide.plan.problem import Problem
 
 LARGE = 0.5
-"""Values of at least this share of the largest are counted in rule 10."""
+"""Rule 10 counts only values that have at least this share of the largest one's bytes."""
 MATTERS = 0.03
-"""And of at least this share of what the limit is exceeded by: smaller ones fit in almost anywhere, and there are many.
-"""
+"""Rule 10 counts only values that have at least this share of the bytes by which the limit is exceeded: smaller ones
+fit in almost anywhere, and there are many."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

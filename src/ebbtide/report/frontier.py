@@ -37,7 +37,7 @@ COLOURS = (
     "#a3539c",
     "#6d8f1f",
 )
-"""Of policies, in order; again from the start, with dotted lines, if there are more."""
+"""Colours of policies' curves, in order; from the start again, with dotted lines, if there are more policies."""
 DASHES = {"solid": "-", "dashed": "--", "dotted": ":"}
 """How CSS and matplotlib call what lines are drawn with."""
 SOLVER_COLOUR, BOUND_COLOUR = "#0b72b9", "#6b7785"
@@ -195,7 +195,7 @@ WRITERS: dict[str, Callable[[Frontier, str | Path], None]] = {
     ".png": write_png,
     ".json": write_json,
 }
-"""By the end of a file's name."""
+"""What writes a frontier to a file, by the end of the file's name."""
 
 
 def lines_of(found: Frontier) -> list[Line]:

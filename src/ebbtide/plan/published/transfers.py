@@ -81,7 +81,7 @@ class Ground:
         return every
 
     def to_plan(self, limit_bytes: int, moves: Mapping[int, Move], method: str) -> Plan:
-        """The plan that does ``moves``, by candidate, and keeps the rest. Raises as `to_plan`."""
+        """The plan that does ``moves``, by candidate, and keeps the rest. Raises as `judged.to_plan`."""
         decisions = decisions_of(self.problem, self.complete(moves), self.recipes)
         return to_plan(self.problem, limit_bytes, decisions, method)
 
