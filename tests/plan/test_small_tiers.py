@@ -203,3 +203,29 @@ def test_final_values_that_are_banned_are_not_made_on_the_way() -> None:
 def test_policies_take_limits_of_any_size(name: str) -> None:
     step = network_step(4)
     assert POLICIES[name](step, disk_machine(), 10**30).peak_bytes <= 10**30
+
+
+@pytest.mark.parametrize("sizes", [(6, 5, 5), (7, 6, 4, 1), (9, 4, 3, 3, 2)])
+def test_a_tier_is_filled_as_well_as_can_be(sizes: tuple[int, ...]) -> None:
+    """The largest value leaves no room for two that hold more together: a tier of 10 MiB takes 10 MiB of these."""
+    machine = Machine("small", "ram", (Tier("ram", "device"), Tier("disk", "disk", 10 * MIB)), disk_machine().links)
+    tape = Tape()
+    value, saved = tape.external(KIB), []
+    for size in sizes:
+        value = _op(tape, [value], size * MIB)
+        saved.append(tape.pack(value))
+    head = _op(tape, [value], KIB)
+    tape.pack(head)
+    scores = _op(tape, [head], 16 * MIB)
+    tape.pack(scores)
+    gradient = _op(tape, [scores], KIB, phase="backward")
+    tape.pack(gradient)
+    for number in reversed(saved):
+        tape.unpack(number)
+        gradient = _op(tape, [gradient, tape.saved[number][0]], KIB, phase="backward")
+        tape.pack(gradient)
+    step = tape.step()
+    limit = plain_peak_bytes(step) - 10 * MIB
+    plan = solve(step, machine, limit, seconds=0.05)
+    assert plan.peak_bytes <= limit
+    assert planned_places(step, plan.decisions, "disk").footprint_bytes <= 10 * MIB

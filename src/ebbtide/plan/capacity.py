@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
 from ebbtide.arrays import Floats, Ints, Mask
 from ebbtide.compiled import compiled
 from ebbtide.plan.problem import Problem
+
+TakesFirst = Literal["costliest", "largest", "fullest"]
+"""What a slow tier with a limit takes first: what takes longest to compute again, for its bytes; the largest; or what
+fills it best at the plain peak."""
+PARTS = 1 << 16
+"""Sizes of what is to fill a tier are rounded up to its capacity divided by this, unless they have a larger divisor."""
+MOST_PACKED = 1000
+"""Only so many of the largest values are tried for what fills a tier best: time and memory by their number."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,7 +34,7 @@ class Stays:
         first, last: moments of the earliest copy out, and of the need.
         in_time: whether there is time to go there and be back.
         replay_seconds: what it takes to compute the value again instead; infinite where that is impossible.
-        largest_first: whether tiers are for the largest first, whatever it takes to compute them again.
+        takes_first: what tiers with a limit take first.
     """
 
     size_bytes: Ints
@@ -33,7 +42,7 @@ class Stays:
     last: Ints
     in_time: Mask
     replay_seconds: Floats
-    largest_first: bool
+    takes_first: TakesFirst
 
 
 def admitted(problem: Problem, tiers: Sequence[str], stays: Stays) -> Mask:
@@ -48,19 +57,40 @@ def admitted(problem: Problem, tiers: Sequence[str], stays: Stays) -> Mask:
 def _admitted(problem: Problem, capacity_bytes: int | None, stays: Stays, elsewhere: Mask) -> Mask:
     """Candidates that may go to a tier of ``capacity_bytes``: one after the other, each that still fits.
 
-    Those that take most time to compute again, for their bytes, come first, then the largest; or the largest alone.
-    Those that are not away at the plain peak come later, and those that may go ``elsewhere`` last.
+    Those that `Stays.takes_first` says come first, then the largest. Those that are not away at the plain peak come
+    later, and those that may go ``elsewhere`` last.
     """
     if capacity_bytes is None or _most_bytes(problem, stays) <= capacity_bytes:
         return stays.in_time
     peak = int(np.argmax(problem.plain)) if len(problem.plain) else 0
     off_peak = (peak <= stays.first) | (stays.last <= peak)
-    saved_seconds = np.zeros(len(off_peak)) if stays.largest_first else stays.replay_seconds / stays.size_bytes
-    order = np.lexsort((-stays.size_bytes, -saved_seconds, off_peak, elsewhere))
+    merit = np.zeros(len(off_peak))
+    if stays.takes_first == "costliest":
+        merit = stays.replay_seconds / stays.size_bytes
+    elif stays.takes_first == "fullest":
+        merit[_filling(stays.size_bytes, np.flatnonzero(stays.in_time & ~off_peak & ~elsewhere), capacity_bytes)] = 1
+    order = np.lexsort((-stays.size_bytes, -merit, off_peak, elsewhere))
     order = order[stays.in_time[order]]
     return compiled(take_where_room)(
         order, stays.first, stays.last, stays.size_bytes, capacity_bytes, problem.step.moments + 1
     )
+
+
+def _filling(size_bytes: Ints, places: Ints, capacity_bytes: int) -> list[int]:
+    """Of the candidates at ``places``, those that fill a tier best together: the subset sum problem, by whole parts."""
+    part = max(int(np.gcd.reduce(size_bytes[places])), capacity_bytes // PARTS, 1)
+    largest = places[np.argsort(-size_bytes[places], kind="stable")[:MOST_PACKED]].tolist()
+    parts = [-(-int(size_bytes[place]) // part) for place in largest]
+    within = (1 << (capacity_bytes // part + 1)) - 1
+    sums = [1]  # bit k: whether some of the first values take k parts
+    for size in parts:
+        sums.append((sums[-1] | (sums[-1] << size if size <= capacity_bytes // part else 0)) & within)
+    left, chosen = sums[-1].bit_length() - 1, []
+    for number in range(len(parts) - 1, -1, -1):
+        if not sums[number] >> left & 1:
+            chosen.append(largest[number])
+            left -= parts[number]
+    return chosen
 
 
 def _most_bytes(problem: Problem, stays: Stays) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 from ebbtide.arrays import Floats, Ints, Mask
 from ebbtide.compiled import compiled
 from ebbtide.machine import Link
-from ebbtide.plan.capacity import Stays, admitted
+from ebbtide.plan.capacity import Stays, TakesFirst, admitted
 from ebbtide.plan.caution import NO_CEILING
 from ebbtide.plan.needs import RECOMPUTE, Modes, Needs, Profile, bring_back
 from ebbtide.plan.problem import CheckedRecipe, Facts, Problem
@@ -46,7 +46,7 @@ class Candidates:
         replay_seconds: per recipe its time, 0 without one.
         replay_bytes: per recipe the most bytes that it holds, and the same with workspaces.
         order: candidates by moment of need.
-        largest_first: whether slow tiers with a limit are for the largest: see `ebbtide.plan.capacity.Stays`.
+        takes_first: what slow tiers with a limit take first.
     """
 
     absence: Ints
@@ -66,7 +66,7 @@ class Candidates:
     replay_seconds: Floats
     replay_bytes: Ints
     order: Ints
-    largest_first: bool
+    takes_first: TakesFirst
 
     @classmethod
     def of(cls, problem: Problem, tier: str | None, recipes: Sequence[tuple[int, ...] | None]) -> Candidates:
@@ -81,7 +81,7 @@ class Candidates:
         out_link, in_link = problem.routes[tier] if tier is not None else (None, None)
         ops = [recipes[number] for number in numbers]
         replays = _replays(problem, numbers, ops)
-        stays = Stays(sizes, outs, closes, in_time, _instead(replays), largest_first=False)
+        stays = Stays(sizes, outs, closes, in_time, _instead(replays), takes_first="costliest")
         tiers = [] if tier is None else [tier]
         return cls(
             absence=np.array(numbers, dtype=np.int64),
@@ -96,7 +96,7 @@ class Candidates:
             ops=ops,
             first_deeper=np.full(len(numbers) + 1, len(numbers), dtype=np.int64),
             order=np.argsort(closes, kind="stable"),
-            largest_first=False,
+            takes_first="costliest",
             **_recipe_columns(problem, numbers, replays),
         )
 
@@ -174,7 +174,7 @@ class Trips:
         sizes, shape = candidates.size_bytes, (len(tiers), len(candidates.size_bytes))
         outs, _, in_time = first_slots(problem, candidates.absence)
         instead = _instead(candidates.replays[: len(sizes)])
-        stays = Stays(sizes, outs, candidates.closes, in_time, instead, candidates.largest_first)
+        stays = Stays(sizes, outs, candidates.closes, in_time, instead, candidates.takes_first)
         routes, places = [problem.routes[tier] for tier in tiers], list(problem.routes)
         out_seconds = np.array([_transfer_seconds(out, sizes) for out, _ in routes]).reshape(shape)
         in_seconds = np.array([_transfer_seconds(back, sizes) for _, back in routes]).reshape(shape)

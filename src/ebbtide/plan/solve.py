@@ -164,7 +164,7 @@ def _first_search(
     search.start()
     if not _is_limited(problem, tiers):
         return search
-    other = Search(problem, dataclasses.replace(candidates, largest_first=True), tiers, room, seed, caution)
+    other = Search(problem, dataclasses.replace(candidates, takes_first="largest"), tiers, room, seed, caution)
     if (other.trips.possible == search.trips.possible).all():
         return search
     other.start()
@@ -194,12 +194,13 @@ def _least(
         scheduled = None if chain is None else schedule_within_least_peak(problem, chain.candidates, tiers, chain.modes)
         if chain is not None and scheduled is not None and _peak(scheduled) < _peak(least):
             candidates, least = chain.candidates, scheduled
-    if limit_bytes < _peak(least) > lowest and _is_limited(problem, tiers):
-        # What takes long to compute again may have taken the room of more bytes.
-        others = dataclasses.replace(candidates, largest_first=True)
-        found = least_peak(problem, others, tiers)
-        if _peak(found) < _peak(least):
-            return others, found
+    for takes_first in ("largest", "fullest") if _is_limited(problem, tiers) else ():
+        if limit_bytes < _peak(least) > lowest:
+            # What takes long to compute again may have taken the room of more bytes, and a large value that of two.
+            others = dataclasses.replace(candidates, takes_first=takes_first)
+            found = least_peak(problem, others, tiers)
+            if _peak(found) < _peak(least):
+                candidates, least = others, found
     return candidates, least
 
 
