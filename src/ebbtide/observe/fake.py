@@ -8,8 +8,8 @@ observed this way only if nothing but the program decides what is there (see `Kn
 NOTE [Where a fake step differs from the real one]
 1. Ops that PyTorch chooses by the device are those of the CPU, or by `cuda_choices` nearly those of CUDA.
 2. Memory inside ops (`Op.workspace_bytes`) is not known and stays 0.
-3. A kernel may give its result another stride than its fake one does, and oneDNN's LSTM layer sizes its scratch result
-   at run time: 0 bytes here.
+3. A kernel may give its result another stride than its fake one does. oneDNN's LSTM layer sizes its scratch result at
+   run time: 0 bytes here; `embedding_bag` may leave memory for one number more with each list of bags.
 4. Functions that look at the type of a tensor see another one: `clip_grad_norm_` takes its ops one by one, and views
    of a tensor written in place are made anew by more view ops.
 5. Real tensors that the step reads (data loaded from a file, say) count as external, like inputs.
@@ -40,6 +40,7 @@ from ebbtide.machine import Kernels, Machine
 from ebbtide.observe.clock import Span
 from ebbtide.observe.cuda_choices import cuda_choices
 from ebbtide.observe.hooks import hooks_on
+from ebbtide.observe.kernel_storages import as_kernels_leave
 from ebbtide.observe.known_values import UNKNOWN, KnownValues
 from ebbtide.observe.ledger import has_storage, tensors_in
 from ebbtide.observe.recorder import Recorder
@@ -122,6 +123,7 @@ class _FakeMode(FakeTensorMode):
         self._inside = True
         try:
             made = super().__torch_dispatch__(func, types, args, kwargs)
+            as_kernels_leave(func, made, args, kwargs)
             self._known.follow(func, args, kwargs, made)
             return made
         except (DataDependentOutputException, DynamicOutputShapeException) as fault:
