@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
+import io
+import pickle
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ebbtide.demo.models import GPT, LSTMLanguageModel, ResNet, ViT
 from ebbtide.errors import RecordError, StepError
@@ -43,6 +48,15 @@ SAME = (
     "Wrapping",
 )
 """Programs with in-place ops, views, several backwards, custom Functions, checkpoints, random ops, wrappers, ..."""
+
+READ_BY: tuple[tuple[type, str], ...] = (
+    (FakeTensor, "numpy"),
+    (FakeTensor, "__dlpack__"),
+    (FakeTensor, "__format__"),
+    (torch.UntypedStorage, "__getitem__"),
+    (torch.TypedStorage, "__getitem__"),
+)
+"""What reads tensors without an op."""
 
 
 def program(name: str) -> Build:
@@ -177,12 +191,22 @@ def test_a_model_larger_than_memory() -> None:
     assert max(work.flops for work in works) == 2 * 2**40
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize(
     ("peek", "expected"),
     [
         (lambda h: h.sum().item(), "looks into a tensor"),
         (lambda h: bool((h > 0).all()), "looks into a tensor"),
         (lambda h: h[h > 0], "depends on values"),
+        (lambda h: h.detach().numpy(), "looks into a tensor"),
+        (lambda h: h.numpy(force=True), "looks into a tensor"),
+        (lambda h: np.asarray(h.detach().cpu()), "looks into a tensor"),
+        (lambda h: np.from_dlpack(h.detach()), "looks into a tensor"),
+        (lambda h: f"{h.mean():.3f}", "looks into a tensor"),
+        (lambda h: torch.save({"h": h.detach()}, io.BytesIO()), "looks into a tensor"),
+        (lambda h: pickle.dumps(h.detach()), "looks into a tensor"),
+        (lambda h: h.untyped_storage().tolist(), "looks into a tensor"),
+        (lambda h: h.storage()[0], "looks into a tensor"),
     ],
 )
 def test_a_step_that_needs_values_is_refused(peek: Callable[[torch.Tensor], object], expected: str) -> None:
@@ -193,6 +217,24 @@ def test_a_step_that_needs_values_is_refused(peek: Callable[[torch.Tensor], obje
 
     with pytest.raises(StepError, match=expected):
         record_fake(lambda: run, modules=[layer])
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
+def test_only_what_needs_values_is_refused() -> None:
+    """Fake tensors are copied and printed, known values formatted, and nothing is left replaced."""
+
+    def run() -> None:
+        layer = copy.deepcopy(nn.Linear(8, 8))
+        h = layer(torch.ones(4, 8))
+        assert f"{h.mean()}" == f"{copy.copy(h).mean()}"
+        assert f"{torch.ones(()):.3f}" == "1.000"
+        h.sum().backward()
+
+    kept = [getattr(kind, name) for kind, name in READ_BY]
+    with pytest.raises(ZeroDivisionError):
+        record_fake(lambda: lambda: 1 / 0)
+    record_fake(lambda: run)
+    assert [getattr(kind, name) for kind, name in READ_BY] == kept
 
 
 def test_an_initialiser_that_looks_at_what_it_drew() -> None:

@@ -43,6 +43,7 @@ from ebbtide.observe.hooks import hooks_on
 from ebbtide.observe.kernel_storages import as_kernels_leave
 from ebbtide.observe.known_values import UNKNOWN, KnownValues
 from ebbtide.observe.ledger import has_storage, tensors_in
+from ebbtide.observe.no_values import no_value, values_refused
 from ebbtide.observe.recorder import Recorder
 from ebbtide.observe.uncompiled import uncompiled
 from ebbtide.observe.work import work_of
@@ -80,7 +81,7 @@ def record_fake(
     """As `observe_fake`, without durations: the step, and what each of its ops does."""
     recorder = _FakeRecorder()
     choices = cuda_choices() if kernels == "cuda" else contextlib.nullcontext()
-    with uncompiled(), _FakeMode() as mode, choices, _blind_initialisers(), _faked(modules, mode):
+    with uncompiled(), _FakeMode() as mode, choices, _blind_initialisers(), values_refused(), _faked(modules, mode):
         run = build()
         run()
         with hooks_on(recorder.keep, recorder.show), recorder:
@@ -109,6 +110,12 @@ class _FakeMode(FakeTensorMode):
         self.fake_tensor_converter = _Converter()
         self._known = KnownValues()
         self._inside = False
+
+    def __deepcopy__(self, _: Any) -> _FakeMode:
+        return self  # copies of tensors are tensors of the same step
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise no_value("pickle")  # as `torch.save` writes of a tensor that has one
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(type(tensor) is nn.Parameter for tensor in tensors_in((*args, *(kwargs or {}).values()))):
@@ -139,10 +146,7 @@ class _FakeMode(FakeTensorMode):
         """The result of an op that PyTorch does not fake as it depends on values, if these are known."""
         found = self._known.result(func, args, kwargs)
         if found is UNKNOWN and isinstance(fault, DataDependentOutputException):
-            raise StepError(
-                f"the step looks into a tensor ({fault.func}), and fake tensors have no values: take .item(), float(),"
-                " `if tensor` and the like out of it, or observe it on real tensors"
-            ) from fault
+            raise no_value(fault.func) from fault
         if found is UNKNOWN:
             raise StepError(
                 f"the size of a result of {fault.func} depends on values, and fake tensors have none: observe the step"
