@@ -68,10 +68,12 @@ def _numba() -> Any:
     """numba, and what it imports when it first compiles. Ctrl-C waits: what it leaves half imported stays so."""
     with _interrupts_held():
         import numba
+        from numba.core.compiler_lock import global_compiler_lock
         from numba.core.registry import cpu_target
 
-        cpu_target.typing_context.refresh()
-        cpu_target.target_context.refresh()
+        with global_compiler_lock:  # another thread may compile already, and then goes over the same registries
+            cpu_target.typing_context.refresh()
+            cpu_target.target_context.refresh()
     return numba
 
 

@@ -15,8 +15,10 @@ import numba
 import numpy as np
 import pytest
 from numba.core.caching import CacheImpl, IndexDataCacheFile
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.registry import cpu_target
 
-from ebbtide.compiled import NOTICE, _interrupts_held, compiled, dispatcher_of
+from ebbtide.compiled import NOTICE, _interrupts_held, _numba, compiled, dispatcher_of
 from ebbtide.plan import find_recipes, solve
 from ebbtide.plan.course import run_course
 from ebbtide.plan.follow import Follower, Moves, Trip, follow
@@ -119,6 +121,17 @@ def test_a_damaged_file_is_no_error(
     again = compile_twice()
     assert again(21) == 42
     assert (sum(again.stats.cache_hits.values()), caplog.text) == (1, "")
+
+
+def test_numba_is_made_ready_under_its_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads that plan for the first time at once: one loads what was compiled while the other is still here."""
+    is_locked: Callable[[], bool] = global_compiler_lock.is_locked
+    locked: list[bool] = []
+    for context in (cpu_target.typing_context, cpu_target.target_context):
+        monkeypatch.setattr(context, "refresh", lambda: locked.append(is_locked()))
+    _numba.__wrapped__()
+    assert locked == [True, True]
+    assert not is_locked()
 
 
 def spin(numbers: Any, rounds: int) -> tuple[Any, float]:
