@@ -213,6 +213,18 @@ def test_errors_go_from_one_process_to_another(error: EbbtideError) -> None:
         assert (str(other), vars(other)) == (str(error), vars(error))
 
 
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_budget_is_not_copied(duplicate: Callable[[Any], Any]) -> None:
+    """Nor what holds it, as the arguments of a process that is started, or a trainer's callbacks."""
+    with ebbtide.Budget("50%") as memory:
+        for item in (memory, {"memory": memory}):
+            if duplicate is copy.copy and item is not memory:
+                continue  # it holds the same budget
+            with pytest.raises(EbbtideError, match=r"^a Budget belongs to its process and its training loop") as caught:
+                duplicate(item)
+            assert isinstance(caught.value, TypeError)  # what who copies or pickles looks out for
+
+
 def test_what_is_of_another_type() -> None:
     step, machine = network_step(3), disk_machine()
     plan = solve(step, machine, plain_peak_bytes(step), seconds=0)

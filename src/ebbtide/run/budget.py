@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from ebbtide.arguments import as_budget, as_directory, as_size, check_instance
 from ebbtide.decisions import Plan
-from ebbtide.errors import StepError
+from ebbtide.errors import EbbtideError, StepError
 from ebbtide.machine import Machine, check_machine
 from ebbtide.measured import Measured, StepState
 from ebbtide.run.loop import Loop
@@ -19,6 +19,10 @@ from ebbtide.step import Step
 
 if TYPE_CHECKING:
     from ebbtide.report.summary import Summary
+
+
+class _NotCopiedError(EbbtideError, TypeError):
+    """A budget was to be copied or pickled: a `TypeError`, as of Python's own objects that cannot be."""
 
 
 class Budget:
@@ -184,6 +188,13 @@ class Budget:
         """Wait for transfers, and give back files, threads and the allocator's settings. Saved tensors that are away
         are lost. Closing twice does nothing."""
         self._loop.close()
+
+    def __reduce__(self) -> NoReturn:
+        # A copy would share the loop, or be without the threads and files of it. copy, deepcopy and pickle ask here.
+        raise _NotCopiedError(
+            "a Budget belongs to its process and its training loop, and can be neither copied nor pickled: "
+            "make another one where it is needed, with ebbtide.Budget(...)"
+        )
 
     def __enter__(self) -> Budget:
         """The budget itself, which the ``with`` block closes at its end."""
