@@ -370,5 +370,5 @@ def main() -> None:
     try:
         app()
     except (EbbtideError, OSError) as error:
-        print(f"ebbtide: {error}", file=sys.stderr)
+        print(f"ebbtide: {' '.join([str(error), *getattr(error, '__notes__', ())])}", file=sys.stderr)
         sys.exit(1)

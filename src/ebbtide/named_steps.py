@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -19,6 +20,11 @@ STEP_FUNCTION = "one_step"
 """Function of a file that runs a step, if the user names no other."""
 _TOO_LARGE = (RuntimeError, MemoryError, ValueError, OverflowError)
 """What PyTorch and NumPy raise where a batch is too large for the memory, or for any."""
+
+_LIBRARIES = tuple(os.path.join(os.path.dirname(os.path.realpath(file)), "") for file in (os.__file__, __file__))
+"""Folders of Python's library and of ebbtide."""
+_MOST_PLACES = 8
+"""Places that an error names, innermost, beside the outermost one."""
 
 
 class NamedStep(NamedTuple):
@@ -98,13 +104,38 @@ def _as_script(path: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _named_errors(what: str, *kinds: type[BaseException]) -> Iterator[None]:
-    """Errors of these ``kinds`` become an `EbbtideError` that begins with ``what``; ours stay as they are."""
+    """Errors of these ``kinds`` become an `EbbtideError` that begins with ``what``; ours stay as they are.
+
+    Either has a note of where it happened, if that was in the user's files.
+    """
     try:
         yield
-    except EbbtideError:
+    except EbbtideError as fault:
+        _note_place(fault, fault)
         raise
     except kinds as fault:
-        raise EbbtideError(f"{what}: {type(fault).__name__}: {fault}") from fault
+        named = EbbtideError(f"{what}: {type(fault).__name__}: {fault}")
+        _note_place(named, fault)
+        raise named from fault
+
+
+def _note_place(named: EbbtideError, fault: BaseException) -> None:
+    """Add to ``named`` through which lines of the user's files ``fault`` came, the innermost one last."""
+    places = [
+        f"{Path(frame.f_code.co_filename).name}:{line} in {frame.f_code.co_name}"
+        for frame, line in traceback.walk_tb(fault.__traceback__)
+        if _is_users(frame.f_code.co_filename)
+    ]
+    if len(places) > _MOST_PLACES + 1:
+        places[1:-_MOST_PLACES] = ["..."]
+    if places:
+        named.add_note(f"({', '.join(places)})")
+
+
+def _is_users(file: str) -> bool:
+    """Whether ``file`` is one, as that of generated code is not, and neither installed nor ebbtide's."""
+    installed = {"site-packages", "dist-packages"} & set(Path(file).parts)
+    return os.path.isfile(file) and not installed and not os.path.realpath(file).startswith(_LIBRARIES)
 
 
 def _nothing() -> None:
