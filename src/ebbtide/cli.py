@@ -19,10 +19,10 @@ from rich.progress import TimeElapsedColumn
 from ebbtide import __version__
 from ebbtide.bundle import Bundle, load_step
 from ebbtide.consoles import console_beside, errors_console, progress_bar, say
-from ebbtide.errors import EbbtideError
+from ebbtide.errors import EbbtideError, RecordError
 from ebbtide.files import write_whole
 from ebbtide.machines import load_machine, machine_names
-from ebbtide.named_steps import here, observe_named_fake, observe_named_fake_batch, runner
+from ebbtide.named_steps import check_ran, here, observe_named_fake, observe_named_fake_batch, runner
 from ebbtide.options import (
     DEVICE_SHARE,
     WHAT_FORM,
@@ -148,6 +148,8 @@ def observe(
     With --fake the model may be larger than any memory at hand, and durations are estimates:
     `ebbtide observe gpt.py --fake --machine h200 -o step.json.gz`. The file is then imported under fake tensors too.
     """
+    from ebbtide.step_checks import check_trains
+
     check_apart([output], script_of(what), machine_file_of(machine_name))
     if fake != (machine_name is not None):
         raise typer.BadParameter("--fake and --machine go together: the machine says how long ops take")
@@ -156,7 +158,7 @@ def observe(
             step = observe_named_fake(what, batch, load_machine(machine_name))
         else:
             with here():
-                step = _observe_twice(*runner(what, batch))
+                step = _observe_twice(what, *runner(what, batch))
     step.save(output)
     moved = sum(step.values[absence.value].size_bytes for absence in step.absences)
     say(
@@ -164,6 +166,10 @@ def observe(
         f"{format_seconds(step.plain_seconds)}; written to {output}",
         beside=[output],
     )
+    try:
+        check_trains(step, what)
+    except RecordError as fault:
+        print(f"ebbtide: warning: {fault}; what a function returns is not called", file=sys.stderr)
 
 
 @app.command()
@@ -351,15 +357,17 @@ def frontier(
 with_whole_lines(app)
 
 
-def _observe_twice(run: Callable[[], Any], prepare: Callable[[], Any]) -> Step:
+def _observe_twice(what: str, run: Callable[[], str], prepare: Callable[[], Any]) -> Step:
     """Observe twice, as the first time everything is slower; keep the smaller durations."""
     from ebbtide.run.kinds import Kind
     from ebbtide.run.observing import observe_step
 
+    advice: list[str] = []
     prepare()
-    kind = Kind(observe_step(run))
+    kind = Kind(observe_step(lambda: advice.append(run())))
     prepare()
     kind.observed_again(observe_step(run))
+    check_ran(kind.step, what, advice[0])
     return kind.step
 
 

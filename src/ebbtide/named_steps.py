@@ -7,12 +7,12 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ebbtide.errors import EbbtideError
+from ebbtide.errors import EbbtideError, StepError
 from ebbtide.machine import Machine
 from ebbtide.step import Step
 
@@ -20,7 +20,6 @@ STEP_FUNCTION = "one_step"
 """Function of a file that runs a step, if the user names no other."""
 _TOO_LARGE = (RuntimeError, MemoryError, ValueError, OverflowError)
 """What PyTorch and NumPy raise where a batch is too large for the memory, or for any."""
-
 _LIBRARIES = tuple(os.path.join(os.path.dirname(os.path.realpath(file)), "") for file in (os.__file__, __file__))
 """Folders of Python's library and of ebbtide."""
 _MOST_PLACES = 8
@@ -28,9 +27,9 @@ _MOST_PLACES = 8
 
 
 class NamedStep(NamedTuple):
-    """What runs a step, and what has to be called before each time."""
+    """What runs a step, and returns what to say if nothing ran in it; and what has to be called before each time."""
 
-    run: Callable[[], Any]
+    run: Callable[[], str]
     prepare: Callable[[], Any]
 
 
@@ -51,22 +50,23 @@ def runner(what: str, batch_size: int | None = None) -> NamedStep:
         workload = make_workload(what, batch_size=batch_size)
         batch = workload.batch(0)
 
-    def run() -> None:
+    def run() -> str:
         with _named_errors(what, *_TOO_LARGE):
             workload.step(batch)
+        return ""
 
     return NamedStep(run, workload.model.zero_grad)
 
 
 def observe_named_fake(what: str, batch_size: int | None, machine: Machine) -> Step:
     """The step called ``what`` as ``machine`` would run it. Raises as `runner` and the function in `observe.fake`."""
-    return _observed_fake(lambda: runner(what, batch_size), machine)
+    return _observed_fake(what, lambda: runner(what, batch_size), machine)
 
 
 def observe_named_fake_batch(what: str, batch_size: int, machine: Machine) -> Step:
     """As `observe_named_fake`, with a batch of some size: the user's function is called with it."""
     if is_file(what):
-        return _observed_fake(lambda: NamedStep(_function(what, batch_size), _nothing), machine)
+        return _observed_fake(what, lambda: NamedStep(_function(what, batch_size), _nothing), machine)
     return observe_named_fake(what, batch_size, machine)
 
 
@@ -75,15 +75,34 @@ def is_file(what: str) -> bool:
     return ":" in what or what.endswith(".py")
 
 
-def _observed_fake(load: Callable[[], NamedStep], machine: Machine) -> Step:
+def _observed_fake(what: str, load: Callable[[], NamedStep], machine: Machine) -> Step:
     from ebbtide.observe import fake
+
+    advice: list[str] = []
 
     def build() -> Callable[[], Any]:
         step = load()
-        return lambda: (step.prepare(), step.run())
+
+        def observed_once() -> None:
+            step.prepare()
+            advice.append(step.run())
+
+        return observed_once
 
     with here():
-        return fake.observe_fake(build, machine)
+        observed = fake.observe_fake(build, machine)
+    check_ran(observed, what, advice[-1])
+    return observed
+
+
+def check_ran(step: Step, what: str, advice: str) -> None:
+    """Check that the step called ``what`` has ops.
+
+    Raises:
+        StepError: if it has none; with ``advice``, what running it returned.
+    """
+    if not step.ops:
+        raise StepError(f"{what} ran nothing, and has no ops; {advice or 'observe one that runs forward and backward'}")
 
 
 def here() -> AbstractContextManager[None]:
@@ -138,11 +157,19 @@ def _is_users(file: str) -> bool:
     return os.path.isfile(file) and not installed and not os.path.realpath(file).startswith(_LIBRARIES)
 
 
+def _advice(what: str, returned: object) -> str:
+    """What to do if nothing ran in the function called ``what`` as it has ``returned`` something that would run."""
+    if isinstance(returned, Generator | AsyncGenerator | Coroutine) or callable(returned):
+        kind = type(returned).__name__
+        return f"it returned a {kind}, which is not run: run it inside {what}, or name a function that runs the step"
+    return ""
+
+
 def _nothing() -> None:
     """A user's function prepares its step itself."""
 
 
-def _function(what: str, *arguments: int) -> Callable[[], Any]:
+def _function(what: str, *arguments: int) -> Callable[[], str]:
     whole = ":" not in what or Path(what).is_file()  # a directory may have a colon in its name
     path, _, name = (f"{what}:{STEP_FUNCTION}" if whole else what).rpartition(":")
     specification = importlib.util.spec_from_file_location("_observed_script", path)
@@ -158,8 +185,8 @@ def _function(what: str, *arguments: int) -> Callable[[], Any]:
     if not callable(function):
         raise EbbtideError(f"{path}: has no function {name!r}")
 
-    def run() -> None:
+    def run() -> str:
         with _named_errors(what, Exception, SystemExit), _as_script(path):
-            function(*arguments)
+            return _advice(name, function(*arguments))
 
     return run

@@ -10,9 +10,12 @@ import resource
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -357,18 +360,19 @@ def test_a_budget_is_needed_where_the_memory_is_not_known(script: Path, machine:
     assert "--budget" in result.output
 
 
-@pytest.mark.parametrize(("function", "expected"), [("forward_only", "has no backward pass"), ("idle", "has no ops")])
+@pytest.mark.parametrize(
+    ("function", "expected"), [(lambda: torch.ones(512), "has no backward pass"), (lambda: None, "has no ops")]
+)
 @pytest.mark.parametrize("command", ["plan", "frontier"])
 def test_steps_that_do_not_train(
     command: str,
-    function: str,
+    function: Callable[[], Any],
     expected: str,
-    script: Path,
     tmp_path: Path,
     failure: Failure,
 ) -> None:
     step = tmp_path / "step.json"
-    run("observe", f"{script}:{function}", "-o", step)
+    ebbtide.observe_step(function).save(step)
     more = ("--budget", "1GiB") if command == "plan" else ("-o", tmp_path / "page.html")
     said = failure(command, step, "--machine", "h200", *more)
     assert expected in said

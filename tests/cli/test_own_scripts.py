@@ -1,4 +1,4 @@
-"""What is said of a function in a file of the user's that fails."""
+"""What is said of a function in a file of the user's that fails, or that runs no step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import Failure
+from ebbtide.step import Step
+from tests.cli.commands import Failure, run
 
 FAULTY = """
 import torch
@@ -32,6 +33,21 @@ import torch
 class Layer(torch.nn.Module):
     def forward(self, x):
         return x @ x
+"""
+STILL_TO_RUN = """
+import torch
+
+def yielding():
+    yield torch.ones(3, requires_grad=True).sum().backward()
+
+async def waiting():
+    torch.ones(3, requires_grad=True).sum().backward()
+
+def making():
+    return lambda: torch.ones(3, requires_grad=True).sum().backward()
+
+def idle():
+    pass
 """
 FAKE = ("--fake", "--machine", "h200")
 both = pytest.mark.parametrize("fake", [(), FAKE], ids=["real", "fake"])
@@ -74,3 +90,35 @@ def test_an_error_while_a_script_is_imported_says_where(tmp_path: Path, failure:
 def test_an_error_deep_down_is_said_shortly(faulty: Path, tmp_path: Path, failure: Failure) -> None:
     said = failure("observe", f"{faulty}:forever", "-o", tmp_path / "step.json")
     assert said.endswith("(train.py:16 in forever, ..." + 8 * ", train.py:16 in forever" + ")")
+
+
+@both
+@pytest.mark.filterwarnings("ignore:coroutine.*was never awaited:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        ("yielding", "it returned a generator, which is not run: run it inside yielding, or name a function that"),
+        ("waiting", "it returned a coroutine, which is not run: run it inside waiting, or name a function that"),
+        ("making", "it returned a function, which is not run: run it inside making, or name a function that"),
+        ("idle", "observe one that runs forward and backward"),
+    ],
+)
+def test_a_function_that_runs_nothing_is_no_step(
+    fake: tuple[str, ...], function: str, expected: str, tmp_path: Path, failure: Failure
+) -> None:
+    """It was written as an empty one, and refused only by what read that."""
+    script, step = tmp_path / "train.py", tmp_path / "step.json"
+    script.write_text(STILL_TO_RUN)
+    said = failure("observe", f"{script}:{function}", *fake, "-o", step)
+    assert said.startswith(f"ebbtide: {script}:{function} ran nothing, and has no ops; {expected}")
+    assert len(said.splitlines()) == 1
+    assert not step.exists()
+
+
+def test_a_step_without_a_backward_pass_is_written_with_a_warning(script: Path, tmp_path: Path) -> None:
+    step = tmp_path / "step.json"
+    assert f"ebbtide: warning: {script}:forward_only has no backward pass" in run(
+        "observe", f"{script}:forward_only", "-o", step
+    )
+    assert Step.load(step).ops
+    assert "warning" not in run("observe", f"{script}:one_step", "-o", step)
