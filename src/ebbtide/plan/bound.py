@@ -12,9 +12,8 @@ from collections.abc import Set
 
 import numpy as np
 
-from ebbtide.arguments import as_seconds, as_whole
+from ebbtide.arguments import as_duration, as_whole
 from ebbtide.arrays import Floats, Ints
-from ebbtide.errors import ArgumentError
 from ebbtide.machine import Machine
 from ebbtide.plan.bound_program import Formulation, formulate
 from ebbtide.plan.linear import solve_program, solve_whole
@@ -146,9 +145,7 @@ def whole_bound(
             ``machine`` is of another type; it is a `ValueError`.
         RecordError: if the step or the machine describes something impossible.
     """
-    limit_bytes, most_seconds = as_whole("limit_bytes", limit_bytes), as_seconds(seconds)
-    if most_seconds is None:
-        raise ArgumentError(f"seconds={seconds!r}: branch and bound takes some number of seconds, 0 or more")
+    limit_bytes, most_seconds = as_whole("limit_bytes", limit_bytes), as_duration("seconds", seconds)
     problem = Problem.of(step, machine)
     linear, formulation = _prove(problem, limit_bytes, banned, MOST_GROUPS)
     if formulation is None or linear.seconds == math.inf or not len(formulation.replays):

@@ -7,10 +7,10 @@ from collections.abc import Sequence, Set
 
 import numpy as np
 
-from ebbtide.arguments import as_seconds, as_whole, check_instance
+from ebbtide.arguments import as_duration, as_whole, check_instance
 from ebbtide.arrays import Ints
 from ebbtide.decisions import Keep, Plan
-from ebbtide.errors import ArgumentError, BudgetError
+from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
 from ebbtide.plan.bound import Bound, bound_of
 from ebbtide.plan.caution import Caution
@@ -87,9 +87,7 @@ def solve(
     limit_bytes, seed = as_whole("limit_bytes", limit_bytes), as_whole("seed", seed, 0)
     if seconds is None:
         seconds = min(max(LEAST_SEARCH_SECONDS, SEARCH_SECONDS_PER_OP * len(step.ops)), MOST_SEARCH_SECONDS)
-    search_seconds = as_seconds(seconds)
-    if search_seconds is None:
-        raise ArgumentError(f"seconds={seconds!r}: a search takes some number of seconds, 0 or more")
+    search_seconds = as_duration("seconds", seconds)
     whole = Problem.of(step, machine)  # checks both, before anything is looked up in them
     asked = [number for number, absence in enumerate(step.absences) if not step.is_final(absence)]
     refused: BudgetError | None = None
