@@ -266,7 +266,7 @@ def test_what_is_computed_again_is_so_whole() -> None:
 
 @pytest.mark.parametrize("seconds", [-1.0, math.nan])
 def test_seconds_that_are_none(seconds: float) -> None:
-    with pytest.raises(ArgumentError, match=r"^seconds=.*branch and bound takes some number of seconds"):
+    with pytest.raises(ArgumentError, match=r"^seconds=.*: it must be a number of seconds, 0 or more, and finite"):
         whole_bound(network_step(3), lone_machine(), 0, seconds)
 
 
