@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from ebbtide.demo.models import GPT, LSTMLanguageModel, ResNet, ViT
 from ebbtide.errors import RecordError, StepError
@@ -235,6 +235,19 @@ def test_only_what_needs_values_is_refused() -> None:
         record_fake(lambda: lambda: 1 / 0)
     record_fake(lambda: run)
     assert [getattr(kind, name) for kind, name in READ_BY] == kept
+
+
+def test_fake_tensors_of_others_are_left_alone() -> None:
+    """Others may have some meanwhile, as `torch.compile` has: they hear nothing of a step."""
+
+    def run() -> None:
+        with unset_fake_temporarily(), FakeTensorMode():
+            other = torch.ones(())
+        with pytest.raises(RuntimeError, match="not supported for tensor subclasses"):
+            other.numpy()
+        nn.Linear(8, 8)(torch.ones(4, 8)).sum().backward()
+
+    record_fake(lambda: run)
 
 
 def test_an_initialiser_that_looks_at_what_it_drew() -> None:

@@ -18,6 +18,7 @@ NOTE [Where a fake step differs from the real one]
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -81,7 +82,15 @@ def record_fake(
     """As `observe_fake`, without durations: the step, and what each of its ops does."""
     recorder = _FakeRecorder()
     choices = cuda_choices() if kernels == "cuda" else contextlib.nullcontext()
-    with uncompiled(), _FakeMode() as mode, choices, _blind_initialisers(), values_refused(), _faked(modules, mode):
+    with (
+        _one_at_a_time,
+        uncompiled(),
+        _FakeMode() as mode,
+        choices,
+        _blind_initialisers(),
+        values_refused(),
+        _faked(modules, mode),
+    ):
         run = build()
         run()
         with hooks_on(recorder.keep, recorder.show), recorder:
@@ -89,6 +98,7 @@ def record_fake(
         return recorder.finish(), tuple(recorder.works)
 
 
+_one_at_a_time = threading.RLock()  # what is replaced for a fake step is the process's, and put back at its end
 _NO_WORK = Work("none", 0, 0, "float32")
 
 

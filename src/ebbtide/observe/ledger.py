@@ -211,11 +211,12 @@ class Ledger:
         return record
 
     def _gone(self, record: StorageRecord) -> None:
+        on_death = self._on_death  # another thread may close the ledger meanwhile
         if self.open:
             if not record.external:
                 self.made_bytes -= record.size_bytes
-            if self._on_death is not None:
-                self._on_death(record)
+            if on_death is not None:
+                on_death(record)
 
     def make_larger(self, storage: torch.UntypedStorage) -> StorageRecord:
         """An op has given a storage more memory: it counts as another one from now on, and the former one as dead."""

@@ -30,8 +30,8 @@ def values_refused() -> Iterator[None]:
     """While it lasts, what reads a fake tensor past its ops raises `no_value`."""
     storages: tuple[Any, ...] = torch.UntypedStorage, torch.TypedStorage
     replacements: list[tuple[Any, str, Callable[..., Any]]] = [
-        (FakeTensor, "numpy", _refuses("numpy")),
-        (FakeTensor, "__dlpack__", _refuses("__dlpack__")),
+        (FakeTensor, "numpy", _refuses(FakeTensor.numpy)),
+        (FakeTensor, "__dlpack__", _refuses(FakeTensor.__dlpack__)),
         (FakeTensor, "__format__", _formatted),
         *((kind, "__getitem__", _item_of(kind.__getitem__)) for kind in storages),
     ]
@@ -48,16 +48,24 @@ def values_refused() -> Iterator[None]:
                 delattr(kind, name)
 
 
-def _refuses(name: str) -> Callable[..., Any]:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise no_value(name)
+def _is_of_a_step(tensor: Any) -> bool:
+    """Others may have fake tensors of their own meanwhile, as `torch.compile` has."""
+    return hasattr(tensor.fake_mode, "stands_for_a_step")
+
+
+def _refuses(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def refuse(tensor: FakeTensor, *arguments: Any, **options: Any) -> Any:
+        if _is_of_a_step(tensor):
+            raise no_value(original.__name__)
+        return original(tensor, *arguments, **options)
 
     return refuse
 
 
 def _formatted(tensor: torch.Tensor, form: str) -> str:
     """As `torch.Tensor.__format__` writes real tensors; where no form is asked for, fake ones stay printed as such."""
-    if form and tensor.dim() == 0:
+    if form and tensor.dim() == 0 and _is_of_a_step(tensor):
         return tensor.detach().item().__format__(form)
     return object.__format__(tensor, form)
 
