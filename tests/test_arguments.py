@@ -140,7 +140,7 @@ def test_a_cell_that_cannot_be_called() -> None:
 @pytest.mark.parametrize(
     ("call", "argument", "expected"),
     [
-        (run, {"schedule": "revolve"}, "^schedule='revolve': it must be a Schedule$"),
+        (run, {"schedule": "revolve"}, "^schedule='revolve': it must be a Schedule, .* give `.schedule`$"),
         (run, {"name": 3, "spill": "/tmp"}, "name=3 cannot be that of a folder"),
         (run, {"reverse_seconds": -1.0}, "reverse_seconds=-1.0: it must be a number of seconds, 0 or more"),
         (run, {"reverse_seconds": "long"}, "reverse_seconds='long'"),

@@ -110,6 +110,16 @@ def test_a_limit_that_does_not_bind_changes_nothing(n: int, slots: int, write: f
     assert unlimited.slow_bytes == roomy.slow_bytes == tight.slow_bytes
 
 
+def test_of_two_disks_only_the_limit_that_binds_counts() -> None:
+    """That of the other one would make tables too large, with a row for each of its 900 states."""
+    fast, slow = disk(10, 10, 3), dataclasses.replace(disk(100, 100, 900), name="slow")
+    choice = choose(1000, SIZE, 1.0, 2.0, 3 * SIZE, [fast, slow])
+    assert isinstance(choice.schedule, HRevolve)
+    assert [level.slots for level in choice.schedule.levels] == [2, 3, None]
+    alone = choose(1000, SIZE, 1.0, 2.0, 3 * SIZE, [dataclasses.replace(slow, capacity_bytes=None)])
+    assert choice.seconds < alone.seconds
+
+
 @pytest.mark.parametrize(("n", "slots", "transfer"), [(100_000, 2, 1000), (20_000, 3, 1000), (20_000, 2, 300)])
 def test_chains_too_long_for_tables_and_transfers_too_slow_to_hide(n: int, slots: int, transfer: int) -> None:
     """Never slower than Periodic-Disk-Revolve, which makes compute wait for few transfers."""

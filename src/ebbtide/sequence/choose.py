@@ -32,7 +32,7 @@ TABLE_SECONDS_PER_ROW = 60e-6
 LONGEST_PERIOD = 14_000
 """The period of Periodic-Disk-Revolve is looked for only if it begins with periods of up to so many steps."""
 PERIOD_SECONDS = 1.0
-"""Seconds that this takes then."""
+"""Seconds that looking for the period takes where it begins with periods of up to `LONGEST_PERIOD`."""
 TABLE_TIME_SHARE = 0.02
 """The share of a chain's predicted time without synchronous disks that looking for what they allow may take."""
 INTERVALS = 16
@@ -144,7 +144,8 @@ def choose(
     """The quickest schedule for a chain of ``n`` steps; never slower than Revolve in the same memory.
 
     Predicted are Revolve (Griewank and Walther 2000), a slow tier every so many steps with transfers beside compute
-    (Kukreja, Hueckelheim and Gorman 2018), and H-Revolve, whose transfers compute waits for (Herrmann and Pallez 2020).
+    (Kukreja, Hueckelheim and Gorman 2018), and H-Revolve, whose transfers compute waits for (Herrmann and Pallez 2020),
+    or, where its tables are too large, Periodic-Disk-Revolve (Aupy and Herrmann 2017).
 
     Args:
         n: number of steps, at least 1.
@@ -312,22 +313,23 @@ def _h_revolve(costs: ChainCosts, slots: int, tiers: Sequence[SlowMemory]) -> Ch
     """H-Revolve, which is good where transfers are too slow to be hidden, as it makes few.
 
     None without a tier, and where its tables would be too large. They have a row for each slot of a tier with a limit,
-    and one for any number of slots: where the best schedule for that keeps to the limit, it is the best.
+    and one for any number of slots: where the best schedule for that keeps to the limit, the limit is left out.
     """
+    if not tiers:
+        return None
     size = costs.state_bytes
-    limits = [tier.slots(size) for tier in tiers]
-    for rows in ([None] * len(tiers), limits) if tiers else ():
-        slow = [
-            Level(tier.name, row, tier.out.seconds(size), tier.back.seconds(size))
-            for tier, row in zip(tiers, rows, strict=True)
-        ]
-        levels = (Level(MEMORY, slots), *slow)
-        if table_work(costs.n, levels) > MOST_TABLE_TERMS:
-            continue
+    slow = [Level(tier.name, None, tier.out.seconds(size), tier.back.seconds(size)) for tier in tiers]
+    while table_work(costs.n, levels := (Level(MEMORY, slots), *slow)) <= MOST_TABLE_TERMS:
         schedule = HRevolve(costs.n, levels, costs.step_seconds, costs.reverse_seconds)
-        used = [schedule.slots[tier.name] for tier in tiers]
-        if all(limit is None or count <= limit for count, limit in zip(used, limits, strict=True)):
+        over = [
+            place
+            for place, tier in enumerate(tiers)
+            if (limit := tier.slots(size)) is not None and schedule.slots[tier.name] > limit
+        ]
+        if not over:
             return predicted(schedule, size, schedule.seconds)
+        for place in over:
+            slow[place] = dataclasses.replace(slow[place], slots=tiers[place].slots(size))
     return None
 
 

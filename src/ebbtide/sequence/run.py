@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from ebbtide.arguments import as_callable, as_directories, as_duration, as_size, as_whole, check_instance
-from ebbtide.errors import SequenceError
+from ebbtide.arguments import as_callable, as_directories, as_duration, as_size, as_whole
+from ebbtide.errors import ArgumentError, SequenceError
 from ebbtide.sequence.arrays import ArrayChain, Condition, ForwardOperator, Lookahead, OwnCopies, ReverseOperator
 from ebbtide.sequence.blocks import Blocks, blocks_within, bytes_on_disk
 from ebbtide.sequence.choose import Choice, memory_slots, predicted
@@ -118,12 +118,11 @@ def run(
     """
     for name_of_operator, operator in (("forward", forward), ("reverse", reverse), ("turn", turn)):
         as_callable(name_of_operator, operator)  # or it would be found after the forward pass
-    if schedule is not None:
-        check_instance("schedule", schedule, Schedule)
+    _check_schedule(schedule)
     if reverse_seconds is not None:
         reverse_seconds = as_duration("reverse_seconds", reverse_seconds)
     directories = as_directories("spill", spill)
-    n = n if callable(n) else as_whole("n", n)  # an int of Python: those of NumPy have no place in a journal
+    n = _as_length(n)
     layout = ArrayLayout(state)
     slots, first = memory_slots(layout.size_bytes, memory), layout.view(state)
     with _spill(directories, name, n, layout, first, check) as files:
@@ -131,6 +130,22 @@ def run(
         plan = _make_plan(schedule, n, slots, files, _trial(forward, layout, first, blocks), reverse_seconds)
         chain = ArrayChain(forward, reverse, turn, layout, steps_took=plan.steps_took, check=check)
         return _run_and_reverse(chain, layout, first, n, plan, blocks, files, progress)
+
+
+def _check_schedule(schedule: Any) -> None:
+    if schedule is not None and not isinstance(schedule, Schedule):
+        raise ArgumentError(
+            f"schedule={schedule!r}: it must be a Schedule, one of ebbtide.sequence.schedules; of what `choose` "
+            "returns, give `.schedule`"
+        )
+
+
+def _as_length(n: Any) -> int | Condition:
+    """An ``int`` of Python, as those of NumPy have no place in a journal, or a condition."""
+    try:
+        return n if callable(n) else as_whole("n", n)
+    except ArgumentError as fault:
+        raise ArgumentError(f"{fault}, or a condition: n(state, step)") from None
 
 
 def _run_and_reverse(

@@ -12,6 +12,7 @@ there; ``disk[l]`` is the time with a disk of any size. Beside each, ``advance[l
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -265,13 +266,14 @@ class PeriodicDiskRevolve(Schedule):
 
 
 def longest_first(states: int, costs: DiskCosts) -> int:
-    """The longest period that `best_period` looks at first: it takes time by the square of that."""
+    """The longest period that `best_period` looks at first. It takes time by the square of this."""
     t = 0
     while reach(states + 1, t) * costs.forward <= costs.write + costs.read and reach(states, t) < TABLE_STEPS:
         t += 1
     return min(4 * reach(states, t), TABLE_STEPS)
 
 
+@functools.lru_cache(maxsize=64)
 def best_period(states: int, costs: DiskCosts, n: int) -> int:
     """The period ``m`` with the least ``(write + read + once[m - 1]) / m``, transfers of a part per step of it.
 
