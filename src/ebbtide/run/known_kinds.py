@@ -56,10 +56,11 @@ class KnownKinds(dict[int, Kind]):
 
     @property
     def resting_bytes(self) -> int:
-        """What is likely to be at rest in the next step: the most that was in any, and what the latest observed one has
-        made that lives still, such as gradients to add to. 0 before the first one."""
-        left_bytes = self.latest_ledger.made_here_bytes if self.latest_ledger is not None else 0
-        return left_bytes + max((kind.step.resting_bytes for kind in self.values()), default=0)
+        """What is likely to be at rest in the next step: the most that was in any or, if that is more, what was in the
+        latest observed one with what that has made and lives still, such as gradients to add to. 0 before the first."""
+        latest = self.latest_ledger
+        left_bytes = latest.resting_bytes + latest.made_here_bytes if latest is not None else 0
+        return max((left_bytes, *(kind.step.resting_bytes for kind in self.values())))
 
     def running(self, script: Script) -> Kind | None:
         """The kind whose steps run by ``script``; None if it was planned for anew, or is not known any more."""
