@@ -169,7 +169,7 @@ def observe(
     try:
         check_trains(step, what)
     except RecordError as fault:
-        print(f"ebbtide: warning: {fault}; what a function returns is not called", file=sys.stderr)
+        print(f"ebbtide: warning: {fault}; if the function returned one that does, name that", file=sys.stderr)
 
 
 @app.command()

@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from ebbtide.arguments import as_seconds, as_whole
+from ebbtide.arguments import as_duration, as_seconds, as_whole
 from ebbtide.decisions import Plan
 from ebbtide.errors import ArgumentError, BudgetError, RecordError
 from ebbtide.machine import Machine
@@ -82,10 +82,11 @@ def largest_batch(
     Raises:
         BudgetError: if not even one sample can be trained so.
         RecordError: if the steps differ in more than sizes, do not train, or do not need more memory for more samples.
-        ArgumentError: if ``between`` are not two positive sizes, ``overhead`` is no share, ``limit_bytes`` no whole
-            number, or nothing has so much memory; it is a `ValueError`.
+        ArgumentError: if ``between`` are not two positive sizes, ``overhead`` is not a share, ``limit_bytes`` not a
+            whole number, ``seconds`` negative or not finite, or nothing has so much memory; it is a `ValueError`.
     """
     limit_bytes, between, overhead = _as_numbers(limit_bytes, between, overhead)
+    seconds = as_duration("seconds", seconds)
     say = progress or (lambda _what: None)
     steps: dict[int, Step] = {}
 
