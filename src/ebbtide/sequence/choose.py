@@ -178,20 +178,10 @@ def candidates(
 ) -> list[Choice]:
     """Every schedule that `choose` considers, each with what it is expected to take.
 
-    Args:
-        n: number of steps, at least 1.
-        state_bytes: bytes of a state.
-        step_seconds: seconds of one step forward.
-        reverse_seconds: seconds of one step reversed, with what it runs forward itself.
-        memory: for the states held at once, the working state included; bytes or such as ``"256MiB"``.
-        tiers: slow memories for states, fastest first, as `slow_memories` gives them.
+    Arguments and errors are those of `choose`.
 
     Returns:
         The choices, simplest first; of `Multistage` one for each tier, with the best interval.
-
-    Raises:
-        SequenceError: as `choose` does.
-        ArgumentError: as `choose` does.
     """
     costs = ChainCosts(
         as_whole("n", n),
