@@ -16,7 +16,7 @@ FLOORS = (
     {"plan"},
     {"run"},
     {"sequence", "report", "demo"},
-    {"cli", "options", "named_steps", "__main__", "__init__"},
+    {"cli", "options", "named_steps", "timed_steps", "__main__", "__init__"},
 )
 """From below; what is in none of them is what all need: records, and the modules beside them."""
 FOR_CONVENIENCE = {("run/budget.py", "ebbtide.report.summary")}

@@ -10,9 +10,8 @@ model that was not fitted.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,15 +21,12 @@ from benchmarks.roofline import op_error
 from ebbtide.machine import Compute
 from ebbtide.machines import load_machine
 from ebbtide.observe.fake import record_fake
-from ebbtide.roofline import Work, fit_efficiencies, with_durations
-from ebbtide.step import Op, Step
+from ebbtide.roofline import fit_efficiencies, with_durations
+from ebbtide.step import Step
+from ebbtide.timed_steps import Timed, matched
 
 RESULTS = Path(__file__).parents[1] / "results"
 STEPS = {name: RESULTS / f"2026-11-26-h200-step-{name}.json.gz" for name in ("resnet152", "gpt2-xl")}
-ATTENTION = "aten._scaled_dot_product_"
-"""Which kernel PyTorch takes for attention depends on the device."""
-
-Matched = tuple[Step, tuple[Work, ...]]
 
 
 def main() -> None:
@@ -57,7 +53,7 @@ def assumed(compute: Compute) -> Compute:
     return dataclasses.replace(compute, efficiencies=other.efficiencies)
 
 
-def _report(title: str, compute: Compute, matched: dict[str, Matched]) -> None:
+def _report(title: str, compute: Compute, matched: dict[str, Timed]) -> None:
     print(f"{title}: " + ", ".join(f"{kind} {share:.2f}" for kind, share in compute.efficiencies))
     for name, (step, works) in matched.items():
         predicted = with_durations(step, works, compute)
@@ -65,34 +61,15 @@ def _report(title: str, compute: Compute, matched: dict[str, Matched]) -> None:
         print(f"    {name}: {told / real - 1:+.1%} in all, ops off by {op_error(step, predicted):.0%}")
 
 
-def matched_step(real: Step, name: str) -> Matched:
+def matched_step(real: Step, name: str) -> Timed:
     """The ops of ``real`` that the fake step has, too, and what they do."""
-    works, fake = _fake(name)
-    pairs = _pairs(real.ops, fake)
-    ops = tuple(real.ops[one] for one, _ in pairs)
-    return dataclasses.replace(real, ops=ops), tuple(works[other] for _, other in pairs)
 
-
-def _fake(name: str) -> tuple[tuple[Work, ...], Sequence[Op]]:
     def build() -> Callable[[], object]:
         workload = make_workload(name, torch.device("cpu"), small=False, batch_scale=1.0)
         batch = workload.batch(0)
         return lambda: workload.step(batch)
 
-    step, works = record_fake(build, kernels="cuda")
-    return works, step.ops
-
-
-def _pairs(real: Sequence[Op], fake: Sequence[Op]) -> list[tuple[int, int]]:
-    """Places of the same ops in both."""
-    these, those = ([_kernel(op.name) for op in ops] for ops in (real, fake))
-    blocks = difflib.SequenceMatcher(None, these, those, autojunk=False).get_matching_blocks()
-    return [(block.a + place, block.b + place) for block in blocks for place in range(block.size)]
-
-
-def _kernel(name: str) -> str:
-    backward = "_backward" if "_backward" in name else ""
-    return ATTENTION + backward if name.startswith(ATTENTION) else name
+    return matched(real, *record_fake(build, kernels="cuda"))
 
 
 if __name__ == "__main__":

@@ -9,9 +9,8 @@ import dataclasses
 import io
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.progress import TimeElapsedColumn
@@ -22,7 +21,7 @@ from ebbtide.consoles import console_beside, errors_console, progress_bar, say
 from ebbtide.errors import EbbtideError, RecordError
 from ebbtide.files import write_whole
 from ebbtide.machines import load_machine, machine_names
-from ebbtide.named_steps import check_ran, here, observe_named_fake, observe_named_fake_batch, runner
+from ebbtide.named_steps import observe_named, observe_named_fake, observe_named_fake_batch
 from ebbtide.options import (
     DEVICE_SHARE,
     WHAT_FORM,
@@ -104,6 +103,14 @@ def demo(
 
 @app.command()
 def calibrate(
+    steps: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar=WHAT_FORM,
+            help=f"Steps to time, so that the machine says how fast ops run here. {WHAT_HELP}",
+            show_default=False,
+        ),
+    ] = None,
     spill: Spill = None,
     output: Annotated[
         Path | None, typer.Option("-o", metavar="FILE", callback=writable, help="Also write the machine as JSON.")
@@ -112,19 +119,32 @@ def calibrate(
     """Measure how fast tensors move to the spill directory and back.
 
     The answer is remembered for this machine and directory, and used by every budget from then on.
-    """
-    from ebbtide.report.sentences import links_table
-    from ebbtide.run.calibrate import calibrate as measure
 
+    With steps it also fits how fast ops run here, so that other models need not run to be planned for:
+    `ebbtide calibrate train.py -o here.json`, then `ebbtide plan --machine here.json --model larger.py`.
+    """
+    from ebbtide.report.sentences import compute_lines, links_table
+    from ebbtide.run.calibrate import calibrate as measure
+    from ebbtide.timed_steps import fit_here, with_compute
+
+    check_apart([output], *map(script_of, steps or ()))
+    if steps and output is None:
+        raise typer.BadParameter("steps go with -o FILE, where the machine is written to that says how fast they ran")
     with progress_bar() as progress:
         task = progress.add_task("calibrating", total=1.0)
-        machine = measure(
-            spill_or_default(spill),
-            progress=lambda done, what: progress.update(task, completed=done, description=what),
-        )
+
+        def show(done: float, what: str) -> None:
+            progress.update(task, completed=done, description=what)
+
+        fitted = fit_here(steps, show) if steps else None  # first, as it may find that there is no such step
+        machine = measure(spill_or_default(spill), progress=show)
+    if fitted is not None:
+        machine = with_compute(machine, fitted.compute)
     if output is not None:
         machine.save(output)
     console_beside(output).print(links_table(machine))
+    if fitted is not None:
+        say(*compute_lines(fitted.compute, fitted.seconds), beside=[output])
 
 
 @app.command()
@@ -157,8 +177,7 @@ def observe(
         if machine_name is not None:
             step = observe_named_fake(what, batch, load_machine(machine_name))
         else:
-            with here():
-                step = _observe_twice(what, *runner(what, batch))
+            step = observe_named(what, batch)
     step.save(output)
     moved = sum(step.values[absence.value].size_bytes for absence in step.absences)
     say(
@@ -355,20 +374,6 @@ def frontier(
 
 
 with_whole_lines(app)
-
-
-def _observe_twice(what: str, run: Callable[[], str], prepare: Callable[[], Any]) -> Step:
-    """Observe twice, as the first time everything is slower; keep the smaller durations."""
-    from ebbtide.run.kinds import Kind
-    from ebbtide.run.observing import observe_step
-
-    advice: list[str] = []
-    prepare()
-    kind = Kind(observe_step(lambda: advice.append(run())))
-    prepare()
-    kind.observed_again(observe_step(run))
-    check_ran(kind.step, what, advice[0])
-    return kind.step
 
 
 def main() -> None:

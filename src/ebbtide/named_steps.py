@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from ebbtide.errors import EbbtideError, StepError
 from ebbtide.machine import Machine
+from ebbtide.roofline import Work
 from ebbtide.step import Step
 
 STEP_FUNCTION = "one_step"
@@ -58,9 +59,43 @@ def runner(what: str, batch_size: int | None = None) -> NamedStep:
     return NamedStep(run, workload.model.zero_grad)
 
 
+def observe_named(what: str, batch_size: int | None, times: int = 2) -> Step:
+    """The step called ``what``, observed as it runs here; of several ``times`` each op's least duration counts.
+
+    Twice at least, as the first time everything is slower.
+
+    Raises:
+        EbbtideError: as `runner`; a `StepError` if it runs nothing.
+    """
+    from ebbtide.run.kinds import Kind
+    from ebbtide.run.observing import observe_step
+
+    advice: list[str] = []
+    with here():
+        step = runner(what, batch_size)
+        step.prepare()
+        kind = Kind(observe_step(lambda: advice.append(step.run())))
+        for _ in range(times - 1):
+            step.prepare()
+            kind.observed_again(observe_step(step.run))
+    check_ran(kind.step, what, advice[0])
+    return kind.step
+
+
 def observe_named_fake(what: str, batch_size: int | None, machine: Machine) -> Step:
     """The step called ``what`` as ``machine`` would run it. Raises as `runner` and the function in `observe.fake`."""
     return _observed_fake(what, lambda: runner(what, batch_size), machine)
+
+
+def record_named_fake(what: str) -> tuple[Step, tuple[Work, ...]]:
+    """The step called ``what`` without durations, and what each of its ops does. Raises as `observe_named_fake`."""
+    from ebbtide.observe import fake
+
+    build, advice = _building(lambda: runner(what))
+    with here():
+        step, works = fake.record_fake(build)
+    check_ran(step, what, advice[-1])
+    return step, works
 
 
 def observe_named_fake_batch(what: str, batch_size: int, machine: Machine) -> Step:
@@ -78,9 +113,18 @@ def is_file(what: str) -> bool:
 def _observed_fake(what: str, load: Callable[[], NamedStep], machine: Machine) -> Step:
     from ebbtide.observe import fake
 
+    build, advice = _building(load)
+    with here():
+        step = fake.observe_fake(build, machine)
+    check_ran(step, what, advice[-1])
+    return step
+
+
+def _building(load: Callable[[], NamedStep]) -> tuple[Callable[[], Callable[[], None]], list[str]]:
+    """What builds a step for `observe.fake`, and where running it puts what it says (see `NamedStep`)."""
     advice: list[str] = []
 
-    def build() -> Callable[[], Any]:
+    def build() -> Callable[[], None]:
         step = load()
 
         def observed_once() -> None:
@@ -89,10 +133,7 @@ def _observed_fake(what: str, load: Callable[[], NamedStep], machine: Machine) -
 
         return observed_once
 
-    with here():
-        observed = fake.observe_fake(build, machine)
-    check_ran(observed, what, advice[-1])
-    return observed
+    return build, advice
 
 
 def check_ran(step: Step, what: str, advice: str) -> None:

@@ -44,8 +44,8 @@ MachineName = Annotated[
     typer.Option(
         "--machine",
         metavar="NAME|FILE",
-        help=f"One of {', '.join(machine_names())}, or a file. One of `calibrate -o` does not say how fast ops are, as "
-        "fake steps need.",
+        help=f"One of {', '.join(machine_names())}, or a file. One of `calibrate -o` says how fast ops are, as fake "
+        "steps need, if that has timed steps.",
     ),
 ]
 Batch = Annotated[int | None, typer.Option(min=1, help="Images or passages in a step of a demo model.")]

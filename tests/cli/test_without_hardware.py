@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from ebbtide.bundle import Bundle
 from ebbtide.cli import app
+from ebbtide.machine import Machine
 from ebbtide.step import Step
 from tests.cli.commands import Failure, run
 
@@ -61,6 +62,43 @@ def test_a_demo_model_without_the_hardware(tmp_path: Path) -> None:
     output = run("observe", "gpt2", "--batch", "1000", "--fake", "--machine", "h100", "-o", tmp_path / "step.json")
     assert "absences of" in output
     assert Step.load(tmp_path / "step.json").saved[0].shape[0] == 1000
+
+
+def test_a_machine_at_hand_is_one_to_plan_for(
+    script: Path, machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fitted on one step, it tells the times of others."""
+    monkeypatch.setattr("ebbtide.run.calibrate.calibrate", lambda *_, **__: Machine.load(machine))
+    here = tmp_path / "here.json"
+    output = run("calibrate", script, "-o", here)
+    assert "GFLOP/s in float32" in output
+    assert f"{script}: took " in output
+    found = Machine.load(here)
+    assert found.compute is not None
+    assert "matmul" in dict(found.compute.efficiencies)
+    assert found.links == Machine.load(machine).links
+    assert "plain: fits" in run("plan", "--machine", here, "--model", f"{script}:elsewhere")
+
+
+def test_steps_that_are_timed_go_with_a_file(script: Path) -> None:
+    result = CliRunner().invoke(app, ["calibrate", str(script)])
+    assert result.exit_code == 2
+    assert "steps go with -o FILE" in result.output
+
+
+def test_a_script_that_is_timed_is_not_written_over(script: Path) -> None:
+    result = CliRunner().invoke(app, ["calibrate", str(script), "-o", str(script)])
+    assert result.exit_code == 2
+    assert "is what is read" in " ".join(result.output.replace("│", " ").split())
+    assert "def one_step" in script.read_text()
+
+
+def test_a_step_that_cannot_be_timed(
+    script: Path, machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Failure
+) -> None:
+    monkeypatch.setattr("ebbtide.run.calibrate.calibrate", lambda *_, **__: Machine.load(machine))
+    assert "out of luck" in failure("calibrate", f"{script}:broken", "-o", tmp_path / "here.json")
+    assert not (tmp_path / "here.json").exists()
 
 
 @pytest.mark.parametrize(

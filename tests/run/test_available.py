@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.run.available import available_bytes
+from ebbtide.run.available import available_bytes, capacity_bytes
 
 GIB = 1 << 30
 
@@ -129,3 +129,14 @@ def test_names_that_are_no_text(system: System) -> None:
     mounts = system.proc / "self" / "mountinfo"
     mounts.write_bytes(b"36 22 8:17 / /mnt/f\xfcr rw shared:9 - vfat /dev/sdb1 rw\n" + mounts.read_bytes())
     assert system.gib() == before
+
+
+def test_capacity_is_the_least_limit(system: System) -> None:
+    """Whatever is in use."""
+    system.group("pod", memory_max=3 * GIB, memory_current=2 * GIB, memory_stat="inactive_file 0")
+    system.group("pod/step", memory_max="max", memory_current=GIB, memory_stat="inactive_file 0")
+    assert capacity_bytes(system.proc) == 3 * GIB
+
+
+def test_capacity_without_groups(tmp_path: Path) -> None:
+    assert capacity_bytes(tmp_path / "proc") == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich.table import Table
 from rich.text import Text
 
 from ebbtide.decisions import Plan
-from ebbtide.machine import Machine
+from ebbtide.machine import Compute, Machine
 from ebbtide.plan.batch import LargestBatch
 from ebbtide.step import Step
 from ebbtide.units import format_bytes, format_seconds, format_share
@@ -79,3 +81,23 @@ def links_table(machine: Machine) -> Table:
     if machine.replay_seconds:
         table.caption = f"an op that runs again takes {format_seconds(machine.replay_seconds)} besides its time"
     return table
+
+
+def compute_lines(compute: Compute, seconds: Mapping[str, tuple[float, float]]) -> tuple[str, ...]:
+    """How fast a machine computes, and how well that tells the steps it was fitted on.
+
+    Args:
+        compute: peaks and shares.
+        seconds: by name of a step, what it took and what it would take by ``compute``.
+    """
+    rates = ", ".join(f"{rate / 1e9:.3g} GFLOP/s in {name}" for name, rate in compute.peak_flops_per_second)
+    memory = f"{format_bytes(compute.memory_bytes_per_second)}/s of memory"
+    shares = ", ".join(f"{kind} {share:.0%}" for kind, share in compute.efficiencies) or "none was fitted"
+    told = (
+        f"{name}: took {format_seconds(took)}, told {format_seconds(by_it)}" for name, (took, by_it) in seconds.items()
+    )
+    return (
+        f"{rates}; {memory}; an op takes {format_seconds(compute.launch_seconds)} at least",
+        f"shares of that which ops reach: {shares}; others count with all of it",
+        *told,
+    )

@@ -1,4 +1,5 @@
-"""How much RAM may still be taken: what the system has, or what a control group, such as a container's, leaves of it.
+"""How much RAM there is, and may still be taken: what the system has, or what a control group, such as a container's,
+leaves of it.
 
 A container sees the memory of the whole machine in ``/proc/meminfo``. Beyond the limit of its group it is killed, or,
 with pinned memory, takes what its neighbours need.
@@ -52,10 +53,28 @@ def available_bytes(proc: Path = PROC) -> int:
     return max(0, least)
 
 
+def capacity_bytes(proc: Path = PROC) -> int:
+    """RAM that this process could have if no other took any: the system's, or the least limit of its control groups.
+
+    Args:
+        proc: where the system's ``/proc`` is.
+    """
+    least = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for directory, files in _groups(proc):
+        with contextlib.suppress(OSError, ValueError):  # the root group has no such files, and not all may be read
+            least = min(least, _limit(directory, files))
+    return least
+
+
+def _limit(directory: Path, files: _Files) -> int:
+    """A group's least limit. Raises `ValueError` if it has none."""
+    said = [(directory / name).read_text().strip() for name in files.limits if (directory / name).exists()]
+    return min(int(limit) for limit in said if limit != "max")
+
+
 def _left(directory: Path, files: _Files) -> int:
     """What a group leaves below its least limit, when the pages of files that may go are gone."""
-    said = [(directory / name).read_text().strip() for name in files.limits if (directory / name).exists()]
-    limit = min(int(limit) for limit in said if limit != "max")
+    limit = _limit(directory, files)
     statistics = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
     reclaimable = sum(int(statistics.get(name, 0)) for name in files.reclaimable)
     return limit - int((directory / files.used).read_text()) + reclaimable
