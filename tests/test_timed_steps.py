@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from ebbtide.errors import EbbtideError
-from ebbtide.machine import Link, Machine, Tier
+from ebbtide.machine import Compute, Link, Machine, Tier
 from ebbtide.roofline import Work
 from ebbtide.run.available import capacity_bytes
 from ebbtide.step import Op, Step
-from ebbtide.timed_steps import fit_here, matched, peaks, with_compute
+from ebbtide.timed_steps import fit_here, matched, peaks, quickest, with_compute
 from tests.cli.commands import SCRIPT
 
 
@@ -49,6 +49,15 @@ def test_a_launch_is_what_ops_without_work_take() -> None:
     assert [name for name, _ in found.peak_flops_per_second] == ["float32", "bfloat16"]
     assert all(rate > 0 for _, rate in found.peak_flops_per_second)
     assert found.memory_bytes_per_second > 0
+
+
+def test_the_best_peaks_count() -> None:
+    seen = [
+        Compute("cpu", (("float32", 4e9), ("bfloat16", 1e9)), 3e9, 2e-6),
+        Compute("cpu", (("float32", 5e9), ("float64", 2e9)), 2e9, 1e-6),
+    ]
+    rates = (("float32", 5e9), ("bfloat16", 1e9), ("float64", 2e9))
+    assert quickest(seen) == Compute("cpu", rates, 3e9, 1e-6)
 
 
 @pytest.fixture
