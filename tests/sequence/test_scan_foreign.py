@@ -13,7 +13,7 @@ from torch.utils import _pytree
 
 import ebbtide
 from ebbtide.errors import SequenceError
-from ebbtide.sequence import graphs
+from ebbtide.sequence import fence
 from ebbtide.sequence.blocks import SPARE_BYTES, blocks_within
 from ebbtide.sequence.tensors import TensorLayout
 from tests.sequence.loops import WIDTH, Loop, compare, in_thread, plain
@@ -274,8 +274,8 @@ def test_what_is_behind_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> No
         looked_at.append(len(behind))
         return behind
 
-    original = graphs._nodes_behind
-    monkeypatch.setattr(graphs, "_nodes_behind", nodes_behind)
+    original = fence._nodes_behind
+    monkeypatch.setattr(fence, "_nodes_behind", nodes_behind)
     code = torch.randn(WIDTH, requires_grad=True)
     for _ in range(50):
         code = torch.sin(code)

@@ -324,7 +324,8 @@ class CellChain:
         ran = self._run(state, step, whole)
         self._draws.check(step, generators)
         if self.hooks.handles:
-            drop_hooks((*ran.given, *(self.outside.tensors[number] for number in record.uses)))
+            drop_hooks(ran.given)
+            self.outside.fence.silence(self.outside.tensors[number] for number in record.uses)
         roots = [(part, grad) for part, grad in zip(ran.following, self._adjoint, strict=True) if grad is not None]
         if own:
             found = [ran.parts[place] for place in record.outputs if place < len(ran.parts)]
@@ -366,7 +367,7 @@ class CellChain:
         sums = [*(seeds[place] for place in places), *(held[number] for number in record.inputs)]
         sums += [None if add else held[k] for k, add in zip(record.uses, added, strict=True)]
         keep = any(tensors[number].grad_fn is not None for number in record.uses)
-        with self._around_formulas:
+        with self._around_formulas, self.outside.fence:
             found = apart_from(state, local_gradients(roots, targets, sums, keep=keep))
         for place, grad in zip(places, found, strict=False):
             seeds[place] = grad

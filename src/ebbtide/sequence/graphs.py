@@ -17,14 +17,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, _engine_run_backward, get_gradient_edge
 from torch.overrides import has_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -34,6 +32,7 @@ from ebbtide.errors import SequenceError
 from ebbtide.observe.leaves import LEAF_NODE
 from ebbtide.observe.mode import nodes_made
 from ebbtide.observe.wrapped import AsOrdinary
+from ebbtide.sequence.fence import Fence, fence_here
 
 _hooks = torch._C._autograd
 _alias = torch.ops.aten.alias.default
@@ -42,25 +41,17 @@ _NOBODY = torch.empty(0, device="cpu")
 Edge = tuple[Node, int]
 
 
-class _Fenced(threading.local):
-    """Nodes behind the tensors outside of all scans whose steps this thread is reversing, one within the other."""
-
-    def __init__(self) -> None:
-        self.nodes: set[Node] = set()
-
-
-_fenced = _Fenced()
-
-
 class Outside:
     """Tensors made outside the cell that its steps use and that require grad, numbered as they are found.
 
     Attributes:
         tensors: they, by number; empty ones that require none where a step's own leaf was.
+        fence: to be up while a step's graph is run back.
     """
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
+        self.fence = Fence()
         self._numbers: dict[Hashable, int] = {}
         self._new_leaves: dict[int, weakref.ref[Tensor]] = {}  # by id
         self._free: list[int] = []  # numbers of leaves that are gone
@@ -185,56 +176,11 @@ class Outside:
 
     @contextlib.contextmanager
     def fenced(self) -> Iterator[None]:
-        """Inside, gradients of steps stop at these tensors, and the users' hooks on them do not run.
-
-        Where one is computed from another, the engine would go on from the one to the other: hooks take what it wants
-        to bring there. And hooks are for the whole gradient: they run when that has been summed up.
-        """
-        nodes = {tensor.grad_fn for tensor in self.tensors if tensor.grad_fn is not None}
-        self._others = self._elsewhere | nodes
-        hooks = [(held, dict(held)) for tensor in self.tensors if (held := tensor._backward_hooks)]
-        retained = [(tensor, tensor.grad) for tensor in self.tensors if tensor.retains_grad]
-        with contextlib.ExitStack() as stack:  # what an interrupt leaves of it would give wrong gradients from then on
-            for node in nodes:
-                stack.callback(node.register_prehook(lambda grads: (None,) * len(grads)).remove)
-            behind = _nodes_behind(nodes, _fenced.nodes)
-            stack.callback(_fenced.nodes.difference_update, behind)
-            _fenced.nodes |= behind
-            function: Any
-            for function in filter(_is_called, behind):
-                stack.callback(_call_again, function)
-                # It would be given zeros for none, and may make something of them.
-                nothing = (None,) * len(function.needs_input_grad)
-                function.apply = function.apply_boxed = lambda *_, nothing=nothing: nothing
-            for held, kept in hooks:
-                stack.callback(held.update, kept)
-                held.clear()
-            for tensor, grad in retained:
-                stack.callback(setattr, tensor, "grad", grad)
+        """Inside, steps are reversed; where `fence` is up, their gradients stop at these tensors."""
+        self._others = self._elsewhere.union(tensor.grad_fn for tensor in self.tensors if tensor.grad_fn is not None)
+        self.fence = fence_here()
+        with self.fence.around(self.tensors):
             yield
-
-
-def _call_again(function: Any) -> None:
-    """Let a custom function be called by the engine once more."""
-    for name in ("apply", "apply_boxed"):
-        vars(function).pop(name, None)
-
-
-def _is_called(node: Any) -> bool:
-    """Whether it is a custom function that the engine calls, as no scan has fenced it."""
-    return issubclass(type(node), BackwardCFunction) and "apply" not in vars(node)
-
-
-def _nodes_behind(nodes: set[Node], known: set[Node]) -> set[Node]:
-    """``nodes`` and all that these were computed from, without what is ``known``, of which all behind it is, too."""
-    seen = nodes - known
-    left = list(seen)
-    while left:
-        for node, _ in left.pop().next_functions:
-            if node is not None and node not in seen and node not in known:
-                seen.add(node)
-                left.append(node)
-    return seen
 
 
 def local_gradients(
