@@ -217,3 +217,74 @@ def test_a_fault_in_the_backward_pass_leaves_hooks_and_functions(where: str, fau
     hook.remove()
     (whole,) = torch.autograd.grad(kept.sum(), source)
     assert torch.equal(whole, torch.full((3,), 6.0))
+
+
+class TestGrad:
+    """What a backward pass of the cell's own leaves in `.grad` of tensors outside."""
+
+    @pytest.mark.parametrize("between", ["nothing", "none", "zero"])
+    @pytest.mark.parametrize("before", ["none", "some"])
+    @pytest.mark.parametrize("n", [1, N])
+    def test_it_is_added_up_once(self, n: int, before: str, between: str) -> None:
+        """Also what goes on to what was computed before the scan, and whatever is done to it between the passes."""
+
+        def program(loop: Loop) -> tuple[Any, list[Tensor]]:
+            net, probe, encoder = nn.Linear(3, 3), nn.Linear(3, 1), nn.Linear(3, 3)
+            if before == "some":
+                (probe(torch.randn(2, 3)).sum() + encoder(torch.randn(2, 3)).sum()).backward()
+            z = encoder(torch.randn(2, 3))
+
+            def cell(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+                h = (net(h) + x).tanh()
+                for _ in range(2):
+                    (probe(h.detach()).square().mean() + (z * x).sum()).backward(retain_graph=True)
+                assert probe.bias.grad is not None
+                return h, probe.bias.grad.clone()
+
+            final, ys = loop(cell, torch.zeros(2, 3), torch.randn(n, 2, 3))
+            left = [part.grad.clone() for part in (*probe.parameters(), *encoder.parameters()) if part.grad is not None]
+            if between != "nothing":
+                probe.zero_grad(set_to_none=between == "none")
+            final.sum().backward()
+            return (final, ys, left), [*net.parameters(), *probe.parameters(), *encoder.parameters()]
+
+        compare(program, memory="12KiB", check=True)
+
+    @pytest.mark.parametrize("before", ["none", "some"])
+    def test_it_may_be_cleared_in_each_step(self, before: str) -> None:
+        def program(loop: Loop) -> tuple[Any, list[Tensor]]:
+            net, probe = nn.Linear(3, 3), nn.Linear(3, 3)
+            if before == "some":
+                probe(torch.randn(2, 3)).sum().backward()
+
+            def cell(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+                probe.zero_grad()
+                probe(h.detach() + x).square().mean().backward()
+                return (net(h) @ probe.weight.grad + x).tanh(), None
+
+            final, _ = loop(cell, torch.zeros(2, 3), torch.randn(N, 2, 3))
+            final.sum().backward()
+            return final, [*net.parameters(), *probe.parameters()]
+
+        compare(program, memory="12KiB", check=True)
+
+    @pytest.mark.filterwarnings("ignore:Using backward")
+    @pytest.mark.parametrize("way", ["a graph of it", "sparse", "retained", "once"])
+    def test_another_sum_is_refused(self, way: str) -> None:
+        """And `.grad` is what it was."""
+        table, ran = nn.Embedding(4, 3, sparse=way == "sparse"), list[int]()
+        used = table.weight * 1 if way == "retained" else table.weight
+        if way == "retained":
+            used.retain_grad()
+
+        def cell(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+            if way != "once" or not ran:
+                loss = nn.functional.embedding(torch.tensor([1, 2]), used, sparse=way == "sparse").square().sum()
+                loss.backward(create_graph=way == "a graph of it", retain_graph=True)
+                ran.append(1)
+            return h + x, None
+
+        with pytest.raises(ebbtide.SequenceError, match=r"leaves in .grad of a tensor outside of shape \(4, 3\)"):
+            ebbtide.scan(cell, torch.zeros(3), torch.randn(N, 3), memory="12KiB")
+        assert used.grad is None
+        assert table.weight.grad is None

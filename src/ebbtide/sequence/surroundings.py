@@ -30,6 +30,7 @@ from ebbtide.observe.mode import DispatchMode, is_within_autocast, run_op
 from ebbtide.observe.schema import operator_info, running_statistics, trains
 from ebbtide.observe.uncompiled import never_compiled
 from ebbtide.observe.wrapped import AsOrdinary, wraps
+from ebbtide.sequence.grads import Grads, SeenGrads, preserved
 
 Reference = weakref.ref[Tensor]
 _NO_MODES = contextlib.nullcontext()
@@ -66,6 +67,7 @@ class Written:
         counters: `counter_of` the tensors through which it writes.
         drawn_on: devices with whose generators step 0 draws.
         only_read: tensors that it reads and does not write to.
+        grads: tensors whose `.grad` it writes to or replaces, by backward passes of its own.
     """
 
     carried: tuple[torch.UntypedStorage, ...] = ()
@@ -74,6 +76,7 @@ class Written:
     counters: tuple[Tensor, ...] = ()
     drawn_on: frozenset[torch.device] = frozenset()
     only_read: tuple[Reference, ...] = dataclasses.field(default=(), compare=False)
+    grads: Grads = dataclasses.field(default=(), compare=False)
 
     def drawn_again(self, again: Written) -> Written:
         """The same, without generators of its own that a step makes anew each time, as its run ``again`` has shown.
@@ -153,9 +156,9 @@ class Surroundings:
 
     @contextlib.contextmanager
     def preserved(self) -> Iterator[None]:
-        """What is drawn and written inside is as if it had not been, also to autograd."""
+        """What is drawn and written inside is as if it had not been, also to autograd, which may have saved it."""
         before, restored = self.read(), _copies(self._written.restored)
-        with _unsafe_preserve_version_counter(self._written.counters):  # it may have saved the same bytes elsewhere
+        with _unsafe_preserve_version_counter(self._written.counters), preserved(self._written.grads):
             try:
                 yield
             finally:
@@ -228,12 +231,14 @@ class Watch(DispatchMode):
     Attributes:
         converts: whether something ran within a context of autocast that keeps what it has converted.
         drawn_on: devices with whose generators it draws.
+        grads: see `SeenGrads`.
     """
 
     def __init__(self, own: Iterable[Tensor]) -> None:
         super().__init__()
         self.converts = False
         self.drawn_on: set[torch.device] = set()
+        self.grads = SeenGrads()
         self._own: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._outside: dict[int, torch.UntypedStorage] = {}
         self._read: set[int] = set()
@@ -276,6 +281,7 @@ class Watch(DispatchMode):
             counters=counters,
             drawn_on=frozenset(self.drawn_on),
             only_read=tuple(one for one, key in self._through.values() if key in self._read and key not in found),
+            grads=self.grads.written(found.keys()),
         )
 
     def made(self) -> list[torch.UntypedStorage]:
@@ -306,6 +312,7 @@ class Watch(DispatchMode):
     def _see(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in LIFTS:
             self._note_made(args)
+        self.grads.look_behind()
         self._note(func, args, kwargs)
         self.converts |= torch.is_autocast_cache_enabled() and is_within_autocast()
         before = _as_bytes(torch.get_rng_state()) if operator_info(func).replay == "random" else b""
@@ -325,6 +332,7 @@ class Watch(DispatchMode):
         read: tuple[Any, ...] = (*args, *kwargs.values())
         for tensor, storage in self._outside_of(read):  # views as well: what shares their storages is outside, too
             self._note_through(tensor, storage)
+            self.grads.see(tensor)
         overwrites = bool(info.written_names) or (name in _OVERWRITING and not _accumulates(args, kwargs))
         if info.replay == "view":
             read = ()

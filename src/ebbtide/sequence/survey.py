@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from ebbtide.errors import SequenceError
 from ebbtide.sequence.call_context import CallContext, keeping_conversions, keeps_conversions
 from ebbtide.sequence.cells import Cell, CellChain
 from ebbtide.sequence.first_run import FirstRun
+from ebbtide.sequence.grads import Replaced, SeenGrads, given, refuse_sum
 from ebbtide.sequence.inputs import FirstInput, Inputs, are_fixed
 from ebbtide.sequence.surroundings import Watch, Written
 from ebbtide.sequence.tensors import TensorLayout, TensorState
@@ -64,27 +67,30 @@ def _survey_cell(
     """What the cell writes to besides in step 0, with the ``first`` of the inputs, and the rest of a `Survey`."""
     first_run = FirstRun()
     own = (*start, *tree_leaves(first))
-    cached, given = Watch(own), FirstInput(inputs, first)
+    cached, first_input = Watch(own), FirstInput(inputs, first)
     if parametrize._cache_enabled:
         keeping = keeping_conversions(keeps_conversions(layout.device_types))
         with keeping, layout.surroundings.preserved(), cached:
             # What it caches is to be made outside the steps, which share it.
             first_run.noted(cell, layout.surroundings, cached)(layout.unflatten(start), first)
+            cached.grads.put_back()
         if cached.converts:
             torch.clear_autocast_cache()
     context, watch = CallContext(layout.device_types), Watch(own)
-    noting = given.watched(first_run.noted(cell, layout.surroundings, watch))
+    noting = first_input.watched(first_run.noted(cell, layout.surroundings, watch))
     fixed = are_fixed(inputs)
     chain = CellChain(noting, (first,) if fixed else [first], layout)
     with context.noting_modules(cell, inputs):
         written = _watch_step(chain, start, context, watch, cached)
-    made = watch.made()
-    if made or written.generators:
+    made, replaced = watch.made(), watch.grads.replaced
+    if made or written.generators or replaced:
         if written.generators and not fixed:  # it may make one, too
             first = inputs[0]
             chain = CellChain(noting, [first], layout)
         again = Watch((*start, *tree_leaves(first)))
-        written = written.drawn_again(_watch_step(chain, start, context, again, cached))
+        with given(replaced):
+            ran_again = _watch_step(chain, start, context, again, cached)
+            written = _with_grads(written.drawn_again(ran_again), replaced, ran_again, again.grads)
         if again.wrote_to(made):
             raise SequenceError(
                 "the cell makes a tensor in its first step that it writes to in the next ones, such as a running mean; "
@@ -92,6 +98,31 @@ def _survey_cell(
             )
     context.converts = watch.converts
     return written, context, first_run
+
+
+def _with_grads(written: Written, replaced: Sequence[Replaced], again: Written, seen: SeenGrads) -> Written:
+    """``written``, and the `.grad` that step 0 has ``replaced``.
+
+    What it does where there is one already, a run ``again`` has shown, in which ``seen`` was what it did to `.grad`.
+
+    Raises:
+        SequenceError: if it then makes a new one of that.
+    """
+    others = {id(one.tensor) for one in seen.replaced}
+    altered = {id(reference()) for reference, _ in again.grads}
+    read = {id(reference()) for reference in again.only_read}
+    grads, carried = list(written.grads), list(written.carried)
+    for one in replaced:
+        key, put = id(one.tensor), one.given
+        if put is None or (key in others) == (key in altered) or id(put) in read:
+            raise refuse_sum(one.tensor)
+        if key in others:
+            one.tensor.grad = one.before
+        else:
+            carried.append(put.untyped_storage())
+        grads.append((weakref.ref(one.tensor), None if key in others else put))
+    counters = (*written.counters, *again.counters) if replaced else written.counters
+    return dataclasses.replace(written, carried=tuple(carried), grads=tuple(grads), counters=counters)
 
 
 def _watch_step(chain: CellChain, start: TensorState, context: CallContext, watch: Watch, before: Watch) -> Written:
@@ -106,5 +137,6 @@ def _watch_step(chain: CellChain, start: TensorState, context: CallContext, watc
         if watch.converts:
             torch.clear_autocast_cache()
         written = watch.put_back()
+        watch.grads.put_back()
         before.put_back(written)
     return written
