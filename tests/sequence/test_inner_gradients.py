@@ -127,6 +127,42 @@ def forces(loop: Loop) -> tuple[Any, list[Tensor]]:
     return (q, p, ys), [start[0], *energy.parameters()]
 
 
+def hooked_inputs(loop: Loop) -> tuple[Any, list[Tensor]]:
+    """With respect to which the cell takes gradients, and puts hooks on them itself; others come later."""
+    net = nn.Linear(3, 3)
+    sources = [torch.randn(2, 3, requires_grad=True) for _ in range(N)]
+    xs = [source.sin() if step % 2 else source for step, source in enumerate(sources)]
+
+    def cell(h: Tensor, item: tuple[int, Tensor]) -> tuple[Tensor, None]:
+        step, x = item
+        if step > 3 or step == 0:
+            x.register_hook(lambda grad: grad + 0.1)
+        (slope,) = torch.autograd.grad(net(h.detach() + x).sin().sum(), x, create_graph=True)
+        return (net(h) + x - 0.1 * slope).tanh(), None
+
+    final, _ = loop(cell, torch.zeros(2, 3), list(enumerate(xs)))
+    for x in xs:
+        x.register_hook(lambda grad: grad * 0.5)
+    final.square().sum().backward()
+    return (final, [len(x._backward_hooks or ()) for x in xs]), [*net.parameters(), *sources]
+
+
+def hooked_states(loop: Loop) -> tuple[Any, list[Tensor]]:
+    """On which the cell that returns them puts hooks, and takes gradients with respect to others."""
+    net = nn.Linear(3, 3)
+
+    def cell(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+        h = net(h)
+        (slope,) = torch.autograd.grad(net(h + x).sin().sum(), h, create_graph=True)
+        h = (h + x - 0.1 * slope).tanh()
+        h.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
+        return h, None
+
+    final, _ = loop(cell, torch.randn(2, 3, requires_grad=True), torch.randn(N, 2, 3))
+    final.square().sum().backward()
+    return final, list(net.parameters())
+
+
 PROGRAMS: list[Program] = [
     penalty,
     penalty_of_a_result,
@@ -134,6 +170,8 @@ PROGRAMS: list[Program] = [
     slope_at_a_point,
     adapted_weights,
     forces,
+    hooked_inputs,
+    hooked_states,
 ]
 
 
@@ -217,6 +255,49 @@ def test_a_fault_in_the_backward_pass_leaves_hooks_and_functions(where: str, fau
     hook.remove()
     (whole,) = torch.autograd.grad(kept.sum(), source)
     assert torch.equal(whole, torch.full((3,), 6.0))
+
+
+class TestRefused:
+    """Gradients that would not be those of a plain loop."""
+
+    def test_with_respect_to_an_input_that_has_hooks(self) -> None:
+        xs = [torch.randn(3, requires_grad=True) for _ in range(N)]
+        xs[4].register_hook(lambda grad: grad * 2)
+
+        def cell(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+            (slope,) = torch.autograd.grad(x.sin().sum(), x, create_graph=True)
+            return h - slope, None
+
+        with pytest.raises(ebbtide.SequenceError, match=r"step 4 takes a gradient .* on which there are hooks"):
+            ebbtide.scan(cell, torch.zeros(3), xs, memory="12KiB")
+
+    @pytest.mark.parametrize("who", ["the user", "the cell"])
+    def test_with_respect_to_a_state_that_has_hooks(self, who: str) -> None:
+        start = torch.randn(3, requires_grad=True)
+        if who == "the user":
+            start.register_hook(lambda grad: grad * 2)
+
+        def cell(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+            (slope,) = torch.autograd.grad(h.sin().sum(), h, create_graph=True)
+            following = h - slope + x
+            if who == "the cell":
+                following.register_hook(lambda grad: grad * 2)
+            return following, None
+
+        step = 0 if who == "the user" else 1
+        with pytest.raises(ebbtide.SequenceError, match=f"step {step} takes a gradient .* on which there are hooks"):
+            ebbtide.scan(cell, start, torch.randn(N, 3), memory="12KiB")
+
+    @pytest.mark.parametrize("to", ["state", "input"])
+    def test_that_are_added_to_what_the_step_is_given(self, to: str) -> None:
+        start, x = torch.randn(3, requires_grad=to == "state"), torch.randn(3, requires_grad=to == "input")
+
+        def cell(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+            (h.sin() * x).sum().backward()
+            return h.detach() + x, None
+
+        with pytest.raises(ebbtide.SequenceError, match=r"step 0 adds to .grad of its input, or of state 0"):
+            ebbtide.scan(cell, start, [x] * N, memory="12KiB")
 
 
 class TestGrad:

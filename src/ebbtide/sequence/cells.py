@@ -119,15 +119,14 @@ class CellChain:
 
     def _advance(self, state: TensorState, step: int) -> TensorState:
         following = self._run_again(state, step) if step < len(self._steps) else self._run_first(state, step)
-        cut = self._truncate is not None and (step + 1) % self._truncate == 0
-        return detached(following, cut=cut)
+        return detached(following, cut=self._truncate is not None and (step + 1) % self._truncate == 0)
 
     def _run_first(self, state: TensorState, step: int) -> TensorState:
-        since = nodes_made()
-        ran = self._run(state, step)
+        self.hazards.guard(state, step)
+        since, ran = nodes_made(), self._run(state, step)
         self._note(ran, state, step, since)
         refuse_transforms((*ran.inputs, *ran.following, *ran.parts))
-        self.hazards.note_hooks(state, step)
+        self.hazards.note(ran, state, step)
         self.hooks.hand_over(ran.given, ran.inputs)
         close_off((*state, *ran.given))
         if step == 0:
@@ -158,6 +157,7 @@ class CellChain:
         for part in inputs.values():
             refuse_class(part, f"input {step}, which wants a gradient, has")
         given = {key: leaf(part, kept=self.converts is None or is_kept(part)) for key, part in inputs.items()}
+        self.hazards.guard_inputs(inputs.values(), given.values())
         state_before = versions_of(state)
         found = self._cell(self._layout.unflatten(state), unflatten([given.get(id(p), p) for p in parts], spec))
         if self.converts is not None:
@@ -372,8 +372,7 @@ class CellChain:
         for place, grad in zip(places, found, strict=False):
             seeds[place] = grad
         rest = found[len(places) :]
-        missed = [number for number, grad in zip(record.uses, rest[len(ran.given) :], strict=True) if grad is None]
-        if missed:
+        if missed := [k for k, grad in zip(record.uses, rest[len(ran.given) :], strict=True) if grad is None]:
             outputs = (*ran.following, *ran.outputs().values())
             self.outside.check_reached(missed, outputs, (*state, *ran.given), since, step)
         into = [self._sums.put] * len(record.inputs) + [self._sums.add if add else self._sums.put for add in added]

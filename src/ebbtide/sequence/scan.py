@@ -114,6 +114,7 @@ def scan(
     sweep = _Sweep(cell, start, steps, found, options)
     if found.context.converts:
         sweep.chain.converts = list(map(is_kept, user_start))
+    sweep.chain.hazards.begin(user_start)
     sweep.forward()
     if not sweep.chain.results:
         sweep.close()
