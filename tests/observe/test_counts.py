@@ -172,9 +172,8 @@ def test_what_nobody_writes_to_may_leave_whoever_counts(tmp_path: Path) -> None:
 
 def test_what_came_back_is_no_other_tensor(tmp_path: Path) -> None:
     """Observed within a limit, values move out and come back as new tensors, at addresses of old ones maybe."""
-    rows = 2 * ROWS  # what is smaller than 64 KiB stays
     w = torch.randn(WIDTH, WIDTH, requires_grad=True)
-    x = torch.randn(rows, WIDTH)
+    x = torch.randn(ROWS, WIDTH)
 
     def run() -> None:
         h = x
@@ -184,7 +183,7 @@ def test_what_came_back_is_no_other_tensor(tmp_path: Path) -> None:
         h.square().mean().backward()
 
     free = len(observe_step(run).absences)
-    with ebbtide.Budget(10 * rows * WIDTH * 4, spill=tmp_path, machine=FAST_DISK) as memory:
+    with ebbtide.Budget(10 * SIZE_BYTES, spill=tmp_path, machine=FAST_DISK) as memory:
         with memory.step():
             run()
         disk = memory.tiers["disk"]

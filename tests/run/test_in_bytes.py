@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -149,3 +149,29 @@ def test_observed_steps_know_what_steps_leave_behind(inside: bool, tmp_path: Pat
                 peaks.append(meter.peak_bytes)
     within = [peak <= 0.75 * most for peak in peaks]
     assert within[1:] == [True] * 8, [round(peak / (0.75 * most), 3) for peak in peaks]
+
+
+def test_small_tensors_move_without_a_plan_too(tmp_path: Path) -> None:
+    """Those of 48 KiB, which plans move: in observed steps behind the first, and in one that leaves its plan."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(192, 192), torch.randn(64, 192)
+
+    def step(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        h = x
+        for _ in range(60):
+            h = function(layer(h)) + x
+        h.square().mean().backward()
+        layer.zero_grad()
+
+    with PeakMeter() as meter:
+        step(torch.tanh)
+    limit_bytes = int(0.45 * meter.peak_bytes)
+    found: list[tuple[str, int]] = []
+    with ebbtide.Budget(limit_bytes, spill=tmp_path, machine=FAST_DISK) as memory:
+        for function in (*[torch.tanh] * 5, lambda h: h.sigmoid().sin(), torch.tanh):
+            with counted(memory, found):
+                step(function)
+        assert [bool(measured.left) for measured in memory.measured] == [False] * 5 + [True, False]
+    assert (found[1][0], found[5][0]) == ("observe", "planned")
+    above = [(state, held - limit_bytes) for state, held in found[1:] if state != "verify" and held > limit_bytes]
+    assert not above, f"(state, bytes above {limit_bytes}): {above}"

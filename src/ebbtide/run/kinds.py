@@ -18,8 +18,7 @@ from ebbtide.run.looks import CHANGED_LOOKS
 from ebbtide.run.pace import Pace, without_slowdown
 from ebbtide.run.refined import as_spared, merged, runs_same_ops, without_reruns
 from ebbtide.run.rehearsed import Rehearsed
-from ebbtide.run.roomy import fits, varying_bytes
-from ebbtide.run.safe import LEAST_MOVED_BYTES
+from ebbtide.run.roomy import LEAST_BLOCK_BYTES, fits, varying_bytes
 from ebbtide.run.script import Script, write_script
 from ebbtide.run.scrutiny import COUNTS, Scrutiny
 from ebbtide.run.solving import plan_for
@@ -81,7 +80,7 @@ class Kind:
         self.captures_all = captures_all
         self.keeps_graphs = keeps_graphs
         self._verify = verify
-        self.varies = bool(samples) and max(varying_bytes(samples, step), default=0) >= LEAST_MOVED_BYTES
+        self.varies = bool(samples) and max(varying_bytes(samples, step), default=0) >= LEAST_BLOCK_BYTES
         self.key = step_key(step, keeps_graphs=keeps_graphs)
         self.plan: Plan | None = None
         self.script: Script | None = None

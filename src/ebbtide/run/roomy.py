@@ -16,9 +16,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from ebbtide.arrays import Ints
-from ebbtide.run.safe import LEAST_MOVED_BYTES
 from ebbtide.step import Op, Saved, Step, Value
 
+LEAST_BLOCK_BYTES = 64 * 1024
+"""Smaller tensors lie outside the arena (`run/native`): where only they vary, steps take the same blocks in it."""
 EXCEEDED_SHARE = 0.01
 """Share of steps that may turn out to be larger in some tensor, if sizes vary at random."""
 MOST_SIZES = 4
@@ -106,7 +107,7 @@ def in_place_of(samples: Sequence[Step], limit_bytes: int, is_many: bool) -> Ite
     it is trifles that vary."""
     room = roomy(samples, least=TRIFLES_TIMES)
     varying = varying_bytes(samples, room)
-    if max(varying, default=0) < LEAST_MOVED_BYTES and sum(varying) <= TRIFLES_SHARE * limit_bytes:
+    if max(varying, default=0) < LEAST_BLOCK_BYTES and sum(varying) <= TRIFLES_SHARE * limit_bytes:
         yield room
     elif is_many:
         largest = largest_of(samples)

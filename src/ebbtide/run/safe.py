@@ -20,6 +20,7 @@ from ebbtide.observe.ledger import storage_wrapper_count, use_count
 from ebbtide.observe.recorder import Recorder
 from ebbtide.observe.uncompiled import never_compiled
 from ebbtide.observe.wrapped import inside
+from ebbtide.plan.profile import SMALLEST_BYTES
 from ebbtide.run.allocator import Trimmer
 from ebbtide.run.holdings import (
     Holding,
@@ -37,8 +38,6 @@ from ebbtide.run.tiers import SlowTier
 from ebbtide.run.versions import Count
 from ebbtide.run.wrapped import Handle, Outer, wrap_like
 
-LEAST_MOVED_BYTES = 64 * 1024
-"""Smaller tensors stay: moving them costs more than they free."""
 ROOM_FOR_GARBAGE = 1 / 16
 """Share of the limit that is made room for where garbage is collected, which takes as long as some hundred ops."""
 MORE_AFTER_VAIN = 1.125
@@ -160,7 +159,7 @@ class SafePolicy:
         already."""
         self._held[holding.identity] = reference = weakref.ref(holding)
         self._cache.pop(id(holding), None)
-        if holding.size_bytes >= LEAST_MOVED_BYTES:
+        if holding.size_bytes >= SMALLEST_BYTES:
             self._cache[id(holding)] = reference
 
     def _note_returned(self) -> None:
@@ -241,7 +240,7 @@ class SafePolicy:
         holding.fill(tensor)
         self._held[identity] = weakref.ref(holding)
         self.seen_bytes[tensor.device] += holding.size_bytes
-        if self._counts(tensor) and holding.size_bytes >= LEAST_MOVED_BYTES:
+        if self._counts(tensor) and holding.size_bytes >= SMALLEST_BYTES:
             self._cache[id(holding)] = self._held[identity]
             if self._limit_bytes is not None:
                 holding.streams = self._tier().expect(tensor.device)

@@ -25,7 +25,8 @@ from ebbtide.run.covering import next_like
 from ebbtide.run.forks import KnownScript, KnownScripts, catch_up, is_like, is_smaller, remade_alike, renumbered
 from ebbtide.run.holdings import is_plain
 from ebbtide.run.keeper import Keeper
-from ebbtide.run.safe import LEAST_MOVED_BYTES, SafePolicy
+from ebbtide.run.roomy import LEAST_BLOCK_BYTES
+from ebbtide.run.safe import SafePolicy
 from ebbtide.run.script import ExpectedSave, Script, Treatment
 from ebbtide.run.tiers import SlowTier
 from ebbtide.run.verify import Truth
@@ -228,7 +229,7 @@ class Tracker(Keeper):
     def _note_smaller(self, save: ExpectedSave) -> None:
         """A tensor is smaller than expected: the step is still like the planned one if what was expected is small."""
         self._exact = False
-        self._alike = self._alike and save.shape.numel() * save.dtype.itemsize < LEAST_MOVED_BYTES
+        self._alike = self._alike and save.shape.numel() * save.dtype.itemsize < LEAST_BLOCK_BYTES
 
     def _same_value(self, tensor: torch.Tensor, save: ExpectedSave) -> bool:
         """Whether a value that was saved before is saved again, if that is what the script expects."""
