@@ -34,6 +34,7 @@ from ebbtide.observe.drafts import OpDraft, SeenStorage, absences_of
 from ebbtide.observe.inductor import unwatch_compiling, watch_compiling
 from ebbtide.observe.interrupts import Interrupts
 from ebbtide.observe.ledger import enlarged, has_storage, is_traceable, sizes, tensors_in, written_by
+from ebbtide.observe.loads import unwatch_loads, watch_loads
 from ebbtide.observe.mode import DispatchMode, is_between_ops, modes_on, run_op
 from ebbtide.observe.modules import ModuleTrail
 from ebbtide.observe.passes import keeps_graph, phase_now, tell_no_more, tell_of_passes
@@ -110,6 +111,7 @@ class Recorder(DispatchMode):
             self._calls, self._runs = compiled_calls(), compiled_runs()
             self.interrupts.enter()
             tell_of_passes(self._pass_begins)
+            watch_loads(self)
             super().__enter__()
             self.resume()
         except BaseException:  # such as an interrupt: a ``with`` block that was not entered is not left
@@ -122,6 +124,7 @@ class Recorder(DispatchMode):
         super().__exit__(*exception)
         self.hidden = True  # it stays on, if this is another thread than it was put on in
         tell_no_more(self._pass_begins)
+        unwatch_loads(self)
         self._asking.forget()  # its graph, by a handle of ours, would keep this recorder
         self.interrupts.leave()
         unwatch_compiling(self)
@@ -190,14 +193,23 @@ class Recorder(DispatchMode):
         with self.lock:
             ended = self._mark()
             grown = self._probe.after() if self._probe is not None else 0
-            self._is_in_node = False
-            started, self._left = self._left, ended
+            started, self._left, self._is_in_node = self._left, ended, False
             self._tick_over()
             tick = len(self._ops)
             draft = OpDraft(OperatorInfo(name, (), (), "opaque"), self._inputs(given, {}, tick), *self._place())
             draft.spans = [(started, ended)]
             self._begin(draft)
             self._note_made(draft, made, tick, grown)
+
+    def note_load(self, memory: torch.UntypedStorage, tier: object, is_on: bool) -> None:
+        """Record a load of another budget's step, or of an earlier one's plan: this step's own are hidden."""
+        del tier
+        if is_on:  # of what is loaded in another thread, this one waits for nothing
+            with self.lock:
+                if not self.hidden:
+                    self.storages.loaded(memory, self._ops)
+                if self._is_in_node:
+                    self.resume()
 
     def run_graph(self, run: Callable[[], Any], inputs: Sequence[Any], written: Collection[int]) -> Any:
         """Record a compiled graph as one op."""
@@ -325,16 +337,9 @@ class Recorder(DispatchMode):
         number = len(self._saved)
         self._unpacked.append([])
         self._saved_modules.append(self._trail.path)
-        self._saved.append(
-            Saved(
-                value=storage.versions[-1],
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                shape=tuple(sizes(tensor)),
-                stride=tuple(tensor.stride()) if followed else (),
-                offset=int(tensor.storage_offset()) if followed else 0,
-                unpacked=(),
-            )
-        )
+        dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(sizes(tensor))
+        stride, offset = (tuple(tensor.stride()), int(tensor.storage_offset())) if followed else ((), 0)
+        self._saved.append(Saved(storage.versions[-1], dtype, shape, stride, offset, unpacked=()))
         self._events.append(Event("pack", len(self._ops), number, phase_now(), between))
         self.storages.moment += 1
         return number
@@ -386,10 +391,7 @@ class Recorder(DispatchMode):
         moments = len(self._ops) + len(self._events)
         ops = tuple(draft.op(total_seconds(self._time, draft.spans)) for draft in self._ops)
         values = tuple(draft.value(moments) for draft in self.storages.values)
-        saved = tuple(
-            Saved(s.value, s.dtype, s.shape, s.stride, s.offset, tuple(self._unpacked[n]))
-            for n, s in enumerate(self._saved)
-        )
+        saved = tuple(dataclasses.replace(s, unpacked=tuple(self._unpacked[n])) for n, s in enumerate(self._saved))
         asked_or_saved = [index + event.tick for index, event in enumerate(self._events)]
         absences = absences_of(saved, self.storages.values, self._passes, asked_or_saved, moments)
         step = Step(ops, values, saved, tuple(self._events), absences)

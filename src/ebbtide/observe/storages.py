@@ -95,6 +95,14 @@ class Storages:
             return None
         return self._add(self.ledger.make_larger(storage), tensor, tick)
 
+    def loaded(self, memory: torch.UntypedStorage, ops: Sequence[OpDraft]) -> None:
+        """Memory that no op has made is there from now on. It counts as made by the latest of ``ops``, which is never
+        run again: as an op of its own it would be one that no mode sees. Before the first op, it is external."""
+        record, is_new = self.ledger.make(memory) if ops else (None, False)
+        if record is not None and is_new:
+            ops[-1].outputs += tuple(self._add(record, memory, len(ops) - 1).versions)
+            ops[-1].replay = "opaque"
+
     def nowhere(self) -> SeenStorage:
         """What stands for the storage of saved tensors that have none: nothing can be done with them."""
         if self._no_storage is None:
@@ -111,9 +119,9 @@ class Storages:
         """Whether the step did not make it."""
         return self.values[storage.versions[0]].maker == EXTERNAL
 
-    def _add(self, record: StorageRecord, tensor: torch.Tensor, maker: int) -> SeenStorage:
-        if tensor.device.type not in ("cpu", "cuda"):
-            raise StepError(f"a tensor on {tensor.device} was used; this version plans steps on CPU and CUDA only")
+    def _add(self, record: StorageRecord, found: torch.Tensor | torch.UntypedStorage, maker: int) -> SeenStorage:
+        if found.device.type not in ("cpu", "cuda"):
+            raise StepError(f"a tensor on {found.device} was used; this version plans steps on CPU and CUDA only")
         storage = self._records[record] = self._new(record.size_bytes, record.cdata, maker)
         return storage
 

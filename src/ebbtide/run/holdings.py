@@ -21,10 +21,10 @@ import torch
 
 from ebbtide.errors import StepError
 from ebbtide.observe.ledger import has_storage
+from ebbtide.observe.loads import note_memory
 from ebbtide.observe.mode import is_seen, nodes_made, unseen
 from ebbtide.observe.transforms import in_trace
 from ebbtide.observe.wrapped import PLAIN_TYPES
-from ebbtide.run.meter import note_memory
 from ebbtide.run.tiers.memory import bytes_of
 from ebbtide.run.versions import Count, Version, changed_error, count_together, is_among, shell_of, version_of
 

@@ -12,18 +12,11 @@ from ebbtide.observe.allocated import Memory
 from ebbtide.observe.asking import AskingNodes
 from ebbtide.observe.inductor import compiled_as_ops
 from ebbtide.observe.ledger import Ledger, StorageRecord, enlarged, has_storage, tensors_in, written_by
+from ebbtide.observe.loads import unwatch_loads, watch_loads
 from ebbtide.observe.mode import DispatchMode, run_op
 from ebbtide.observe.schema import operator_info
 from ebbtide.observe.uncompiled import never_compiled
 from ebbtide.observe.wrapped import AsOrdinary, runs_as_called, wraps
-
-_running: list[PeakMeter] = []
-
-
-def note_memory(storage: torch.UntypedStorage, tier: object) -> None:
-    """Tell the meters that run about memory that no ATen op made: that of a load from ``tier``."""
-    for meter in _running:
-        meter.note(storage, tier)
 
 
 class PeakMeter(DispatchMode):
@@ -33,7 +26,8 @@ class PeakMeter(DispatchMode):
     all of it afterwards.
 
     Args:
-        tiers: those whose loads count; None for all. A budget in another thread may load meanwhile.
+        tiers: those whose loads count, whoever asks for them; None for all. Others' count where their ops are seen, as
+            those of another budget's step within the block are: in another thread there may be one, too.
 
     Raises:
         StepError: on a second ``with``, as a meter counts over one block.
@@ -71,21 +65,21 @@ class PeakMeter(DispatchMode):
             raise StepError("a meter counts over one `with` block: make another one for the next")
         self._compiled.__enter__()
         super().__enter__()
-        _running.append(self)
+        watch_loads(self)
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._ledger.close()
         self._asking.forget()
         self._hidden = True  # it stays on, if this is another thread than it was put on in
-        _running[:] = [other for other in _running if other is not self]
+        unwatch_loads(self)
         super().__exit__(*exception)
         self._compiled.__exit__(None, None, None)
 
-    def note(self, storage: torch.UntypedStorage, tier: object) -> None:
-        """Memory of a load from ``tier``."""
-        if self._tiers is None or tier in self._tiers:
-            self._ledger.make(storage)
+    def note_load(self, memory: torch.UntypedStorage, tier: object, is_on: bool) -> None:
+        """Count memory for a load from ``tier``."""
+        if is_on or self._tiers is None or tier in self._tiers:
+            self._ledger.make(memory)
 
     @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -16,8 +16,8 @@ import traceback
 import torch
 
 from ebbtide.errors import SpillError
+from ebbtide.observe.loads import note_memory
 from ebbtide.run.holdings import Holding
-from ebbtide.run.meter import note_memory
 from ebbtide.run.recipes import Recipe
 from ebbtide.run.tiers import Slot, SlowTier
 from ebbtide.run.tiers.memory import bytes_of
