@@ -21,6 +21,7 @@ class SeenStorage:
         aliases, views: how many tensors of it holdings have, and how many saved tensors show it.
         evicted: whether it is moved out under the safe policy.
         is_garbage: whether it would be in the hands of garbage, in steps in which that is not collected.
+        is_resized: whether it has the memory that somebody gave it by no op, after that which it was made with.
         versions: its values, as places in the recorder's list of them.
     """
 
@@ -31,6 +32,7 @@ class SeenStorage:
         "dies",
         "evicted",
         "is_garbage",
+        "is_resized",
         "number",
         "size_bytes",
         "versions",
@@ -45,7 +47,7 @@ class SeenStorage:
         self.alone: list[int] = []
         self.aliases = 0
         self.views = 0
-        self.evicted = self.is_garbage = False
+        self.evicted = self.is_garbage = self.is_resized = False
         self.versions: list[int] = []
 
 
@@ -87,7 +89,8 @@ class ValueDraft:
     Attributes:
         seen_version: the version that the tensor had which was used last; -1 if none was since it came to where it is.
         stays: whether it is never away, nor read by what runs again: tensors that show it count versions each by
-            itself, and not alike, or it is saved as something that the runtime does not move.
+            itself, and not alike, or it is saved as something that the runtime does not move, or its storage was
+            resized.
         is_counted_twice: whether the version of what its maker wrote in place went up by more than one, as where a
             custom Function marks it as dirty. The runtime, which sees the call alone, would not know it again.
     """
@@ -99,7 +102,7 @@ class ValueDraft:
         self.maker = maker
         self.uses: list[int] = []
         self.seen_version = -1
-        self.stays = self.is_counted_twice = False
+        self.stays, self.is_counted_twice = storage.is_resized, False
 
     def value(self, moments: int) -> Value:
         """The value, in a step of ``moments`` moments."""
@@ -122,7 +125,8 @@ def absences_of(
     The first gap of a value lies before it is first asked for, others between backward passes. A value that one pass
     asks for several times comes back for the first of them and stays until the last. After that it has a final gap if
     it lives on to some event: in a step without a backward pass, too, such as that of a batch that is skipped. A value
-    that is written to after it was saved has no gaps, nor has one that stays: see `ValueDraft`.
+    that is written to after it was saved has no gaps, nor has one that stays: see `ValueDraft`. One whose storage was
+    emptied meanwhile has none that end later: what autograd then asks for is what somebody has filled that with.
 
     Args:
         all_saved: all saved tensors of a step.
@@ -142,9 +146,9 @@ def absences_of(
         storage = values[value].storage
         external = values[storage.versions[0]].maker == EXTERNAL
         if not external and storage.number not in written_later and not values[value].stays:
-            gaps = _gaps(storage.alone, sorted(requests), passes)
-            absences += [Absence(value, opens, closes) for opens, closes in gaps]
             opens, dies = storage.alone[-1] if storage.alone else NEVER, storage.dies if storage.dies >= 0 else end
+            gaps = _gaps(storage.alone, sorted(moment for moment in requests if moment < dies), passes)
+            absences += [Absence(value, opens, closes) for opens, closes in gaps]
             if opens > max(requests, default=NEVER) and _any_between(events, opens, dies):
                 absences.append(Absence(value, opens, dies))
     return tuple(absences)

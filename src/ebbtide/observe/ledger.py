@@ -218,10 +218,16 @@ class Ledger:
             if on_death is not None:
                 on_death(record)
 
-    def make_larger(self, storage: torch.UntypedStorage) -> StorageRecord:
-        """An op has given a storage more memory: it counts as another one from now on, and the former one as dead."""
+    def outdated(self, storage: torch.UntypedStorage) -> StorageRecord | None:
+        """The record of a storage that was made, if that has more memory by now, or less."""
+        record = self._living.get(storage._cdata) if self.open else None
+        is_outdated = record is not None and not record.external and record.size_bytes != self._size_of(storage)
+        return record if is_outdated else None
+
+    def resized(self, storage: torch.UntypedStorage) -> StorageRecord:
+        """A storage has more memory, or less: it counts as another one from now on, and the former one as dead."""
         former = self._living.pop(storage._cdata, None)
-        record = self._enter(storage, external=False)  # both count for a moment: the op copied from one to the other
+        record = self._enter(storage, external=False)  # both count for a moment: one was copied to the other
         if former is not None:
             former.reference = None  # or it would report the death a second time
             self._gone(former)

@@ -12,8 +12,10 @@ NOTE [What is a value, and when does it die]
    again, if the graph is kept for another backward pass. What hooks give it must be a tensor of its own for that.
 5. A saved storage that was moved out under the safe policy (and so died) is the same value still: it lives until the
    last saved tensor that shows it is dropped and its restored storage has died.
-6. Whoever shards parameters empties their storages between the forward and the backward pass, by no op. What reads such
-   a storage is never run again. They are looked for as autograd first asks for something, and in the end.
+6. Storages are emptied, and filled again, by no op (`resizing.py`). One that the step made dies as it is emptied; with
+   memory again it is another one, as if made by the op that comes next, and stays where it is. What was there before,
+   as parameters that are sharded, counts on, and what reads it is never run again. That is looked for as autograd
+   first asks for something, and in the end.
 """
 
 from __future__ import annotations
@@ -83,7 +85,8 @@ class Recorder(DispatchMode):
         super().__init__()
         self.lock = threading.RLock()
         self.interrupts = Interrupts()
-        self.storages = Storages(memory)
+        self._ops: list[OpDraft] = []
+        self.storages = Storages(memory, self._ops, self.lock)
         self.ledger = self.storages.ledger
         self._memory, self._note = memory, note
         self._oldest = 2 if collects_all else 1
@@ -91,7 +94,6 @@ class Recorder(DispatchMode):
         self._time = clock if clock is not None else HostClock()
         self._mark = self._time.mark
         self._trail, self._asking = ModuleTrail(), AskingNodes(self)
-        self._ops: list[OpDraft] = []
         self._saved: list[Saved] = []
         self._saved_modules: list[str] = []
         self._unpacked: list[list[int]] = []
@@ -174,7 +176,7 @@ class Recorder(DispatchMode):
         if written:
             grown -= self._note_larger(draft, enlarged(written), tick)
             storages = dict.fromkeys(self.storages.touch(tensor) for tensor, *_ in written)
-            self._note_versions(draft, (each for each in storages if each.versions[-1] not in draft.outputs), tick)
+            self._note_versions(draft, storages, tick)
         if in_training:
             self._note_statistics(draft, args, tick)
         self._note_made(draft, result, tick, grown)
@@ -232,7 +234,7 @@ class Recorder(DispatchMode):
 
     def _begin(self, draft: OpDraft) -> None:
         self._ops.append(draft)
-        self.storages.moment += 1
+        self.storages.moment_ends()
 
     def compiling(self, begins: bool) -> None:
         """PyTorch begins to compile, or has compiled: it is no part of the step. See `inductor.py`."""
@@ -283,8 +285,8 @@ class Recorder(DispatchMode):
         return tuple(values)
 
     def _note_versions(self, draft: OpDraft, written: Iterable[SeenStorage], tick: int) -> None:
-        """Each storage that the op wrote in place has a new version."""
-        for storage in written:
+        """Each storage that the op wrote in place has a new version, unless that is new."""
+        for storage in (each for each in written if each.versions[-1] not in draft.outputs):
             pair = storage.versions[-1], self.storages.new_version(storage, tick)
             draft.mutated += (pair,)
             draft.outputs += (pair[1],)
@@ -341,7 +343,7 @@ class Recorder(DispatchMode):
         stride, offset = (tuple(tensor.stride()), int(tensor.storage_offset())) if followed else ((), 0)
         self._saved.append(Saved(storage.versions[-1], dtype, shape, stride, offset, unpacked=()))
         self._events.append(Event("pack", len(self._ops), number, phase_now(), between))
-        self.storages.moment += 1
+        self.storages.moment_ends()
         return number
 
     def _pass_begins(self) -> None:
@@ -365,7 +367,7 @@ class Recorder(DispatchMode):
         self._passes[self.storages.moment] = torch._C._current_graph_task_id()
         self.storages.watch(self.storage_of(number))
         self._backward_module = self._saved_modules[number]
-        self.storages.moment += 1
+        self.storages.moment_ends()
 
     def resume(self) -> None:
         """The recorder is done, or the hook that called `pack` or `unpack`: what passes now is the step's own time."""
@@ -387,7 +389,7 @@ class Recorder(DispatchMode):
     def finish(self) -> Step:
         """The step that was recorded, up to now. Waits until the device is done with it."""
         self.interrupts.raise_kept()
-        self.storages.spare_readers(self._ops)
+        self.storages.spare_readers()
         moments = len(self._ops) + len(self._events)
         ops = tuple(draft.op(total_seconds(self._time, draft.spans)) for draft in self._ops)
         values = tuple(draft.value(moments) for draft in self.storages.values)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -13,6 +13,7 @@ from ebbtide.observe.allocated import Memory
 from ebbtide.observe.drafts import OpDraft, SeenStorage, ValueDraft
 from ebbtide.observe.garbage import HeldOff
 from ebbtide.observe.ledger import Ledger, StorageRecord, storage_wrapper_count, use_count
+from ebbtide.observe.resizing import tell_no_more_of_resizing, tell_of_resizing
 from ebbtide.step import EXTERNAL
 
 COLLECTS_BYTES = 1 << 30
@@ -24,6 +25,8 @@ class Storages:
 
     Args:
         memory: of the training device, if its allocator says what is taken: then storages count for that.
+        ops: those of the step so far; whoever runs one adds it first.
+        lock: held while they change.
 
     Attributes:
         moment: the present one; whoever notes an op or an event moves it on.
@@ -32,7 +35,8 @@ class Storages:
         emptied: by number, storages that were found alive and without memory.
     """
 
-    def __init__(self, memory: Memory | None) -> None:
+    def __init__(self, memory: Memory | None, ops: list[OpDraft], lock: AbstractContextManager[object]) -> None:
+        self._ops, self._lock = ops, lock
         self.moment = 0
         self.ledger = Ledger(self._died) if memory is None else Ledger(self._died, memory.size_of)
         self.values: list[ValueDraft] = []
@@ -42,6 +46,7 @@ class Storages:
         self._collector = HeldOff()
         self._count = 0
         self._records: dict[StorageRecord, SeenStorage] = {}
+        self._resized_now: list[SeenStorage] = []
         self._watched: dict[int, SeenStorage] = {}
         self._no_storage: SeenStorage | None = None
         self._wrapper = storage_wrapper_count()
@@ -49,9 +54,11 @@ class Storages:
     def begin(self) -> None:
         """The step begins."""
         self._collector.begin()
+        tell_of_resizing(self._resized)
 
     def end(self) -> None:
         """It ends."""
+        tell_no_more_of_resizing(self._resized)
         self._left_bytes = self.ledger.made_here_bytes
         self._collector.end()
 
@@ -93,7 +100,50 @@ class Storages:
         former, storage = self.touch(tensor), tensor.untyped_storage()
         if former.views or storage.nbytes() <= former.size_bytes:
             return None
-        return self._add(self.ledger.make_larger(storage), tensor, tick)
+        return self._add(self.ledger.resized(storage), tensor, tick)
+
+    def _resized(self, memory: torch.UntypedStorage) -> None:
+        """Somebody has given memory to a storage, or taken it, by no op: see rule 6. Its values so far are those of one
+        that is dead; holdings have the present one."""
+        with self._lock:
+            former = self.ledger.outdated(memory)
+            storage = self._records.get(former) if former is not None else None
+            if storage is None:
+                return
+            record = self.ledger.resized(memory)
+            self._records[record] = storage
+            if storage not in self._resized_now:
+                past = SeenStorage(storage.number, storage.size_bytes, storage.cdata)
+                past.versions, past.alone, past.dies = storage.versions, storage.alone, self.moment
+                for value in past.versions:
+                    self.values[value].storage = past
+                storage.number, storage.versions, storage.alone, storage.is_resized = self._count, [], [], True
+                self._count += 1
+                self.new_version(storage, EXTERNAL)
+                self._resized_now.append(storage)
+            storage.dies, storage.size_bytes = -1, record.size_bytes
+
+    def moment_ends(self) -> None:
+        """The present moment ends: an op has begun, or an event is over."""
+        if self._resized_now:
+            self._find_makers()
+        self.moment += 1
+
+    def _find_makers(self) -> None:
+        """Storages with memory that they were given by no op count as made by the op that begins, or, before an event,
+        by the last one. It does not make them if it runs again."""
+        resized, self._resized_now = self._resized_now, []
+        for storage in resized:
+            if storage.dies >= 0:
+                storage.size_bytes = 0
+            elif storage.size_bytes:
+                number, *later = storage.versions  # an op that resizes what it writes has made another version already
+                tick = self.values[later[0]].maker if later else len(self._ops) - 1
+                op, value = self._ops[tick], self.values[number]
+                value.maker, value.uses = tick, []
+                op.inputs = tuple(read for read in op.inputs if read != number)
+                op.mutated = tuple(pair for pair in op.mutated if pair[0] != number)
+                op.outputs, op.replay = (*op.outputs, number), "opaque"
 
     def loaded(self, memory: torch.UntypedStorage, ops: Sequence[OpDraft]) -> None:
         """Memory that no op has made is there from now on. It counts as made by the latest of ``ops``, which is never
@@ -181,18 +231,19 @@ class Storages:
             if record.is_emptied:
                 self.emptied[storage.number] = storage
 
-    def spare_readers(self, ops: Sequence[OpDraft]) -> None:
+    def spare_readers(self) -> None:
         """What reads storages that are emptied, or values that stay as they are, is never run again, nor what makes
         values that are counted twice."""
+        self._find_makers()
         self.look_for_emptied()
         emptied = [self.values[value] for storage in self.emptied.values() for value in storage.versions]
         for draft in (*emptied, *(draft for draft in self.values if draft.stays)):
             for tick in draft.uses:
-                if ops[tick].replay != "view":
-                    ops[tick].replay = "opaque"
+                if self._ops[tick].replay != "view":
+                    self._ops[tick].replay = "opaque"
         for draft in self.values:
             if draft.is_counted_twice:
-                ops[draft.maker].replay = "opaque"
+                self._ops[draft.maker].replay = "opaque"
 
     def watch(self, storage: SeenStorage) -> None:
         """Somebody has ``storage`` besides autograd, if it is here: see from when on nobody has."""

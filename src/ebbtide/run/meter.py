@@ -14,6 +14,7 @@ from ebbtide.observe.inductor import compiled_as_ops
 from ebbtide.observe.ledger import Ledger, StorageRecord, enlarged, has_storage, tensors_in, written_by
 from ebbtide.observe.loads import unwatch_loads, watch_loads
 from ebbtide.observe.mode import DispatchMode, run_op
+from ebbtide.observe.resizing import tell_no_more_of_resizing, tell_of_resizing
 from ebbtide.observe.schema import operator_info
 from ebbtide.observe.uncompiled import never_compiled
 from ebbtide.observe.wrapped import AsOrdinary, runs_as_called, wraps
@@ -66,6 +67,7 @@ class PeakMeter(DispatchMode):
         self._compiled.__enter__()
         super().__enter__()
         watch_loads(self)
+        tell_of_resizing(self._resized)
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -73,6 +75,7 @@ class PeakMeter(DispatchMode):
         self._asking.forget()
         self._hidden = True  # it stays on, if this is another thread than it was put on in
         unwatch_loads(self)
+        tell_no_more_of_resizing(self._resized)
         super().__exit__(*exception)
         self._compiled.__exit__(None, None, None)
 
@@ -80,6 +83,10 @@ class PeakMeter(DispatchMode):
         """Count memory for a load from ``tier``."""
         if is_on or self._tiers is None or tier in self._tiers:
             self._ledger.make(memory)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        if self._ledger.outdated(storage) is not None:
+            self._ledger.resized(storage)
 
     @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -99,7 +106,7 @@ class PeakMeter(DispatchMode):
         written = written_by(operator_info(func), args, kwargs)
         result = run_op(func, args, kwargs)
         for tensor in enlarged(written):
-            self._ledger.make_larger(tensor.untyped_storage())
+            self._ledger.resized(tensor.untyped_storage())
         self._make(result)
         self._asking.made(func, result)
         return result
