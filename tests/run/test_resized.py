@@ -192,3 +192,33 @@ def test_what_is_filled_twice_or_never(build: type[Program], machine: Machine, t
     assert plain_peak_bytes(build) == bytes_by_hand(build())
     assert_identical_within(build, run_plain(build), "100%", machine, tmp_path)
     assert_identical_within(build, run_plain(build), "70%", machine, tmp_path, may_raise_limit=1)
+
+
+class ByStorage(Program):
+    """Knows what it empties by its storage alone: no tensor of the user's shows that any more."""
+
+    def build(self) -> nn.Module:
+        return nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(12))
+
+    def loss(self, index: int) -> Tensor:
+        x = self.data(index, ROWS, WIDTH)
+        for layer in self.model:
+            y = torch.tanh(x)
+            z, copy, memory = layer(y), y.detach().clone(), y.untyped_storage()
+            del y
+            x = torch.sigmoid(z) + x * 0.5
+            memory.resize_(0)
+
+            def restore(_: Tensor, memory: torch.UntypedStorage = memory, copy: Tensor = copy) -> None:
+                memory.resize_(copy.nbytes)
+                memory.copy_(copy.untyped_storage())
+
+            z.register_hook(restore)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("machine", [FAST_DISK, SLOW_DISK], ids=["fast", "slow"])
+@pytest.mark.parametrize("limit", ["60%", "90%"])
+def test_what_is_emptied_is_not_moved_out(limit: str, machine: Machine, tmp_path: Path) -> None:
+    """It would come back without memory, whatever it was filled with meanwhile."""
+    assert_identical_within(ByStorage, run_plain(ByStorage), limit, machine, tmp_path, may_raise_limit=1)

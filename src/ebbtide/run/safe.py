@@ -307,6 +307,8 @@ class SafePolicy:
             holding = reference()
             if holding is None or holding.tensor is None:
                 del self._cache[key]
+            elif not holding.tensor.untyped_storage().nbytes():
+                pass  # whoever has emptied it may fill it again
             elif holding.intact and use_count(holding.identity) <= self._wrapper:  # ours is the only tensor of it
                 del self._cache[key]
                 self._evict(holding)
