@@ -13,9 +13,8 @@ NOTE [What is a value, and when does it die]
 5. A saved storage that was moved out under the safe policy (and so died) is the same value still: it lives until the
    last saved tensor that shows it is dropped and its restored storage has died.
 6. Storages are emptied, and filled again, by no op (`resizing.py`). One that the step made dies as it is emptied; with
-   memory again it is another one, as if made by the op that comes next, and stays where it is. What was there before,
-   as parameters that are sharded, counts on, and what reads it is never run again. That is looked for as autograd
-   first asks for something, and in the end.
+   memory again it is another one, as if made by the op that comes next, and stays. What was there before, as sharded
+   parameters, counts on, and what reads it is never run again: looked for at autograd's first request and in the end.
 """
 
 from __future__ import annotations
@@ -203,13 +202,12 @@ class Recorder(DispatchMode):
             self._begin(draft)
             self._note_made(draft, made, tick, grown)
 
-    def note_load(self, memory: torch.UntypedStorage, tier: object, is_on: bool) -> None:
+    def note_load(self, memory: torch.UntypedStorage, _: object, is_on: bool) -> None:
         """Record a load of another budget's step, or of an earlier one's plan: this step's own are hidden."""
-        del tier
         if is_on:  # of what is loaded in another thread, this one waits for nothing
             with self.lock:
                 if not self.hidden:
-                    self.storages.loaded(memory, self._ops)
+                    self.storages.loaded(memory)
                 if self._is_in_node:
                     self.resume()
 

@@ -145,13 +145,14 @@ class Storages:
                 op.mutated = tuple(pair for pair in op.mutated if pair[0] != number)
                 op.outputs, op.replay = (*op.outputs, number), "opaque"
 
-    def loaded(self, memory: torch.UntypedStorage, ops: Sequence[OpDraft]) -> None:
-        """Memory that no op has made is there from now on. It counts as made by the latest of ``ops``, which is never
-        run again: as an op of its own it would be one that no mode sees. Before the first op, it is external."""
-        record, is_new = self.ledger.make(memory) if ops else (None, False)
+    def loaded(self, memory: torch.UntypedStorage) -> None:
+        """Memory that no op has made is there from now on. It counts as made by the latest op, which is never run
+        again: as an op of its own it would be one that no mode sees. Before the first op, it is external."""
+        record, is_new = self.ledger.make(memory) if self._ops else (None, False)
         if record is not None and is_new:
-            ops[-1].outputs += tuple(self._add(record, memory, len(ops) - 1).versions)
-            ops[-1].replay = "opaque"
+            latest = self._ops[-1]
+            latest.outputs += tuple(self._add(record, memory, len(self._ops) - 1).versions)
+            latest.replay = "opaque"
 
     def nowhere(self) -> SeenStorage:
         """What stands for the storage of saved tensors that have none: nothing can be done with them."""
