@@ -9,11 +9,12 @@ import contextlib
 import math
 import operator
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, SupportsFloat, cast
 
-from ebbtide.errors import ArgumentError
+from ebbtide.errors import ArgumentError, SpillError
 from ebbtide.units import parse_budget, parse_bytes
 
 
@@ -77,6 +78,20 @@ def as_directory(name: str, value: Any) -> Path:
     if not _is_path(value):
         raise ArgumentError(f"{name}={value!r}: it must be the path of a directory, a str or a Path")
     return Path(value)
+
+
+def spill_directory(spill: Any, named_with: str = "spill=...") -> Path:
+    """The directory that is named, or else the system's for temporary files; errors say what one is ``named_with``.
+
+    Raises `SpillError` if none is named, and no file can be made where the system would have temporary ones.
+    """
+    if spill is not None:
+        return as_directory("spill", spill)
+    try:
+        return Path(tempfile.gettempdir())
+    except OSError:
+        message = f"no directory for temporary files can be written; name one with {named_with}"
+        raise SpillError(message) from None
 
 
 def as_directories(name: str, value: Any) -> tuple[Path, ...]:

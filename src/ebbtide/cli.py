@@ -90,7 +90,7 @@ def demo(
     names = [name.strip() for name in models.split(",") if name.strip()]
     if models and not names:
         raise typer.BadParameter("it names no model", param_hint="--models")
-    rows = run_demo(errors_console(), models=names, steps=steps, spill=None if spill is None else str(spill))
+    rows = run_demo(errors_console(), models=names, steps=steps, spill=str(spill_or_default(spill)))
     if json_path is not None:
         write_whole(json_path, (json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n").encode())
     output = console_beside(json_path)

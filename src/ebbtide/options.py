@@ -7,13 +7,13 @@ import inspect
 import math
 import os
 import re
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from ebbtide.arguments import spill_directory
 from ebbtide.machine import Machine
 from ebbtide.machines import load_machine, machine_names
 from ebbtide.named_steps import STEP_FUNCTION, is_file
@@ -161,4 +161,4 @@ def pair_of(text: str, option: str) -> tuple[int, int]:
 
 def spill_or_default(spill: Path | None) -> Path:
     """The directory of ``--spill``, or the one for temporary files."""
-    return spill if spill is not None else Path(tempfile.gettempdir())
+    return spill_directory(spill, "--spill DIR")

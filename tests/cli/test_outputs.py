@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 from ebbtide.cli import app
 from ebbtide.machine import Machine
+from tests.cli.commands import Failure
 from tests.plan.random_steps import network_step
 
 FEW = ("--points", "2", "--seconds", "0", "--policies", "none")
@@ -64,3 +66,14 @@ def test_what_goes_to_standard_output_goes_there_alone(
         assert written.rstrip().endswith("</html>")
     else:
         json.loads(written)
+
+
+@pytest.mark.parametrize("command", [["calibrate"], ["demo", "--models", "gpt2"]], ids=lambda command: command[0])
+def test_with_no_place_for_temporary_files_a_directory_must_be_named(
+    command: list[str], failure: Failure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nowhere() -> str:
+        raise FileNotFoundError("No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    assert failure(*command) == "ebbtide: no directory for temporary files can be written; name one with --spill DIR"

@@ -9,7 +9,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
+import ebbtide
+from ebbtide.errors import SpillError
 from ebbtide.run.cache import cache_path
 from ebbtide.run.native import find_compiler
 
@@ -89,6 +92,35 @@ def test_what_is_kept_in_a_home_is_found_though_nothing_can_be_added(
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert cache_path("kept") == kept
     assert cache_path("new") == own(tmp_path) / "new"
+
+
+@pytest.fixture
+def no_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No directory for temporary files can be written, as in a container whose root is read-only."""
+
+    def nowhere() -> str:
+        raise FileNotFoundError("No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+
+
+@pytest.mark.usefixtures("no_home", "no_temporary_files", "quick_plans")
+def test_with_no_place_for_any_file_a_named_directory_is_enough(tmp_path: Path) -> None:
+    """Nothing is remembered, and the budget is kept."""
+    assert cache_path("file") is None
+    weight = torch.ones(256, 256, requires_grad=True)
+    with ebbtide.Budget("100%", spill=tmp_path) as memory:
+        for _ in range(3):
+            with memory.step():
+                (weight * weight).sum().backward()
+        assert memory.plan is not None
+
+
+@pytest.mark.usefixtures("no_temporary_files")
+def test_with_no_place_for_temporary_files_a_directory_must_be_named() -> None:
+    message = r"^no directory for temporary files can be written; name one with spill=\.\.\.$"
+    with pytest.raises(SpillError, match=message):
+        ebbtide.Budget("50%")
 
 
 def arena_built_by(compiler: str, cache: Path) -> str:

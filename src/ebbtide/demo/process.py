@@ -41,7 +41,8 @@ class CaseProcess:
         if spill is not None:
             command += ["--spill", spill]
         self._stack = contextlib.ExitStack()
-        self._complaints = self._stack.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115 (the stack closes it)
+        complaints = tempfile.TemporaryFile("w+", dir=spill)  # noqa: SIM115 (the stack closes it)
+        self._complaints = self._stack.enter_context(complaints)
         pipe = subprocess.PIPE
         self._process = self._stack.enter_context(
             subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._complaints, text=True)

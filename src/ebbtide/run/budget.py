@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from ebbtide.arguments import as_budget, as_directory, as_size, check_instance
+from ebbtide.arguments import as_budget, as_size, check_instance, spill_directory
 from ebbtide.decisions import Plan
 from ebbtide.errors import EbbtideError, StepError
 from ebbtide.machine import Machine, check_machine
@@ -61,7 +60,7 @@ class Budget:
     Raises:
         ArgumentError: if ``limit`` is neither a size nor a percentage, ``host`` is not a size, or ``spill`` or
             ``machine`` has another type. It is a `ValueError`.
-        SpillError: if ``spill`` cannot be used.
+        SpillError: if ``spill`` cannot be used, or there is none and no directory for temporary files can be written.
         RecordError: if ``machine`` cannot exist.
     """
 
@@ -83,7 +82,7 @@ class Budget:
         amount = as_budget("limit", limit)
         limit_bytes, fraction = (amount, None) if isinstance(amount, int) else (None, amount)
         # Absolute: it is looked at again when the disk is measured, and the process may be elsewhere by then.
-        directory = as_directory("spill", spill if spill is not None else tempfile.gettempdir()).absolute()
+        directory = spill_directory(spill).absolute()
         host_bytes = as_size("host", host) if host is not None else None
         tiers = tiers_for(directory, checksum=checksum, host_bytes=host_bytes)
         self._loop = Loop(

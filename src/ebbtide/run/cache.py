@@ -42,11 +42,11 @@ def _can_write(directory: Path) -> bool:
 
 def _own_temporary() -> Path | None:
     """A directory of this user's own, or None: code is loaded from there, and anybody can make it beforehand."""
-    path = Path(tempfile.gettempdir()) / f"ebbtide-{os.getuid()}"
     try:
+        path = Path(tempfile.gettempdir()) / f"ebbtide-{os.getuid()}"
         path.mkdir(mode=0o700, exist_ok=True)
         found = path.lstat()
-    except OSError:
+    except OSError:  # nor can any temporary file be made, if it is the first line's
         return None
     is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
     return path if is_own else None
