@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import pickle
 from collections.abc import Callable
@@ -28,6 +29,8 @@ from ebbtide.observe.fake import observe_fake
 from ebbtide.plan import least_peak_bytes, lower_bound, plain_peak_bytes, simulate, solve, whole_bound
 from ebbtide.plan.batch import largest_batch
 from ebbtide.plan.frontier import frontier
+from ebbtide.plan.published.capuchin import capuchin
+from ebbtide.plan.published.hascoet import hascoet
 from ebbtide.plan.published.registry import POLICIES
 from ebbtide.run.calibrate import calibrate, machine_for
 from tests.plan.random_steps import disk_machine, network_step
@@ -50,6 +53,8 @@ NO_SIZES: tuple[Any, ...] = (
     torch.ones(2),
 )
 NO_PATHS: tuple[Any, ...] = ("", [""], 3, True, 2.5, b"/tmp", {}, torch.tensor(1), [None], ["/tmp", 3], object)
+
+BUDGET_SWITCHES = ("verify", "tune_allocator", "checksum", "hard")
 
 weight = torch.eye(4, requires_grad=True)
 
@@ -123,6 +128,38 @@ def test_numbers_of_seconds_of_other_libraries(second: Any) -> None:
     assert found == sequence.choose(**{**given, "step_seconds": 1.0, "reverse_seconds": 2.0})
     made = solve(network_step(4), disk_machine(), plain_peak_bytes(network_step(4)) * 4 // 5, seconds=0 * second)
     assert type(made.seconds) is float
+
+
+@pytest.mark.parametrize(
+    "value", ["no", "off", "false", "", 0, 1, [], torch.tensor(False), np.zeros(2, bool)], ids=repr
+)
+def test_what_is_no_switch(value: Any, tmp_path: Path) -> None:
+    """None of these is taken for what it counts as: most people would be surprised."""
+    problem = network_step(4), disk_machine(), 10**9
+    calls: list[tuple[str, Callable[..., Any]]] = [
+        *((name, functools.partial(ebbtide.Budget, "50%", spill=tmp_path)) for name in BUDGET_SWITCHES),
+        *((name, call) for name in ("check", "progress") for call in (scan, run)),
+        *((name, functools.partial(hascoet, *problem)) for name in ("copy_stream", "helper_thread", "prefetch")),
+        ("recompute", functools.partial(capuchin, *problem)),
+    ]
+    for name, call in calls:
+        with pytest.raises(ArgumentError, match=rf"^{name}=.*: it must be True or False$"):
+            call(**{name: value})
+
+
+def test_switches_of_numpy(tmp_path: Path) -> None:
+    options: dict[str, Any] = dict.fromkeys(BUDGET_SWITCHES, np.False_)
+    ebbtide.Budget("50%", spill=tmp_path, **options).close()
+    assert run(check=np.True_, progress=np.False_) == len(scan(check=np.True_, progress=np.False_)) == 9
+
+
+def test_only_the_bar_is_up_to_ebbtide_if_it_is_none(tmp_path: Path) -> None:
+    assert run(progress=None) == len(scan(progress=None)) == 9
+    budget = functools.partial(ebbtide.Budget, "50%", spill=tmp_path)
+    calls: list[tuple[str, Callable[..., Any]]] = [("check", scan), ("check", run), ("hard", budget)]
+    for name, call in calls:
+        with pytest.raises(ArgumentError, match=rf"^{name}=None: it must be True or False$"):
+            call(**{name: None})
 
 
 @pytest.mark.parametrize("name", ["forward", "reverse", "turn"])

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, SupportsFloat, cast
 
+import numpy as np
+
 from ebbtide.errors import ArgumentError, SpillError
 from ebbtide.units import parse_budget, parse_bytes
 
@@ -48,6 +50,13 @@ def as_duration(name: str, value: Any) -> float:
     if seconds is None:
         raise ArgumentError(f"{name}={value!r}: it must be a number of seconds, 0 or more, and finite")
     return seconds
+
+
+def as_switch(name: str, value: Any) -> bool:
+    """True or False, NumPy's too. Not what merely counts as such: the text "no" would mean yes."""
+    if not isinstance(value, bool | np.bool_):
+        raise ArgumentError(f"{name}={value!r}: it must be True or False")
+    return bool(value)
 
 
 def as_callable(name: str, value: Any) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from ebbtide.arguments import as_budget, as_size, check_instance, spill_directory
+from ebbtide.arguments import as_budget, as_size, as_switch, check_instance, spill_directory
 from ebbtide.decisions import Plan
 from ebbtide.errors import EbbtideError, StepError
 from ebbtide.machine import Machine, check_machine
@@ -58,8 +58,8 @@ class Budget:
             that verifies. The cap counts reserved segments, so leave room for fragmentation.
 
     Raises:
-        ArgumentError: if ``limit`` is neither a size nor a percentage, ``host`` is not a size, or ``spill`` or
-            ``machine`` has another type. It is a `ValueError`.
+        ArgumentError: if ``limit`` is neither a size nor a percentage, ``host`` is not a size, ``spill`` or ``machine``
+            has another type, or a switch is neither True nor False. It is a `ValueError`.
         SpillError: if ``spill`` cannot be used, or there is none and no directory for temporary files can be written.
         RecordError: if ``machine`` cannot exist.
     """
@@ -84,7 +84,9 @@ class Budget:
         # Absolute: it is looked at again when the disk is measured, and the process may be elsewhere by then.
         directory = spill_directory(spill).absolute()
         host_bytes = as_size("host", host) if host is not None else None
-        tiers = tiers_for(directory, checksum=checksum, host_bytes=host_bytes)
+        verify, hard = as_switch("verify", verify), as_switch("hard", hard)
+        tune_allocator = as_switch("tune_allocator", tune_allocator)
+        tiers = tiers_for(directory, checksum=as_switch("checksum", checksum), host_bytes=host_bytes)
         self._loop = Loop(
             limit_bytes, fraction, tiers, directory, machine, verify=verify, tune_allocator=tune_allocator, hard=hard
         )

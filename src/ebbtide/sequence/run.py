@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from ebbtide.arguments import as_callable, as_directories, as_duration, as_size, as_whole
+from ebbtide.arguments import as_callable, as_directories, as_duration, as_size, as_switch, as_whole
 from ebbtide.errors import ArgumentError, SequenceError
 from ebbtide.sequence.arrays import ArrayChain, Condition, ForwardOperator, Lookahead, OwnCopies, ReverseOperator
 from ebbtide.sequence.blocks import Blocks, blocks_within, bytes_on_disk
@@ -113,7 +113,8 @@ def run(
             shape, the schedule does not fit or breaks a rule, with ``check``, a step does not give the same state
             again, or, with ``name``, the run that was killed was another one.
         ArgumentError: if an operator cannot be called, ``memory`` is not a size, ``spill`` not a path, ``name`` not fit
-            for a folder's name, or another argument of the wrong type; it is a `ValueError`.
+            for a folder's name, ``check`` or ``progress`` neither True nor False, or another argument of the wrong
+            type; it is a `ValueError`.
         SpillError: if the spill directory is missing, full or faulty.
     """
     for name_of_operator, operator in (("forward", forward), ("reverse", reverse), ("turn", turn)):
@@ -121,7 +122,8 @@ def run(
     _check_schedule(schedule)
     if reverse_seconds is not None:
         reverse_seconds = as_duration("reverse_seconds", reverse_seconds)
-    directories = as_directories("spill", spill)
+    directories, check = as_directories("spill", spill), as_switch("check", check)
+    progress = progress if progress is None else as_switch("progress", progress)
     n = _as_length(n)
     layout = ArrayLayout(state)
     slots, first = memory_slots(layout.size_bytes, memory), layout.view(state)

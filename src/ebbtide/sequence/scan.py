@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ebbtide.arguments import as_callable, as_directories, as_size, as_whole
+from ebbtide.arguments import as_callable, as_directories, as_size, as_switch, as_whole
 from ebbtide.errors import SequenceError
 from ebbtide.observe.uncompiled import never_compiled
 from ebbtide.sequence.blocks import blocks_within
@@ -90,14 +90,15 @@ def scan(
         SequenceError: if ``memory`` holds fewer than two states, a state is not like state 0, the cell misbehaves, what
             it writes to outside has another size than in step 0, or tensors have tangents of forward-mode derivatives
             or a transform of `torch.func` is under way; also from the backward pass.
-        ArgumentError: if ``cell`` cannot be called, ``memory`` is not a size, ``spill`` not a path, or ``truncate`` not
-            a whole number of at least 1; it is a `ValueError`.
+        ArgumentError: if ``cell`` cannot be called, ``memory`` is not a size, ``spill`` not a path, ``truncate`` not a
+            whole number of at least 1, or ``check`` or ``progress`` neither True nor False; it is a `ValueError`.
         SpillError: if the spill directory is missing, full or faulty; also from the backward pass.
     """
     as_callable("cell", cell)
     if truncate is not None:
         truncate = as_whole("truncate", truncate, 1)
-    directories = as_directories("spill", spill)
+    directories, check = as_directories("spill", spill), as_switch("check", check)
+    progress = progress if progress is None else as_switch("progress", progress)
     if not torch.is_grad_enabled():
         return _plain(cell, state, inputs)
     refuse_transforms(tree_leaves(state))

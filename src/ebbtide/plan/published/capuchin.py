@@ -10,6 +10,7 @@ import dataclasses
 
 import numpy as np
 
+from ebbtide.arguments import as_switch
 from ebbtide.arrays import Floats, Ints
 from ebbtide.decisions import Plan
 from ebbtide.errors import PolicyError
@@ -43,8 +44,10 @@ def capuchin(step: Step, machine: Machine, limit_bytes: int, *, recompute: bool 
     Raises:
         BudgetError: if the candidates do not bring the step within ``limit_bytes``.
         PolicyError: if the machine has no slow tier and nothing may be computed again, or ``feedback`` is below 0.
+        ArgumentError: if ``recompute`` is neither True nor False.
     """
     check_count("capuchin's feedback", feedback, 0)
+    recompute = as_switch("recompute", recompute)
     ground = Ground.of(step, machine, METHOD, needs_tier=False)
     if ground.tier is None and not recompute:
         raise PolicyError(f"{METHOD} without recomputation needs a slow tier; machine {machine.name} has none")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 
+from ebbtide.arguments import as_switch
 from ebbtide.decisions import Plan
 from ebbtide.machine import Machine
 from ebbtide.plan.follow import Move
@@ -46,8 +47,11 @@ def hascoet(
     Raises:
         BudgetError: if the plan holds more than ``limit_bytes``.
         PolicyError: if no input of such a layer is saved, the machine has no slow tier, or ``layers`` is another.
+        ArgumentError: if another switch is neither True nor False.
     """
     check_choice("hascoet's layers", layers, Layers)
+    copy_stream, helper_thread = as_switch("copy_stream", copy_stream), as_switch("helper_thread", helper_thread)
+    prefetch = as_switch("prefetch", prefetch)
     method = f"hascoet {layers}"
     ground = Ground.of(step, machine, method)
     chosen = layer_inputs(ground, layers, method)
