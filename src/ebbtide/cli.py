@@ -1,6 +1,7 @@
 """The ``ebbtide`` command: demo, calibrate, observe, plan, report, frontier, batch.
 
 Each subcommand is thin: it reads files, calls the package, writes files, prints, and imports what only it needs.
+Helps are not docstrings, of which ``python -OO`` leaves nothing.
 """
 
 from __future__ import annotations
@@ -61,16 +62,22 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(help="Train PyTorch models within a memory budget, with the same gradients bit for bit.")
 def options(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version, and exit.")
     ] = False,
 ) -> None:
-    """Train PyTorch models within a memory budget, with the same gradients bit for bit."""
+    """What may stand before a command."""
 
 
-@app.command()
+@app.command(
+    help="""Train three models on real data, plain and within 50 % and 25 % of the memory, and compare.
+
+    VGG-19 and ResNet-50 learn crops of two photographs, a byte-level GPT learns the Python standard library's sources.
+    Takes some minutes. Ends with code 1 if a peak is above its budget or a number differs from plain PyTorch's.
+    """
+)
 def demo(
     models: Annotated[str, typer.Option(help="Comma-separated models out of vgg19, resnet50, gpt2.")] = "",
     steps: Annotated[int, typer.Option(min=8, help="Training steps of each case.")] = 10,
@@ -80,11 +87,6 @@ def demo(
         typer.Option("--json", metavar="FILE", callback=writable, help="Also write the rows as JSON."),
     ] = None,
 ) -> None:
-    """Train three models on real data, plain and within 50 % and 25 % of the memory, and compare.
-
-    VGG-19 and ResNet-50 learn crops of two photographs, a byte-level GPT learns the Python standard library's sources.
-    Takes some minutes. Ends with code 1 if a peak is above its budget or a number differs from plain PyTorch's.
-    """
     from ebbtide.demo.run import demo_notes, demo_table, faults, run_demo
 
     names = [name.strip() for name in models.split(",") if name.strip()]
@@ -101,7 +103,15 @@ def demo(
         raise EbbtideError("; ".join(found))
 
 
-@app.command()
+@app.command(
+    help="""Measure how fast tensors move to the spill directory and back.
+
+    The answer is remembered for this machine and directory, and used by every budget from then on.
+
+    With steps it also fits how fast ops run here, so that other models need not run to be planned for:
+    `ebbtide calibrate train.py -o here.json`, then `ebbtide plan --machine here.json --model larger.py`.
+    """
+)
 def calibrate(
     steps: Annotated[
         list[str] | None,
@@ -116,13 +126,6 @@ def calibrate(
         Path | None, typer.Option("-o", metavar="FILE", callback=writable, help="Also write the machine as JSON.")
     ] = None,
 ) -> None:
-    """Measure how fast tensors move to the spill directory and back.
-
-    The answer is remembered for this machine and directory, and used by every budget from then on.
-
-    With steps it also fits how fast ops run here, so that other models need not run to be planned for:
-    `ebbtide calibrate train.py -o here.json`, then `ebbtide plan --machine here.json --model larger.py`.
-    """
     from ebbtide.report.sentences import compute_lines, links_table
     from ebbtide.run.calibrate import calibrate as measure
     from ebbtide.timed_steps import fit_here, with_compute
@@ -147,7 +150,16 @@ def calibrate(
         say(*compute_lines(fitted.compute, fitted.seconds), beside=[output])
 
 
-@app.command()
+@app.command(
+    help="""Record one training step: its ops, the tensors it makes and when they are needed.
+
+    For example `ebbtide observe resnet50 --batch 16 -o step.json.gz`, or `ebbtide observe train.py:one_step -o
+    step.json`, where one_step() runs one forward and backward pass. It is called twice.
+
+    With --fake the model may be larger than any memory at hand, and durations are estimates:
+    `ebbtide observe gpt.py --fake --machine h200 -o step.json.gz`. The file is then imported under fake tensors too.
+    """
+)
 def observe(
     what: Annotated[str, typer.Argument(metavar=WHAT_FORM, help=WHAT_HELP)],
     output: Annotated[
@@ -160,14 +172,6 @@ def observe(
     ] = False,
     machine_name: MachineName = None,
 ) -> None:
-    """Record one training step: its ops, the tensors it makes and when they are needed.
-
-    For example `ebbtide observe resnet50 --batch 16 -o step.json.gz`, or `ebbtide observe train.py:one_step -o
-    step.json`, where one_step() runs one forward and backward pass. It is called twice.
-
-    With --fake the model may be larger than any memory at hand, and durations are estimates:
-    `ebbtide observe gpt.py --fake --machine h200 -o step.json.gz`. The file is then imported under fake tensors too.
-    """
     from ebbtide.step_checks import check_trains
 
     check_apart([output], script_of(what), machine_file_of(machine_name))
@@ -191,7 +195,15 @@ def observe(
         print(f"ebbtide: warning: {fault}; if the function returned one that does, name that", file=sys.stderr)
 
 
-@app.command()
+@app.command(
+    help="""Decide what each saved tensor of a step does: stay, move out and come back, or be computed again.
+
+    The file holds the step and the machine too, so that `ebbtide report` needs nothing else.
+
+    Without the hardware: `ebbtide plan --machine h200 --model examples/gpt2_xl.py` says whether the model fits that
+    machine, plain or planned, and how fast it would be.
+    """
+)
 def plan(
     step_path: Annotated[
         Path | None, typer.Argument(metavar="STEP", help="A step from `ebbtide observe`.", show_default=False)
@@ -211,13 +223,6 @@ def plan(
     batch: Batch = None,
     spill: Spill = None,
 ) -> None:
-    """Decide what each saved tensor of a step does: stay, move out and come back, or be computed again.
-
-    The file holds the step and the machine too, so that `ebbtide report` needs nothing else.
-
-    Without the hardware: `ebbtide plan --machine h200 --model examples/gpt2_xl.py` says whether the model fits that
-    machine, plain or planned, and how fast it would be.
-    """
     from ebbtide.plan import solve
     from ebbtide.report.sentences import foreign_times, verdict
     from ebbtide.report.summary import summarise
@@ -248,7 +253,15 @@ def plan(
         say(f"written to {output}", beside=[output])
 
 
-@app.command()
+@app.command(
+    help="""Find the largest batch that a machine can train within a budget and a share of extra time, without the
+    machine.
+
+    The step is observed as with `ebbtide observe --fake` at two sizes of the batch; others are told from these. The
+    answer is observed too, and taken back if it does not hold: `ebbtide batch train.py --machine h100 --overhead 5%`,
+    where one_step(batch_size) in train.py runs one forward and backward pass.
+    """
+)
 def batch(
     what: Annotated[
         str, typer.Argument(metavar=WHAT_FORM, help=f"{WHAT_HELP} It is called with the size of the batch.")
@@ -264,12 +277,6 @@ def batch(
     between: Annotated[str, typer.Option(metavar="N,M", help="Two sizes of the batch to observe first.")] = "8,16",
     output: PlanFile = None,
 ) -> None:
-    """Find the largest batch that a machine can train within a budget and a share of extra time, without the machine.
-
-    The step is observed as with `ebbtide observe --fake` at two sizes of the batch; others are told from these. The
-    answer is observed too, and taken back if it does not hold: `ebbtide batch train.py --machine h100 --overhead 5%`,
-    where one_step(batch_size) in train.py runs one forward and backward pass.
-    """
     from ebbtide.plan.batch import largest_batch
     from ebbtide.report.sentences import batch_lines
 
@@ -292,14 +299,15 @@ def batch(
         say(f"written to {output}", beside=[output])
 
 
-@app.command()
+@app.command(
+    help="""Draw memory over the step with and without the plan, and the transfers under it, as one HTML page."""
+)
 def report(
     plan_path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan from `ebbtide plan`.")],
     output: Annotated[
         Path, typer.Option("-o", metavar="FILE", callback=writable, help="Where to write the page: .html.")
     ],
 ) -> None:
-    """Draw memory over the step with and without the plan, and the transfers under it, as one HTML page."""
     from ebbtide.report.timeline import write_timeline
 
     check_apart([output], plan_path)
@@ -311,7 +319,14 @@ def report(
     say(f"written to {output}", beside=[output])
 
 
-@app.command()
+@app.command(
+    help="""Draw what memory costs in time: overhead for budgets from the least reachable peak to the plain one.
+
+    Shows the solver's plans, the bound that no plan can beat, and policies from papers, all judged by one simulator, as
+    if each transfer took as long as predicted; `ebbtide plan` leaves time free around them, and takes somewhat longer:
+    `ebbtide frontier step.json.gz --machine h200 -o frontier.html -o frontier.png`.
+    """
+)
 def frontier(
     step_path: Annotated[
         Path, typer.Argument(metavar="STEP", help="A step from `ebbtide observe`, or a plan from `ebbtide plan`.")
@@ -331,12 +346,6 @@ def frontier(
     seconds: Annotated[float, typer.Option(min=0.0, help="Search of the solver for each budget.")] = 1.0,
     spill: Spill = None,
 ) -> None:
-    """Draw what memory costs in time: overhead for budgets from the least reachable peak to the plain one.
-
-    Shows the solver's plans, the bound that no plan can beat, and policies from papers, all judged by one simulator, as
-    if each transfer took as long as predicted; `ebbtide plan` leaves time free around them, and takes somewhat longer:
-    `ebbtide frontier step.json.gz --machine h200 -o frontier.html -o frontier.png`.
-    """
     from ebbtide.plan.frontier import frontier as compute
     from ebbtide.plan.published.registry import POLICIES, policies_named
     from ebbtide.report.frontier import WRITERS, check_drawable, frontier_tables

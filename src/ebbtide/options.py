@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 import typer
 
-from ebbtide.arguments import spill_directory
 from ebbtide.machine import Machine
 from ebbtide.machines import load_machine, machine_names
 from ebbtide.named_steps import STEP_FUNCTION, is_file
@@ -54,10 +53,9 @@ WHAT_FORM = "MODEL|FILE[:FUNCTION]"
 
 
 def with_whole_lines(app: typer.Typer) -> None:
-    """Let the help of each command break lines where the terminal does, not where its docstring does."""
+    """Let the help of each command break lines where the terminal does, not where its source does."""
     for command in app.registered_commands:
-        text = inspect.getdoc(command.callback) or ""
-        command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", text)
+        command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(command.help or ""))
 
 
 def writable(value: Any) -> Any:
@@ -161,4 +159,6 @@ def pair_of(text: str, option: str) -> tuple[int, int]:
 
 def spill_or_default(spill: Path | None) -> Path:
     """The directory of ``--spill``, or the one for temporary files."""
+    from ebbtide.arguments import spill_directory
+
     return spill_directory(spill, "--spill DIR")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,3 +43,11 @@ def test_policies_may_have_spaces(machine: Path, tmp_path: Path) -> None:
     output = run("frontier", step, "-o", numbers, *options)
 
     assert "rotor" in output
+
+
+def test_it_is_whole_without_docstrings() -> None:
+    command = [sys.executable, "-OO", "-m", "ebbtide", "--help"]
+    environment = os.environ | {"COLUMNS": "200", "PYTHONDONTWRITEBYTECODE": "1"}
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    for begin in ("Train PyTorch models within", "Train three models", "Measure how fast", "Draw what memory costs"):
+        assert begin in said

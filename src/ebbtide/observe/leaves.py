@@ -21,7 +21,7 @@ from ebbtide.observe.mode import unseen
 from ebbtide.observe.passes import in_pass, keeps_graph
 from ebbtide.observe.wrapped import AsOrdinary
 
-LEAF_NODE = type(torch.autograd.graph.get_gradient_edge(torch.empty(0, requires_grad=True, device="cpu")).node)
+LEAF_NODE: type[torch.autograd.graph.Node] = vars(torch._C)["_functions"].AccumulateGrad
 """What accumulates the gradient of a leaf."""
 _PASSING_ON = {"AddBackward0", "SubBackward0", "CloneBackward0", "ToCopyBackward0", "AliasBackward0"}
 """Nodes that may give on the very tensor that they are given."""

@@ -55,11 +55,14 @@ def changed_error(shown: Shown, found: int, version: int, leaf: int = -1) -> Cha
 
 @functools.cache
 def nothing(device: torch.device) -> torch.Tensor:
-    """A tensor of no elements."""
-    return torch.empty(0, device=device)
-
-
-nothing(torch.device("cpu"))  # not in a step, where a mode or a transform of the user's might see it
+    """A tensor of no elements, kept: a plain one, whatever mode or transform of the user's is on."""
+    with (
+        torch.inference_mode(False),
+        torch._C._DisableTorchDispatch(),
+        torch._C.DisableTorchFunction(),
+        torch._C._DisableFuncTorch(),
+    ):
+        return torch.empty(0, device=device)
 
 
 def shell_of(tensor: torch.Tensor) -> torch.Tensor:

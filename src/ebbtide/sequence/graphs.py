@@ -32,11 +32,12 @@ from ebbtide.errors import SequenceError
 from ebbtide.observe.leaves import LEAF_NODE
 from ebbtide.observe.mode import nodes_made
 from ebbtide.observe.wrapped import AsOrdinary
+from ebbtide.run.versions import nothing
 from ebbtide.sequence.fence import Fence, fence_here
 
 _hooks = torch._C._autograd
 _alias = torch.ops.aten.alias.default
-_NOBODY = torch.empty(0, device="cpu")
+_NOBODY = nothing(torch.device("cpu"))
 
 Edge = tuple[Node, int]
 
