@@ -17,7 +17,7 @@ import typer
 from rich.progress import TimeElapsedColumn
 
 from ebbtide import __version__
-from ebbtide.bundle import Bundle, load_step
+from ebbtide.bundle import Bundle
 from ebbtide.consoles import console_beside, errors_console, progress_bar, say
 from ebbtide.errors import EbbtideError, RecordError
 from ebbtide.files import write_whole
@@ -25,6 +25,7 @@ from ebbtide.machines import load_machine, machine_names
 from ebbtide.named_steps import observe_named, observe_named_fake, observe_named_fake_batch
 from ebbtide.options import (
     DEVICE_SHARE,
+    STEP_HELP,
     WHAT_FORM,
     WHAT_HELP,
     Batch,
@@ -39,10 +40,10 @@ from ebbtide.options import (
     script_of,
     share_of,
     spill_or_default,
+    step_and_machine,
     with_whole_lines,
     writable,
 )
-from ebbtide.step import Step
 from ebbtide.units import format_bytes, format_seconds
 
 _POLICIES = "offload-all, autoswap-swdoa, superneurons-cache, capuchin, rotor, pofo"
@@ -205,9 +206,7 @@ def observe(
     """
 )
 def plan(
-    step_path: Annotated[
-        Path | None, typer.Argument(metavar="STEP", help="A step from `ebbtide observe`.", show_default=False)
-    ] = None,
+    step_path: Annotated[Path | None, typer.Argument(metavar="STEP|PLAN", help=STEP_HELP, show_default=False)] = None,
     model: Annotated[
         str | None, typer.Option(metavar=WHAT_FORM, help=f"Instead of a step: {WHAT_HELP} Observed as with --fake.")
     ] = None,
@@ -236,12 +235,12 @@ def plan(
     if model is None and batch is not None:
         raise typer.BadParameter("--batch goes with --model: the step of a file has its batch already")
     with errors_console().status("planning"):
-        machine = machine_of(machine_name, spill)
-        if model is not None:
-            step = observe_named_fake(model, batch, machine)
+        if step_path is not None:
+            step, machine = step_and_machine(step_path, machine_name, spill)
         else:
-            assert step_path is not None
-            step = Step.load(step_path)
+            assert model is not None
+            machine = machine_of(machine_name, spill)
+            step = observe_named_fake(model, batch, machine)
         check_trains(step, str(model or step_path))
         made = solve(step, machine, limit_bytes_of(budget, step, machine))
     if output is not None:
@@ -328,9 +327,7 @@ def report(
     """
 )
 def frontier(
-    step_path: Annotated[
-        Path, typer.Argument(metavar="STEP", help="A step from `ebbtide observe`, or a plan from `ebbtide plan`.")
-    ],
+    step_path: Annotated[Path, typer.Argument(metavar="STEP|PLAN", help=STEP_HELP)],
     output: Annotated[
         list[Path],
         typer.Option(
@@ -360,9 +357,7 @@ def frontier(
     given = [name.strip() for name in policies.split(",") if name.strip()]
     names = {"all": list(POLICIES), "none": []}.get(policies, given)
     chosen = policies_named(names)
-    step, machine = load_step(step_path)
-    if machine is None or machine_name is not None or spill is not None:
-        machine = machine_of(machine_name, spill)
+    step, machine = step_and_machine(step_path, machine_name, spill)
     with progress_bar(TimeElapsedColumn()) as bar:
         task = bar.add_task("planning", total=1.0)
         found = compute(

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ebbtide.bundle import load_step
 from ebbtide.machine import Machine
 from ebbtide.machines import load_machine, machine_names
 from ebbtide.named_steps import STEP_FUNCTION, is_file
@@ -48,6 +49,10 @@ MachineName = Annotated[
     ),
 ]
 Batch = Annotated[int | None, typer.Option(min=1, help="Images or passages in a step of a demo model.")]
+STEP_HELP = (
+    "A step from `ebbtide observe`, or a plan from `ebbtide plan`: its step, for its machine if neither --machine nor "
+    "--spill is named."
+)
 WHAT_HELP = f"A demo model, or a function of yours in a file (default: {STEP_FUNCTION})."
 WHAT_FORM = "MODEL|FILE[:FUNCTION]"
 
@@ -115,6 +120,14 @@ def machine_of(name: str | None, spill: Path | None) -> Machine:
     from ebbtide.run.calibrate import machine_for
 
     return machine_for(spill_or_default(spill))
+
+
+def step_and_machine(path: Path, name: str | None, spill: Path | None) -> tuple[Step, Machine]:
+    """The step in a file, and the machine of `machine_of`; that of the file if it is a plan's, and nothing is named."""
+    step, machine = load_step(path)
+    if machine is None or name is not None or spill is not None:
+        machine = machine_of(name, spill)
+    return step, machine
 
 
 def limit_bytes_of(budget: str | None, step: Step | None, machine: Machine) -> int:

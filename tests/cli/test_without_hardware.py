@@ -30,6 +30,28 @@ def test_plan_without_the_hardware(script: Path, tmp_path: Path) -> None:
     assert bundle.plan.peak_bytes <= bundle.plan.limit_bytes
 
 
+def test_a_plan_is_made_again_for_its_own_machine_or_another(script: Path, machine: Path, tmp_path: Path) -> None:
+    first, again = tmp_path / "plan.json", tmp_path / "again.json"
+    run("plan", "--machine", "rtx-4090", "--model", script, "--budget", "80%", "-o", first)
+    made = Bundle.load(first)
+
+    run("plan", first, "--budget", "90%", "-o", again)
+    found = Bundle.load(again)
+    assert (found.step, found.machine) == (made.step, made.machine)
+    assert found.plan.limit_bytes > made.plan.limit_bytes
+
+    run("plan", first, "--budget", "90%", "--machine", machine, "-o", again)
+    assert Bundle.load(again).machine == Machine.load(machine)
+
+
+def test_a_plan_is_not_written_over_the_one_that_is_read(script: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    run("plan", "--machine", "rtx-4090", "--model", script, "--budget", "80%", "-o", plan)
+    result = CliRunner().invoke(app, ["plan", str(plan), "--budget", "90%", "-o", str(plan)])
+    assert result.exit_code == 2
+    assert "is what is read" in result.output
+
+
 def test_plan_for_the_memory_of_a_machine(script: Path) -> None:
     output = run("plan", "--machine", "h200", "--model", f"{script}:one_step")
     assert "plain: fits 125 GiB" in output
