@@ -21,6 +21,8 @@ _WRITERS = {
     "ebbtide-machine": "`ebbtide calibrate -o`",
 }
 """What makes a file of each kind that users name."""
+_GZIP = b"\x1f\x8b"
+"""What each file begins with that gzip has compressed."""
 _MOST_TEXT_BYTES = 1 << 28
 """More than a file of ours holds, unpacked; a step of 100,000 ops takes some 12 MB."""
 
@@ -53,6 +55,8 @@ def read_document(path: str | Path) -> dict[str, Any]:
         raise RecordError(f"{path}: damaged, or cut short: {fault}") from fault
     except OSError as fault:
         raise RecordError(f"{path}: cannot be read: {fault.strerror or fault}") from fault
+    except UnicodeDecodeError as fault:
+        raise RecordError(f"{path}: not JSON, which is text: damaged, or a file of another kind") from fault
     except (ValueError, EOFError, RecursionError) as fault:
         raise RecordError(f"{path}: not JSON, or cut short: {fault}") from fault
     if not isinstance(document, dict):
@@ -67,9 +71,11 @@ def _read(path: Path) -> bytearray:
         if stat.S_ISCHR(kind) or stat.S_ISBLK(kind):
             raise RecordError(f"{path}: not a file of ebbtide's, but a device")
         data = _read_whole(file, path)
-    if data[:2] == b"\x1f\x8b":
+    if data[:2] == _GZIP:
         with gzip.GzipFile(fileobj=io.BytesIO(data)) as unpacked:
             data = _read_whole(unpacked, path)
+        if data[:2] == _GZIP:
+            raise RecordError(f"{path}: compressed twice; unpack it once, with `gzip -d`")
     return data
 
 

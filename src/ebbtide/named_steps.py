@@ -214,8 +214,10 @@ def _function(what: str, *arguments: int) -> Callable[[], str]:
     whole = ":" not in what or Path(what).is_file()  # a directory may have a colon in its name
     path, _, name = (f"{what}:{STEP_FUNCTION}" if whole else what).rpartition(":")
     specification = importlib.util.spec_from_file_location("_observed_script", path)
-    if not Path(path).is_file() or specification is None or specification.loader is None:
+    if not Path(path).is_file():
         raise EbbtideError(f"{path}: there is no such Python file")
+    if specification is None or specification.loader is None:
+        raise EbbtideError(f"{path}: it is no Python file, by its name; put the function into one that ends in .py")
     module = importlib.util.module_from_spec(specification)
     sys.path.insert(0, str(Path(path).resolve().parent))  # as Python does for a script, for the imports beside it
     sys.modules[specification.name] = module  # as an import does: dataclasses and pickle look a class's module up

@@ -122,3 +122,12 @@ def test_a_step_without_a_backward_pass_is_written_with_a_warning(script: Path, 
     )
     assert Step.load(step).ops
     assert "warning" not in run("observe", f"{script}:one_step", "-o", step)
+
+
+@pytest.mark.parametrize("fake", [(), ("--fake", "--machine", "h200")], ids=["real", "fake"])
+def test_a_notebook_is_there_but_is_no_python_file(fake: tuple[str, ...], failure: Failure, tmp_path: Path) -> None:
+    notebook = tmp_path / "train.ipynb"
+    notebook.write_text("{}")
+    said = failure("observe", f"{notebook}:one_step", *fake, "-o", tmp_path / "step.json")
+    expected = "it is no Python file, by its name; put the function into one that ends in .py"
+    assert said == f"ebbtide: {notebook}: {expected}"

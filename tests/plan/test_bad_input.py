@@ -102,6 +102,21 @@ def test_damaged_files(tmp_path: Path) -> None:
         Step.load(path)
 
 
+def test_files_that_are_compressed_twice(tmp_path: Path) -> None:
+    path = tmp_path / "step.json.gz"
+    network_step(4).save(path)
+    path.write_bytes(gzip.compress(path.read_bytes()))
+    with pytest.raises(RecordError, match=r"step\.json\.gz: compressed twice; unpack it once"):
+        Step.load(path)
+
+
+@pytest.mark.parametrize("data", [b"\x89PNG\r\n\x1a\n", b"BZh91AY&SY\xff\xfe"])
+def test_files_that_are_no_text(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "step.json").write_bytes(data)
+    with pytest.raises(RecordError, match=r"step\.json: not JSON, which is text: damaged, or a file of another kind$"):
+        Step.load(tmp_path / "step.json")
+
+
 @pytest.mark.parametrize("half", [b"\\ud800", b"\\uDCE4", b"\xed\xa0\x80"])
 def test_names_that_are_no_text(half: bytes, tmp_path: Path) -> None:
     """JSON has room for halves of characters, escaped or not; no page or table can show them."""
