@@ -113,8 +113,7 @@ PlanFile = Annotated[
 
 def machine_of(name: str | None, spill: Path | None) -> Machine:
     """The machine of that name or file; without one, this machine with a disk where ``spill`` is."""
-    if name is not None and spill is not None:
-        raise typer.BadParameter("--machine and --spill each say what to plan for; name one of the two")
+    _check_one_named(name, spill)
     if name is not None:
         return load_machine(name)
     from ebbtide.run.calibrate import machine_for
@@ -122,8 +121,14 @@ def machine_of(name: str | None, spill: Path | None) -> Machine:
     return machine_for(spill_or_default(spill))
 
 
+def _check_one_named(name: str | None, spill: Path | None) -> None:
+    if name is not None and spill is not None:
+        raise typer.BadParameter("--machine and --spill each say what to plan for; name one of the two")
+
+
 def step_and_machine(path: Path, name: str | None, spill: Path | None) -> tuple[Step, Machine]:
     """The step in a file, and the machine of `machine_of`; that of the file if it is a plan's, and nothing is named."""
+    _check_one_named(name, spill)
     step, machine = load_step(path)
     if machine is None or name is not None or spill is not None:
         machine = machine_of(name, spill)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -41,8 +41,8 @@ class CaseProcess:
         if spill is not None:
             command += ["--spill", spill]
         self._stack = contextlib.ExitStack()
-        complaints = tempfile.TemporaryFile("w+", dir=spill)  # noqa: SIM115 (the stack closes it)
-        self._complaints = self._stack.enter_context(complaints)
+        complaints = os.memfd_create("complaints")  # a file in no directory: there may be none to write to
+        self._complaints = self._stack.enter_context(os.fdopen(complaints, "w+"))
         pipe = subprocess.PIPE
         self._process = self._stack.enter_context(
             subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._complaints, text=True)
