@@ -129,11 +129,14 @@ def calibrate(
 ) -> None:
     from ebbtide.report.sentences import compute_lines, links_table
     from ebbtide.run.calibrate import calibrate as measure
+    from ebbtide.run.tiers.disk import check_directory
     from ebbtide.timed_steps import fit_here, with_compute
 
     check_apart([output], *map(script_of, steps or ()))
     if steps and output is None:
         raise typer.BadParameter("steps go with -o FILE, where the machine is written to that says how fast they ran")
+    directory = spill_or_default(spill)
+    check_directory(directory)  # before steps are timed, which takes longer
     with progress_bar() as progress:
         task = progress.add_task("calibrating", total=1.0)
 
@@ -141,7 +144,7 @@ def calibrate(
             progress.update(task, completed=done, description=what)
 
         fitted = fit_here(steps, show) if steps else None  # first, as it may find that there is no such step
-        machine = measure(spill_or_default(spill), progress=show)
+        machine = measure(directory, progress=show)
     if fitted is not None:
         machine = with_compute(machine, fitted.compute)
     if output is not None:

@@ -55,4 +55,9 @@ def run(*arguments: str | Path) -> str:
     return result.output
 
 
+def in_one_line(output: str) -> str:
+    """What was said, without the box around it and the breaks of lines, whose places depend on how long paths are."""
+    return " ".join(output.replace("│", " ").split())
+
+
 Failure = Callable[..., str]

@@ -30,7 +30,7 @@ from ebbtide.machines import load_machine
 from ebbtide.options import check_apart, share_of
 from ebbtide.report.sentences import links_table
 from ebbtide.step import Step
-from tests.cli.commands import SCRIPT, Failure, run
+from tests.cli.commands import SCRIPT, Failure, in_one_line, run
 from tests.plan.random_steps import network_step
 
 
@@ -241,7 +241,7 @@ def test_outputs_are_looked_at_before_the_work(
     ):
         result = CliRunner().invoke(app, [*arguments, output])
         assert result.exit_code == 2
-        assert reason in " ".join(result.output.replace("│", " ").split())
+        assert reason in in_one_line(result.output)
 
 
 def test_a_page_is_written_to_a_file_of_that_kind() -> None:
@@ -269,7 +269,7 @@ def test_what_is_read_is_not_written_over(script: Path, machine: Path, tmp_path:
         before = read.read_bytes()
         result = CliRunner().invoke(app, [str(argument) for argument in command])
         assert result.exit_code == 2
-        assert "is what is read; name another file" in " ".join(result.output.replace("│", " ").split())
+        assert "is what is read; name another file" in in_one_line(result.output)
         assert read.read_bytes() == before
 
 

@@ -15,7 +15,7 @@ from ebbtide.bundle import Bundle
 from ebbtide.cli import app
 from ebbtide.machine import Machine
 from ebbtide.step import Step
-from tests.cli.commands import Failure, run
+from tests.cli.commands import Failure, in_one_line, run
 
 
 def test_plan_without_the_hardware(script: Path, tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_a_plan_is_not_written_over_the_one_that_is_read(script: Path, tmp_path:
     run("plan", "--machine", "rtx-4090", "--model", script, "--budget", "80%", "-o", plan)
     result = CliRunner().invoke(app, ["plan", str(plan), "--budget", "90%", "-o", str(plan)])
     assert result.exit_code == 2
-    assert "is what is read" in result.output
+    assert "is what is read" in in_one_line(result.output)
 
 
 def test_plan_for_the_memory_of_a_machine(script: Path) -> None:
@@ -108,10 +108,18 @@ def test_steps_that_are_timed_go_with_a_file(script: Path) -> None:
     assert "steps go with -o FILE" in result.output
 
 
+def test_a_spill_directory_is_looked_for_before_steps_are_timed(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Failure
+) -> None:
+    monkeypatch.setattr("ebbtide.timed_steps.fit_here", lambda *_: pytest.fail("timed"))
+    said = failure("calibrate", script, "--spill", tmp_path / "none", "-o", tmp_path / "here.json")
+    assert "does not exist" in said
+
+
 def test_a_script_that_is_timed_is_not_written_over(script: Path) -> None:
     result = CliRunner().invoke(app, ["calibrate", str(script), "-o", str(script)])
     assert result.exit_code == 2
-    assert "is what is read" in " ".join(result.output.replace("│", " ").split())
+    assert "is what is read" in in_one_line(result.output)
     assert "def one_step" in script.read_text()
 
 
