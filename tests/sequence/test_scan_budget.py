@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import ebbtide
+from ebbtide.run.meter import PeakMeter
+from tests.run.harness import SLOW_DISK
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_plans")
 WIDTH = 64
@@ -78,3 +81,69 @@ def test_hooks_of_others_see_nothing_of_the_steps() -> None:
         h, _ = ebbtide.scan(lambda h, x: (cell(x, h), None), torch.zeros(2, WIDTH), xs)
         h.sum().backward()
     assert len(seen) == len(list(cell.parameters())) + 1  # that they were not altered is known from these
+
+
+Cell = Callable[[Tensor, Tensor], tuple[Tensor, None]]
+
+
+def transposed(h: Tensor) -> Tensor:
+    return h.t().contiguous().t()
+
+
+def with_gaps(h: Tensor) -> Tensor:
+    return torch.cat([h, h], 1)[:, : h.shape[1]]
+
+
+def inside_another(h: Tensor) -> Tensor:
+    return ebbtide.scan(lambda inner, x: (inner * x, None), h, torch.ones(3), memory="64KiB")[0]
+
+
+@pytest.mark.parametrize("spills", [False, True])
+@pytest.mark.parametrize("change", [torch.sin, transposed, with_gaps, nn.Dropout(0.2), inside_another])
+def test_nothing_of_a_chain_is_at_rest(change: Callable[[Tensor], Tensor], spills: bool, tmp_path: Path) -> None:
+    """Whatever a scan makes for itself, states that it stores, copies of them, what generators were like: none of it
+    was there before the step. Only parameters are at rest, however long the chain."""
+    layer = nn.Linear(WIDTH, WIDTH)
+
+    def run(n: int) -> None:
+        layer.zero_grad()
+        start = change(torch.ones(8, WIDTH))
+        spill = tmp_path if spills else None
+        h, _ = ebbtide.scan(
+            lambda h, x: (change(torch.tanh(layer(h) + x)), None), start, torch.zeros(n), memory="16KiB", spill=spill
+        )
+        h.square().mean().backward()
+
+    own = sum(parameter.nbytes for parameter in layer.parameters())
+    for n in (5, 40):
+        assert ebbtide.observe_step(lambda n=n: run(n)).resting_bytes == own  # type: ignore[misc]
+        with PeakMeter() as meter:
+            run(n)
+        assert meter.resting_bytes == own
+
+
+def test_a_budget_for_a_long_chain(tmp_path: Path) -> None:
+    """The states of all its steps would take five times the limit."""
+    layer = nn.Linear(WIDTH, WIDTH)
+    limit_bytes = 3 << 20
+
+    def step() -> Tensor:
+        layer.zero_grad()
+        h, _ = ebbtide.scan(
+            lambda h, _: (transposed(torch.tanh(layer(h))), None),
+            transposed(torch.ones(1024, WIDTH)),
+            range(60),
+            memory="1MiB",
+        )
+        h.square().mean().backward()
+        assert layer.weight.grad is not None
+        return layer.weight.grad
+
+    expected, peaks = step(), []
+    with ebbtide.Budget(limit_bytes, spill=tmp_path, machine=SLOW_DISK) as memory:
+        for _ in range(4):
+            with PeakMeter() as meter, memory.step():
+                found = step()
+            peaks.append(meter.peak_bytes)
+            assert torch.equal(found, expected)
+    assert max(peaks) <= limit_bytes

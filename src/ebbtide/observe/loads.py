@@ -1,7 +1,8 @@
-"""Tells of memory that no op makes: what a budget takes for what it loads back."""
+"""Tells of memory that no op makes: what a budget takes for what it loads back, and a scan for states."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -37,3 +38,10 @@ def note_memory(memory: torch.UntypedStorage, tier: object) -> None:
         on: list[object] = [*modes_on()]
         for watcher in _watchers[:]:
             watcher.note_load(memory, tier, watcher in on)
+
+
+def note_states(storages: Iterable[torch.UntypedStorage]) -> None:
+    """Tell all who watch of memory for states, from no tier; again and again does no harm."""
+    if _watchers:
+        for memory in storages:
+            note_memory(memory, None)

@@ -47,10 +47,12 @@ class FirstRun:
         """Step 0 has just run, and ``put`` hooks. Raises `SequenceError` if it left generators elsewhere."""
         self._hooks.put_back(put)
         expected = [*(self._states or ()), *(self._own.get(one) for one in surroundings.own_generators)]
-        for before, now in zip(expected, surroundings.generators(), strict=True):
-            if before is not None and not torch.equal(before, now):
-                raise SequenceError(
-                    "the cell draws random numbers in its first run that it does not draw when it runs again, such as "
-                    "those of a mask that it keeps, or another thread draws meanwhile; call it once before the scan, "
-                    "or draw them in each step"
-                )
+        with unseen():
+            pairs = zip(expected, surroundings.generators(), strict=True)
+            is_elsewhere = any(before is not None and not torch.equal(before, now) for before, now in pairs)
+        if is_elsewhere:
+            raise SequenceError(
+                "the cell draws random numbers in its first run that it does not draw when it runs again, such as "
+                "those of a mask that it keeps, or another thread draws meanwhile; call it once before the scan, "
+                "or draw them in each step"
+            )

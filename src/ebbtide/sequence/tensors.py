@@ -22,6 +22,7 @@ from torch.utils._pytree import (
 
 from ebbtide.errors import SequenceError
 from ebbtide.observe.ledger import has_storage
+from ebbtide.observe.loads import note_states
 from ebbtide.observe.wrapped import is_subclass, is_wrapper
 from ebbtide.sequence.blocks import Block
 from ebbtide.sequence.surroundings import Surroundings, Written, unseen
@@ -216,6 +217,7 @@ class TensorLayout:
                 place.copy_(part)
             for part, place in zip(state, views.parts, strict=True):
                 place.copy_(part)
+        note_states((block.storage,))  # here, as no mode sees it above
 
     def unpack(self, block: Block) -> TensorState:
         """The state in a block, copied only where it must be; its surroundings go back to what they were."""
@@ -227,7 +229,9 @@ class TensorLayout:
             parts = [place.detach() for place in views.parts]
             if self.device_types != ["cpu"]:
                 parts = [part.to(leaf.device) for part, leaf in zip(parts, self._leaves, strict=True)]
-            return _as_first([form.adopt(part, own=True) for form, part in zip(forms, parts, strict=True)], firsts)
+            state = _as_first([form.adopt(part, own=True) for form, part in zip(forms, parts, strict=True)], firsts)
+        note_states((block.storage, *map(Tensor.untyped_storage, state)))
+        return state
 
     def wait(self) -> None:
         """Wait until devices have done what they were given: nobody knows before what a step takes."""
@@ -237,7 +241,9 @@ class TensorLayout:
     def copy(self, state: TensorState) -> TensorState:
         """A copy of a state in memory of its own, in which its tensors lie as they did."""
         with torch.no_grad(), unseen():
-            return _as_first([_Form.of(part).adopt(part, own=False) for part in state], _firsts(state))
+            copied = _as_first([_Form.of(part).adopt(part, own=False) for part in state], _firsts(state))
+        note_states(map(Tensor.untyped_storage, copied))
+        return copied
 
     def _views(self, block: Block) -> _Views:
         if block.views is None:
