@@ -13,6 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ebbtide.observe.schema import OperatorInfo
 from ebbtide.observe.wrapped import PLAIN_TYPES, is_wrapper
 
+_dispatch_keys: Callable[[torch.Tensor], Any] = torch._C._dispatch_keys
+
 Written = list[tuple[torch.Tensor, int, int]]
 """Tensors, which storages they show, and the bytes of these."""
 use_count: Callable[[int], int] = torch._C._storage_Use_Count
@@ -43,6 +45,35 @@ def has_storage(tensor: torch.Tensor) -> bool:
     Sparse and nested tensors have none, nor have those that wrap others or that a transform has wrapped. Nor has what
     takes no memory: the zeros of forward mode, meta tensors, and fake tensors unless they stand for those of a step.
     """
+    return _by_keys(tensor, _has_storage, _with_storage) if type(tensor) in PLAIN_TYPES else _has_storage(tensor)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor``, of one of `PLAIN_TYPES`, has a storage that says all of it: it is not quantized, nor lazily
+    conjugated or negated."""
+    return _by_keys(tensor, _is_dense, _dense)
+
+
+_with_storage: dict[int, bool] = {}
+_dense: dict[int, bool] = {}
+_traceable: dict[int, bool] = {}
+
+
+def _by_keys(tensor: torch.Tensor, tell: Callable[[torch.Tensor], bool], told: dict[int, bool]) -> bool:
+    """What ``tell`` says of ``tensor``, of one of `PLAIN_TYPES`; ``told`` is what it said of others. Saved tensors are
+    looked into all the time, and PyTorch knows all that is asked here by a tensor's dispatch keys."""
+    keys = _dispatch_keys(tensor).raw_repr()
+    known = told.get(keys)
+    if known is None:
+        known = told[keys] = tell(tensor)
+    return known
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return _has_storage(tensor) and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
     return (
         tensor.layout is torch.strided
         and _has_memory(tensor)
@@ -103,7 +134,13 @@ def is_traceable(tensor: torch.Tensor) -> bool:
 
     Versions of inference tensors are not counted. What a class does with ops on it, nobody can tell.
     """
+    if type(tensor) in PLAIN_TYPES:
+        return _by_keys(tensor, _has_versions, _traceable)
     return has_storage(tensor) and not tensor.is_inference() and not _takes_ops(type(tensor))
+
+
+def _has_versions(tensor: torch.Tensor) -> bool:
+    return has_storage(tensor) and not tensor.is_inference()
 
 
 class StorageRecord:

@@ -50,11 +50,16 @@ DisableTorchDispatch: Any = torch._C._DisableTorchDispatch
 _AsCalled: Any = vars(torch._C)["_RestorePythonTLSSnapshot"]
 SetExcluded: Any = vars(torch._C)["_SetExcludeDispatchKeyGuard"]
 """A context in which a dispatch key is left out, or not."""
-_is_excluded: Callable[[str], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
+_excluded: Callable[[], Any] = torch._C._dispatch_tls_local_exclude_set
 _AUTOCAST = torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView
 nodes_made: Callable[[], int] = vars(torch.autograd)["_get_sequence_nr"]
 """How many nodes this thread has made: the number that the next one will have."""
+
+
+def is_mode_on() -> bool:
+    """Whether any mode, ours or the user's, would see an op or a function."""
+    return bool(_mode_count() or _function_mode_count())
 
 
 def is_seen() -> bool:
@@ -87,11 +92,22 @@ def run_op(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an op that a mode was shown. Its versions count as they do without one: those of tensors that are written in
     place by the list do not go up under a mode, so that autograd would not refuse what was written to. What others than
     PyTorch have defined may call ops, which autocast and autograd see as they do without a mode."""
-    if _calls_ops(func):
-        with _as_without_modes(func):
-            return func(*args, **kwargs)
-    if not _writes_lists(func):
+    runs = _runner(func)
+    return func(*args, **kwargs) if runs is None else runs(func, args, kwargs)
+
+
+@functools.cache
+def _runner(func: Any) -> Callable[[Any, Any, Any], Any] | None:
+    """What runs ``func``, if that takes more than to call it."""
+    return _run_calling if _calls_ops(func) else _run_writing if _writes_lists(func) else None
+
+
+def _run_calling(func: Any, args: Any, kwargs: Any) -> Any:
+    with _as_without_modes(func):
         return func(*args, **kwargs)
+
+
+def _run_writing(func: Any, args: Any, kwargs: Any) -> Any:
     before = [(tensor, tensor._version) for tensor in args[0] if not tensor.is_inference()]
     result = func(*args, **kwargs)
     for tensor, version in before:
@@ -100,7 +116,6 @@ def run_op(func: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
-@functools.cache
 def _calls_ops(func: Any) -> bool:
     """Whether it may call ops that autocast or autograd has a part in."""
     if not isinstance(func, torch._ops.OpOverload):
@@ -115,8 +130,9 @@ def _as_without_modes(func: Any) -> Iterator[None]:
     op was called, and autograd where it has a kernel, which has had its turn."""
     has_formula = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "Autograd")
     with _AsCalled():
-        keys = [key for key in _AUTOCAST if not _is_excluded(key.name)]
-        if not has_formula and not _is_excluded("AutogradFunctionality"):
+        left_out = _excluded()
+        keys = [key for key in _AUTOCAST if not left_out.has(key)]
+        if not has_formula and not left_out.has(_AUTOGRAD[0]):
             keys += _AUTOGRAD
     with contextlib.ExitStack() as stack:
         for key in keys:
@@ -128,7 +144,7 @@ def is_within_op() -> bool:
     """Whether the op that a mode is shown was called by another op: autograd is left out there. It is not told within
     an op that is made of several, if a mode was on as that was called."""
     with _AsCalled():
-        return _is_excluded("AutogradFunctionality")
+        return bool(_excluded().has(_AUTOGRAD[0]))
 
 
 def is_within_autocast() -> bool:
@@ -137,7 +153,6 @@ def is_within_autocast() -> bool:
         return torch._C._is_any_autocast_enabled()
 
 
-@functools.cache
 def _writes_lists(func: Any) -> bool:
     """Whether it is one of the ops that work on lists of tensors, in place."""
     name: str = getattr(getattr(func, "_schema", None), "name", "")

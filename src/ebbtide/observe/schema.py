@@ -35,12 +35,14 @@ class OperatorInfo:
         written: positions of the arguments that it writes in place.
         written_names: names of the keyword-only arguments that it writes in place.
         replay: see `ebbtide.step.Op.replay`.
+        tensors: positions of the arguments that are tensors or lists of them.
     """
 
     name: str
     written: tuple[int, ...]
     written_names: tuple[str, ...]
     replay: Replay
+    tensors: tuple[int, ...] = ()
 
 
 COMPILED_GRAPH = OperatorInfo("compiled_graph", (), (), "opaque")
@@ -57,7 +59,9 @@ def operator_info(func: Any) -> OperatorInfo:
     if schema.name.startswith(_COLLECTIVES) and schema.name.endswith("_"):
         written = [0]
     names = [a.name for a in schema.arguments if _is_written(a) and a.kwarg_only]
-    return OperatorInfo(str(func), tuple(written), tuple(names), _replay(func, schema, bool(written), bool(names)))
+    replay = _replay(func, schema, bool(written), bool(names))
+    tensors = tuple(i for i, a in enumerate(schema.arguments) if "Tensor" in str(a.type))
+    return OperatorInfo(str(func), tuple(written), tuple(names), replay, tensors)
 
 
 def is_partly_written(func: Any) -> bool:

@@ -16,9 +16,11 @@ import sys
 from types import FrameType
 
 import torch
+import torch._functorch.eager_transforms
+import torch._functorch.vmap
 
-_MODULES = ("torch._functorch.vmap", "torch._functorch.eager_transforms")
-"""Where all transforms call what they transform."""
+_VMAP, _EAGER = vars(torch._functorch.vmap), vars(torch._functorch.eager_transforms)
+"""The names of the modules where all transforms call what they transform."""
 _TRACES = torch._C._TorchDispatchModeKey.PROXY
 """The kind of mode that traces."""
 
@@ -27,7 +29,8 @@ def in_transform() -> bool:
     """Whether what this thread runs is called by a transform."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__") in _MODULES:
+        names = frame.f_globals
+        if names is _VMAP or names is _EAGER:
             return True
         frame = frame.f_back
     return False

@@ -10,7 +10,7 @@ the backward pass. So few objects are made, and most calls, which have one resul
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -47,8 +47,10 @@ class KnownOp:
     mutated: tuple[tuple[int, int], ...]
     external: frozenset[int]
 
-    def fresh(self) -> list[int]:
+    def fresh(self) -> Sequence[int]:
         """The outputs that lie in new storages."""
+        if not self.mutated:
+            return self.outputs
         written = {new for _, new in self.mutated}
         return [value for value in self.outputs if value not in written]
 
@@ -143,16 +145,20 @@ class Call:
     Attributes:
         func: the op.
         args, kwargs: the call's arguments, with an `Argument` for each tensor.
+        places: positions among ``args`` of tensors and of lists of them.
         known: what the step's record says of it.
         grad: whether gradients were enabled: some kernels return more when they are.
         made: the values that it made, as they were there.
     """
 
-    __slots__ = ("args", "func", "grad", "known", "kwargs", "made")
+    __slots__ = ("args", "func", "grad", "known", "kwargs", "made", "places")
 
-    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: KnownOp) -> None:
+    def __init__(
+        self, func: Any, args: Sequence[Any], places: Sequence[int], kwargs: dict[str, Any], known: KnownOp
+    ) -> None:
         self.func = func
         self.args = args
+        self.places = places
         self.kwargs = kwargs
         self.known = known
         self.grad = torch.is_grad_enabled()
@@ -171,17 +177,23 @@ class Call:
             self.made.update((new, version.written()) for new, version in read.items() if version is not None)
         self.made.update((value, version_of(tensor)) for value, tensor in self.fresh(result, given))
 
-    def fresh(self, result: Any, given: Collection[int]) -> Iterator[tuple[int, torch.Tensor]]:
+    def fresh(self, result: Any, given: Collection[int]) -> Iterable[tuple[int, torch.Tensor]]:
         """The values that it made in other storages than it was ``given``, by its ``result``."""
         found: dict[int, torch.Tensor] = {}
         for tensor in tensors_in(result if isinstance(result, (list, tuple)) else (result,)):
             if is_traceable(tensor) and (identity := tensor.untyped_storage()._cdata) not in given:
                 found.setdefault(identity, tensor)
-        yield from zip(self.known.fresh(), found.values(), strict=False)
+        return zip(self.known.fresh(), found.values(), strict=False)
 
     def arguments(self) -> Iterator[Argument]:
         """The tensors among its arguments."""
-        yield from _arguments_in(self.args)
+        args = self.args
+        for place in self.places:
+            item = args[place]
+            if type(item) is Argument:
+                yield item
+            elif isinstance(item, (list, tuple)):
+                yield from _arguments_in(item)
         if self.kwargs:
             yield from _arguments_in(self.kwargs.values())
 
@@ -203,17 +215,23 @@ def capture(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: Kno
     Raises:
         RecipeError: if a tensor among its arguments is of a kind that no recipe can read.
     """
-    if operator_info(func).replay == "batch_norm" and args[5] is True:  # the model may be switched between steps
+    info = operator_info(func)
+    if info.replay == "batch_norm" and args[5] is True:  # the model may be switched between steps
         args = (*args[:3], *args[5:]) if func in _NO_STATISTICS else (*args[:3], None, None, *args[5:])
         func = _NO_STATISTICS.get(func, func)
+        info = operator_info(func)
     numbers: dict[int, int] = {}
-    captured = tuple([_captured(item, known, numbers) for item in args])
+    captured, places = list(args), []
+    for place in info.tensors:
+        if place < len(args) and args[place] is not None:
+            captured[place] = _captured(args[place], known, numbers)
+            places.append(place)
     for place in running_statistics(func):  # a norm in training is given none here
         if isinstance(statistics := captured[place], Argument):
             statistics.copy_it()
     if kwargs:
         kwargs = {name: _captured(item, known, numbers) for name, item in kwargs.items()}
-    return Call(func, captured, kwargs, known), numbers
+    return Call(func, captured, places, kwargs, known), numbers
 
 
 def _captured(item: Any, known: KnownOp, numbers: dict[int, int]) -> Any:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ebbtide.errors import StepError
-from ebbtide.observe.ledger import has_storage
+from ebbtide.observe.ledger import is_dense
 from ebbtide.observe.loads import note_memory
 from ebbtide.observe.mode import is_seen, nodes_made, unseen
 from ebbtide.observe.transforms import in_trace
@@ -372,11 +372,4 @@ def attributes_of(tensor: torch.Tensor) -> dict[str, Any] | None:
 def is_plain(tensor: Any) -> bool:
     """Whether a saved tensor is one that can be moved: dense, unwrapped, not lazily conjugated, of no subclass, no
     parameter (see `keep`), and none that a trace has to know."""
-    return (
-        type(tensor) is torch.Tensor
-        and has_storage(tensor)
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-        and not tensor.is_quantized
-        and not in_trace()
-    )
+    return type(tensor) is torch.Tensor and is_dense(tensor) and not in_trace()

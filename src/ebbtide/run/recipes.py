@@ -71,20 +71,25 @@ class Recipe:
             self.leaves[value].arrive()
         made: dict[int, torch.Tensor] = {}
         # No tensor here requires grad, so nothing is saved whatever the mode.
-        with torch._C._DisableAutocast(), shown():
-            if len(self.calls) == 1:
-                self._run(self.calls[0], made)
-            else:
-                self._run_all(made)
+        grad = torch.is_grad_enabled()
+        try:
+            with torch._C._DisableAutocast(), shown():
+                if len(self.calls) == 1:
+                    self._run(self.calls[0], made)
+                else:
+                    self._run_all(made)
+        finally:
+            _set_grad(grad)
         return made[self.target]
 
     def _run_all(self, made: dict[int, torch.Tensor]) -> None:
         """Run the calls, and let go of what no later one reads."""
-        last_use = {argument.value: index for index, call in enumerate(self.calls) for argument in call.arguments()}
+        last_use = {value: index for index, call in enumerate(self.calls) for value in call.known.inputs}
         for index, call in enumerate(self.calls):
             self._run(call, made)
-            for value in [v for v in made if v != self.target and last_use.get(v, -1) <= index]:
-                del made[value]
+            for value in (*call.known.inputs, *call.known.outputs):
+                if last_use.get(value, -1) <= index and value != self.target:
+                    made.pop(value, None)
 
     def _run(self, call: Call, made: dict[int, torch.Tensor]) -> None:
         known = call.known
@@ -92,19 +97,19 @@ class Recipe:
             # A fresh copy where the older version is still wanted: it is somebody's saved tensor.
             made[new] = made.pop(old) if old in made else _copy(self.leaves[old].arrive())
             made[old] = made[new]
-        args = tuple([self._filled(item, made) for item in call.args])
+        args = list(call.args)
+        for place in call.places:
+            args[place] = self._filled(args[place], made)
         kwargs = {name: self._filled(item, made) for name, item in call.kwargs.items()} if call.kwargs else {}
-        if torch.is_grad_enabled() is call.grad:
-            result = call.func(*args, **kwargs)
-        else:
-            with torch.set_grad_enabled(call.grad):
-                result = call.func(*args, **kwargs)
+        _set_grad(call.grad)
+        result = call.func(*args, **kwargs)
         if isinstance(result, torch.Tensor) and len(known.outputs) == 1 and not known.mutated:
             made[known.outputs[0]] = result  # of its own, as it was when it was captured
             return
         for old, _ in known.mutated:
             del made[old]
-        given = {t.untyped_storage()._cdata for t in tensors_in((*args, *kwargs.values()))}
+        given = {t.untyped_storage()._cdata for t in tensors_in([args[place] for place in call.places])}
+        given |= {t.untyped_storage()._cdata for t in tensors_in(kwargs.values())}
         made.update(call.fresh(result, given))
 
     def _filled(self, item: Any, made: dict[int, torch.Tensor]) -> Any:
@@ -122,6 +127,12 @@ class Recipe:
         if type(item) in (list, tuple):
             return type(item)(self._filled(part, made) for part in item)
         return item
+
+
+def _set_grad(enabled: bool) -> None:
+    """Without a context, which takes as long as a small op."""
+    if torch.is_grad_enabled() is not enabled:
+        torch._C._set_grad_enabled(enabled)
 
 
 def _unchanged(external: torch.Tensor, captured: Argument) -> torch.Tensor:

@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ebbtide.observe.ledger import sizes
+from ebbtide.observe.mode import is_mode_on, unseen
 
 
 class Shown(Protocol):
@@ -67,10 +68,15 @@ def nothing(device: torch.device) -> torch.Tensor:
 
 def shell_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without memory that counts its versions with ``tensor``: it shows what is written in place later."""
-    # A mode may be on in which there are no tensors with memory.
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-        shell = tensor.detach()
-        shell.data = nothing(tensor.device)
+    if is_mode_on():  # in which there may be no tensors with memory
+        with unseen():
+            return _shell_of(tensor)
+    return _shell_of(tensor)
+
+
+def _shell_of(tensor: torch.Tensor) -> torch.Tensor:
+    shell = tensor.detach()
+    shell.data = nothing(tensor.device)
     return shell
 
 
